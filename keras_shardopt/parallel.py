@@ -1,0 +1,119 @@
+"""Setting up replicas: `with data_parallel():`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from types import TracebackType
+from typing import Any
+
+from keras_shardopt.replica import World, framework
+
+
+class data_parallel:
+    """A scope in which a model is built for data-parallel training on all local accelerators.
+
+    | backend | what the scope sets up |
+    |---|---|
+    | TensorFlow | a `MirroredStrategy` (on TPU a `TPUStrategy`) scope over the devices of this machine |
+    | JAX | `keras.distribution.DataParallel` over the devices of all processes |
+    | PyTorch | the process group of the ranks that `torchrun` started: "nccl" with CUDA, else "gloo" |
+
+    Without accelerators the devices are all logical CPU devices; with a single device or process the scope sets up
+    nothing. Where a strategy scope or a process group is open already, it is used as it is.
+
+    `model.fit` may be called inside the block or after it. Leaving the block restores what it changed, except where
+    JAX and PyTorch still need it for `fit`: if a `CrossShard` made inside is alive, the distribution or process
+    group stays until `close()`, or until the program ends.
+
+    On PyTorch, and on JAX with several processes, each process feeds its own rows: see `num_processes` and
+    `process_id`. Ranks that do not agree on Keras' random seed take rank 0's, so that models start equal.
+
+    Args:
+        num_replicas: int >= 1 or None. How many replicas; None (default) takes all devices. On a machine without
+            accelerators that many CPU devices are made, which must happen before TensorFlow or JAX has started. On
+            PyTorch it must equal the number of processes.
+
+    Raises:
+        ValueError: if `num_replicas` is less than 1, more than there are devices, or not the number of processes.
+        TypeError: if `num_replicas` is not an int.
+        RuntimeError: if TensorFlow runs already with fewer CPU devices.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> with ks.data_parallel() as replicas:
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer=ks.CrossShard(keras.optimizers.Adam()), loss="mse")
+        >>> replicas.is_chief
+        True
+        >>> replicas.close()
+    """
+
+    def __init__(self, num_replicas: int | None = None) -> None:
+        if num_replicas is not None:
+            if not isinstance(num_replicas, int) or isinstance(num_replicas, bool):
+                raise TypeError(f"`num_replicas` must be an int or None. Received: num_replicas={num_replicas!r}")
+            if num_replicas < 1:
+                raise ValueError(f"`num_replicas` must be at least 1. Received: num_replicas={num_replicas}")
+        self._requested = num_replicas
+        self._world: World | None = None
+        self._open = contextlib.ExitStack()
+        self._watching = contextlib.ExitStack()
+
+    def __enter__(self) -> data_parallel:
+        if self._world is not None:
+            raise RuntimeError("This `data_parallel()` scope has been entered before. Make a new one.")
+        self._world = self._open.enter_context(framework.world(self._requested))
+        self._made_inside = self._watching.enter_context(framework.watch())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watching.close()
+        if kind is None and framework.outlives_its_block and len(self._made_inside):
+            atexit.register(self.close)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Restores what the scope changed. Models made inside cannot be trained on several replicas afterwards."""
+        atexit.unregister(self.close)
+        self._open.close()
+
+    def _entered(self) -> World:
+        if self._world is None:
+            raise RuntimeError("The replicas are known inside the scope only. Enter it: `with data_parallel() as r:`")
+        return self._world
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas train together."""
+        return self._entered().num_replicas
+
+    @property
+    def replica_id(self) -> int:
+        """The first (on PyTorch the only) replica that this process runs."""
+        return self._entered().replica_id
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that should print and write files."""
+        return self._entered().is_chief
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes feed data. Where there are several, each feeds its own rows."""
+        return self._entered().num_processes
+
+    @property
+    def process_id(self) -> int:
+        """Which of `num_processes` this is, from 0."""
+        return self._entered().process_id
+
+    def largest_difference(self, model: Any) -> float:
+        """The largest absolute difference between any two replicas' copies of the model's weights.
+
+        It is 0 as long as training is right. All processes must call it together.
+        """
+        return framework.largest_difference(model.weights)

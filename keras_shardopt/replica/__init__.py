@@ -1,0 +1,48 @@
+"""The one place that asks Keras which backend runs, and hands out what it can do with replicas."""
+
+from __future__ import annotations
+
+import importlib
+
+import keras
+
+from keras_shardopt.replica.base import (
+    Arrival,
+    Framework,
+    ReplicaBackend,
+    SingleReplica,
+    World,
+    claim_reduction,
+    reduction_is_claimed,
+)
+
+__all__ = [
+    "Arrival",
+    "Framework",
+    "ReplicaBackend",
+    "SingleReplica",
+    "World",
+    "claim_reduction",
+    "framework",
+    "reduction_is_claimed",
+]
+
+# A new backend is one file and one row here.
+_FRAMEWORKS = {
+    "tensorflow": ("keras_shardopt.replica.tf_distribute", "TensorFlow"),
+    "jax": ("keras_shardopt.replica.jax_sharding", "Jax"),
+    "torch": ("keras_shardopt.replica.torch_distributed", "Torch"),
+}
+
+
+def _load() -> Framework:
+    row = _FRAMEWORKS.get(keras.config.backend())
+    if row is None:
+        return Framework()
+    module, name = row
+    loaded: Framework = getattr(importlib.import_module(module), name)()
+    return loaded
+
+
+framework: Framework = _load()
+"""What the framework that runs Keras offers. Keras fixes its backend when it is imported, so this never changes."""

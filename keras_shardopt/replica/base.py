@@ -1,0 +1,261 @@
+"""What every backend tells about replicas, and the moves it offers.
+
+A *replica* is one worker that sees its own data. A backend states facts (`num_replicas`, `replica_id`,
+`is_chief`, `arrival`) and moves lists of tensors between replicas; it decides nothing. A single replica is a
+backend too, so that nobody else needs to ask how many there are.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import enum
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+
+
+class Arrival(enum.Enum):
+    """In which state the gradients of this replica are when they reach the optimizer.
+
+    With `N` replicas, `g_r` the gradient of the mean loss of replica `r`:
+    """
+
+    LOCAL = "local"
+    """Replica `r` holds `g_r`. The global mean is an all-reduce mean."""
+
+    LOCAL_PRESCALED = "prescaled"
+    """Replica `r` holds `g_r / N`, because its loss was divided by `N`. The global mean is an all-reduce sum."""
+
+    SUMMED = "summed"
+    """Every replica holds the sum of all `g_r`. The global mean is that divided by `N`."""
+
+    GLOBAL = "global"
+    """Every replica holds the global mean already; nothing is left to do."""
+
+
+class ReplicaBackend(abc.ABC):
+    """Facts about the replicas of the running program, and moves of tensor lists between them.
+
+    All replicas make the same calls in the same order. The result lists have the order of the argument.
+    """
+
+    num_replicas: int
+    """How many replicas train together."""
+
+    replica_id: Any
+    """Which of them this is, from 0: an int, or a scalar tensor where one traced program serves all replicas."""
+
+    is_chief: bool
+    """Whether this process is the one that prints and writes files."""
+
+    runs_one_program: bool = True
+    """Whether one program (traced once) serves all replicas, so that a `None` gradient is `None` on all of them."""
+
+    @abc.abstractmethod
+    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+        """Tells how these gradients arrive."""
+
+    @abc.abstractmethod
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        """Every replica gets the sum, mean or maximum over all replicas (of its group)."""
+
+    @abc.abstractmethod
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        """Like `all_reduce` (sum or mean), but each replica gets its slice only.
+
+        Each tensor is flat, with a length that the number of replicas (of the group) divides.
+        """
+
+    @abc.abstractmethod
+    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+        """Joins the replicas' flat tensors in the order of their ids (within the group)."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+        """Every replica gets the tensors of replica `root`."""
+
+    def start_together(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
+        """Makes weights, optimizer state and seed state equal to replica 0's, before the first update.
+
+        The default does nothing, which is right wherever the framework itself mirrors variables.
+
+        Returns:
+            The factor for this replica's first gradients. It is 1 where all replicas computed them with equal
+            weights; otherwise 0 on a replica whose weights were not replica 0's, and larger than 1 on the others,
+            so that the mean is one of gradients of the weights that all replicas now have.
+
+        Raises:
+            ValueError: on every replica, if the variables' shapes or dtypes differ between replicas.
+        """
+        del variables, optimizer_variables
+        return 1.0
+
+
+class SingleReplica(ReplicaBackend):
+    """The only replica: every gradient is global already and every move returns its argument."""
+
+    num_replicas = 1
+    replica_id = 0
+    is_chief = True
+
+    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+        return Arrival.GLOBAL
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        return list(tensors)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        return list(tensors)
+
+    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+        return list(tensors)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+        return list(tensors)
+
+
+class AllReplicasAtOnce(ReplicaBackend):
+    """Several replicas, seen from a place where one program speaks for all of them.
+
+    Gradients are global there, and there is nobody to exchange them with.
+    """
+
+    replica_id = 0
+
+    def __init__(self, num_replicas: int, is_chief: bool, place: str) -> None:
+        self.num_replicas = num_replicas
+        self.is_chief = is_chief
+        self._place = place
+
+    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+        return Arrival.GLOBAL
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(f"Gradients are global already {self._place}. Use `CrossShard(..., gradients='auto')`.")
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        self._refuse()
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        self._refuse()
+
+    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+        self._refuse()
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+        self._refuse()
+
+
+_claims_lock = threading.Lock()
+_CLAIMS = "_keras_shardopt_claims"
+
+
+@contextlib.contextmanager
+def claim_reduction(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Says, for the time of the block, that gradients are global and these optimizers may not reduce them again.
+
+    Counted on each optimizer rather than once per thread: MirroredStrategy runs every replica in a thread of its
+    own, switches between them in the middle of an update, and continues parts of it in further threads. Replicas
+    enter and leave together, so while any of them is inside, all of them are.
+    """
+    _add_claim(optimizers, 1)
+    try:
+        yield
+    finally:
+        _add_claim(optimizers, -1)
+
+
+def _add_claim(optimizers: Sequence[Any], count: int) -> None:
+    with _claims_lock:
+        for optimizer in optimizers:
+            optimizer.__dict__[_CLAIMS] = optimizer.__dict__.get(_CLAIMS, 0) + count
+
+
+def reduction_is_claimed(optimizer: Any) -> bool:
+    """Whether an optimizer around this one has reduced its gradients."""
+    return bool(optimizer.__dict__.get(_CLAIMS, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Which replicas and processes this program consists of."""
+
+    num_replicas: int = 1
+    """How many replicas train together."""
+
+    replica_id: int = 0
+    """The first (on torch the only) replica that this process runs."""
+
+    is_chief: bool = True
+    """Whether this process is the one that prints and writes files."""
+
+    num_processes: int = 1
+    """How many processes feed data. Where there are several, each feeds its own rows."""
+
+    process_id: int = 0
+    """Which of these processes this is."""
+
+
+class Framework:
+    """What a framework as a whole can do, independent of any one update. The defaults know one replica only."""
+
+    def __init__(self) -> None:
+        self._watches: list[weakref.WeakSet[Any]] = []
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[weakref.WeakSet[Any]]:
+        """Collects the optimizers noticed during the block (those still alive) that count on other replicas."""
+        noticed: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._watches.append(noticed)
+        try:
+            yield noticed
+        finally:
+            self._watches.remove(noticed)
+
+    def notice(self, optimizer: Any) -> None:
+        """Tells whoever watches that this optimizer was made."""
+        for noticed in self._watches:
+            noticed.add(optimizer)
+
+    updates_are_stateless: bool = False
+    """Whether updates are traced as pure functions, so that inner optimizers are driven by `stateless_apply`."""
+
+    def replicas(self, axis_name: str) -> ReplicaBackend:
+        """The replicas around the caller, at this point of the program (or of its trace)."""
+        del axis_name
+        return SingleReplica()
+
+    def take_over_reduction(self, optimizers: Sequence[Any]) -> None:
+        """Makes these innermost optimizers keep their own reduction off inside `claim_reduction()`."""
+        del optimizers
+
+    def place_state(self, variables: Sequence[Variable]) -> None:
+        """Puts freshly built optimizer variables where the replicas of this program expect them."""
+        del variables
+
+    def outside_trace(self) -> contextlib.AbstractContextManager[Any]:
+        """A scope in which assignments happen now, also while a training step is being traced."""
+        return contextlib.nullcontext()
+
+    outlives_its_block: bool = False
+    """Whether `model.fit` needs what `world()` sets up even when it is called after the `with` block."""
+
+    @contextlib.contextmanager
+    def world(self, num_replicas: int | None) -> Iterator[World]:
+        """Sets up replicas and takes them down again. See `keras_shardopt.data_parallel`."""
+        if num_replicas not in (None, 1):
+            raise ValueError(
+                "This Keras backend runs one replica only. "
+                f"Received: num_replicas={num_replicas}. Use the tensorflow, jax or torch backend."
+            )
+        yield World()
+
+    def largest_difference(self, variables: Sequence[Variable]) -> float:
+        """The largest absolute difference between any two replicas' copies of these variables."""
+        del variables
+        return 0.0

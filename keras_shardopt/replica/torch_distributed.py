@@ -1,0 +1,285 @@
+"""Replicas of PyTorch programs: the processes of `torch.distributed`, one replica each.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.utils.rng_utils.get_random_seed` - the seed given to `keras.utils.set_random_seed`, or None.
+    `keras.src.backend.common.global_state` - holds "global_seed_generator", the seed of layers without their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import torch
+import torch.distributed as dist
+from keras.src.backend.common import global_state
+from keras.src.utils import rng_utils
+from torch.nn.parallel import DistributedDataParallel
+
+from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
+
+BUCKET_BYTES = 25 * 2**20
+"""Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
+
+
+class Ranks(ReplicaBackend):
+    """The ranks of the default process group."""
+
+    runs_one_program = False
+
+    def __init__(self) -> None:
+        self.num_replicas = dist.get_world_size()
+        self.replica_id = dist.get_rank()
+        self.is_chief = self.replica_id == 0
+        self._world = dist.group.WORLD
+        self._subgroups: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
+        # Variables whose DDP owner has been looked for. By identity: tensors compare element by element.
+        self._ddp_of: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None]] = {}
+
+    def belongs_to(self, world: Any) -> bool:
+        """Whether this object still speaks of the process group that runs."""
+        return self._world is world
+
+    @torch.compiler.disable
+    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+        ddp = self._ddp_owner(_tensor(variables[0]))
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return Arrival.LOCAL
+        return Arrival.GLOBAL
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        group, size = self._group(groups)
+        reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        result: list[Tensor] = [None] * len(tensors)
+        under_way = []
+        for indices in _buckets(tensors):
+            flat = torch.cat([_dense(tensors[i]).reshape(-1) for i in indices])
+            under_way.append((indices, flat, dist.all_reduce(flat, reduce, group=group, async_op=True)))
+        for indices, flat, work in under_way:
+            work.wait()
+            if op == "mean":
+                flat.div_(size)
+            for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):
+                result[i] = part.view(tensors[i].shape)
+        return result
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        group, size = self._group(groups)
+        result = []
+        for tensor in tensors:
+            part = tensor.new_empty(tensor.numel() // size)
+            dist.reduce_scatter_tensor(part, tensor.contiguous(), dist.ReduceOp.SUM, group=group)
+            result.append(part.div_(size) if op == "mean" else part)
+        return result
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+        group, size = self._group(groups)
+        result = []
+        for tensor in tensors:
+            whole = tensor.new_empty(tensor.numel() * size)
+            dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
+            result.append(whole)
+        return result
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+        result: list[Tensor] = [None] * len(tensors)
+        for indices in _buckets(tensors):
+            # As bytes: every dtype travels, and bits stay what they are.
+            flat = torch.cat([tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in indices])
+            dist.broadcast(flat, root)
+            sizes = [tensors[i].numel() * tensors[i].element_size() for i in indices]
+            for i, part in zip(indices, flat.split(sizes)):
+                result[i] = part.clone().view(tensors[i].dtype).view(tensors[i].shape)
+        return result
+
+    @torch.compiler.disable
+    def start_together(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
+        weights = [_tensor(v) for v in variables]
+        state = [_tensor(v) for v in optimizer_variables]
+        others = self._model_and_seed_state(weights)
+        mine = (_signature(weights), _signature(state), _signature(others))
+        theirs: list[Any] = [None] * self.num_replicas
+        dist.all_gather_object(theirs, mine)
+        for what, position in (("trainable variables", 0), ("optimizer variables", 1)):
+            for rank, signature in enumerate(theirs):
+                if signature[position] != theirs[0][position]:
+                    raise ValueError(
+                        f"All replicas must have the same {what}. Received on rank 0: {theirs[0][position]}, "
+                        f"on rank {rank}: {signature[position]}. Build the same model and optimizer on every rank."
+                    )
+        equal = self._take_from_root(weights)
+        self._take_from_root(state)
+        # Which other models are alive is each rank's own affair, so these follow only where all ranks agree.
+        if all(signature[2] == theirs[0][2] for signature in theirs):
+            self._take_from_root(others)
+        num_equal = torch.tensor(float(equal), device=weights[0].device)
+        dist.all_reduce(num_equal)
+        return self.num_replicas / float(num_equal) if equal else 0.0
+
+    def _take_from_root(self, tensors: Sequence[Tensor]) -> bool:
+        """Overwrites `tensors` with rank 0's values. Returns whether they had been equal, bit for bit."""
+        equal = True
+        with torch.no_grad():
+            for mine, roots in zip(tensors, self.broadcast(tensors)):
+                if not torch.equal(_bytes(mine), _bytes(roots)):
+                    equal = False
+                    mine.copy_(roots)
+        return equal
+
+    def _model_and_seed_state(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """What belongs to the same model as `weights` but is not trained, and Keras' global seed."""
+        seed = global_state.get_global_attribute("global_seed_generator")
+        state = [] if seed is None else [_tensor(seed.state)]
+        trained = {id(w) for w in weights}
+        models = [
+            model
+            for model in _living(keras.Model)
+            if model.built and any(id(_tensor(v)) in trained for v in model.trainable_variables)
+        ]
+        if models:
+            outermost = max(models, key=lambda model: len(model.variables))
+            state += [_tensor(v) for v in outermost.variables if id(_tensor(v)) not in trained]
+        return state
+
+    def _ddp_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
+        known = self._ddp_of.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            # A parameter does not tell that DDP owns it, and Keras may wrap the model out of our sight.
+            owner = next((ddp for ddp in _living(DistributedDataParallel) if _owns(ddp, parameter)), None)
+            known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
+            self._ddp_of[id(parameter)] = known
+        return None if known[1] is None else known[1]()
+
+    def _group(self, groups: Groups | None) -> tuple[Any, int]:
+        """This rank's process group for `groups`, and its size. Subgroups are made once, by all ranks together."""
+        if groups is None:
+            return None, self.num_replicas
+        key = tuple(tuple(group) for group in groups)
+        if key not in self._subgroups:
+            self._subgroups[key] = [dist.new_group(list(group)) for group in key]
+        position = next(i for i, group in enumerate(key) if self.replica_id in group)
+        return self._subgroups[key][position], len(key[position])
+
+
+def _tensor(variable: Variable) -> Tensor:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _signature(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
+    return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Positions of tensors that travel together: of one dtype and device, at most `BUCKET_BYTES` unless alone."""
+    alike: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        alike.setdefault((tensor.dtype, tensor.device), []).append(i)
+    for indices in alike.values():
+        bucket: list[int] = []
+        size = 0
+        for i in indices:
+            num_bytes = tensors[i].numel() * tensors[i].element_size()
+            if bucket and size + num_bytes > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(i)
+            size += num_bytes
+        yield bucket
+
+
+def _living(kind: type) -> Iterator[Any]:
+    # By type, not isinstance: that would run `__class__` of proxies and other people's lazy objects.
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
+
+
+def _owns(ddp: DistributedDataParallel, parameter: Tensor) -> bool:
+    return any(owned is parameter for owned in ddp.parameters())
+
+
+class Torch(Framework):
+    """`torch.distributed`: one process per replica, each with its own data."""
+
+    outlives_its_block = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ranks: Ranks | None = None
+
+    def replicas(self, axis_name: str) -> ReplicaBackend:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return SingleReplica()
+        if self._ranks is None or not self._ranks.belongs_to(dist.group.WORLD):
+            self._ranks = Ranks()
+        return self._ranks
+
+    @contextlib.contextmanager
+    def world(self, num_replicas: int | None) -> Iterator[World]:
+        running = dist.is_available() and dist.is_initialized()
+        size = dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", "1"))
+        if num_replicas not in (None, size):
+            raise ValueError(
+                "`num_replicas` must be the number of processes, because on PyTorch each replica is one. "
+                f"Received: num_replicas={num_replicas}, with {size} process(es). "
+                f"Start the program with: torchrun --nproc-per-node {num_replicas} {sys.argv[0] or 'train.py'}"
+            )
+        if size == 1:
+            yield World()
+            return
+        device = None
+        if torch.cuda.is_available():
+            device = torch.cuda.current_device()
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if not running:
+            dist.init_process_group("gloo" if device is None else "nccl")
+        try:
+            _agree_on_seed()
+            rank = dist.get_rank()
+            yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank)
+        finally:
+            if not running and dist.is_initialized():
+                dist.destroy_process_group()
+            if device is not None:
+                torch.cuda.set_device(device)
+
+    def largest_difference(self, variables: Sequence[Variable]) -> float:
+        if isinstance(self.replicas(""), SingleReplica) or not variables:
+            return 0.0
+        flat = torch.cat([_tensor(v).detach().reshape(-1).to(torch.float64) for v in variables])
+        largest, smallest = flat.clone(), flat
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return float((largest - smallest).max())
+
+
+def _agree_on_seed() -> None:
+    """Lets models built from here on start equal: all ranks take rank 0's Keras seed unless they agree already."""
+    seeds: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(seeds, rng_utils.get_random_seed())
+    if seeds[0] is None or any(seed != seeds[0] for seed in seeds):
+        chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]
+        dist.broadcast_object_list(chosen)
+        keras.utils.set_random_seed(chosen[0])

@@ -1,0 +1,371 @@
+"""A Keras optimizer around another one that nobody can tell from the inner one.
+
+Hides everything that Keras, its callbacks and its saving expect of an optimizer that stands in for another:
+forwarding, building, stateless updates, files. A concrete wrapper fills in `transform_gradients` and the
+constructor, and is never subclassed; to vary it, wrap it.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.utils.tracking.DotNotTrackScope` - attributes set inside it are not taken for optimizer state.
+    `keras.src.backend.common.global_state` - holds "name_scope_stack", of which variable paths are made.
+    `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
+    `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - what the optimizer was built on.
+    `Optimizer._iterations` - the update counter.
+    `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
+    `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.utils.tracking import DotNotTrackScope
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.replica import framework
+
+_TORCH_MODULE = "keras.src.backend.torch.optimizers."
+
+
+def _of_innermost(name: str, default: Any) -> property:
+    """A property that reads and writes `name` of the innermost optimizer."""
+
+    def read(self: OptimizerWrapper) -> Any:
+        # The base class's constructor reads and writes these before there is an inner optimizer.
+        if "_inner" not in self.__dict__:
+            return default
+        return getattr(innermost(self), name, default)
+
+    def write(self: OptimizerWrapper, value: Any) -> None:
+        if "_inner" in self.__dict__:
+            # From wrapper to wrapper, so that each one sees what is set from outside.
+            inner = self.inner
+            setattr(inner if isinstance(inner, OptimizerWrapper) else innermost(inner), name, value)
+
+    return property(read, write)
+
+
+class OptimizerWrapper(keras.optimizers.Optimizer):
+    """Delegates to an inner optimizer, after giving a subclass the chance to change the gradients.
+
+    Args:
+        inner_optimizer: a `keras.optimizers.Optimizer`, or a name or config that `keras.optimizers.get` accepts.
+        name: str or None. None makes a name of the class name.
+
+    Raises:
+        TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config.
+        ValueError: if `inner_optimizer` is a name or config that Keras does not know.
+    """
+
+    use_ema = _of_innermost("use_ema", False)
+    ema_momentum = _of_innermost("ema_momentum", 0.99)
+    ema_overwrite_frequency = _of_innermost("ema_overwrite_frequency", None)
+    gradient_accumulation_steps = _of_innermost("gradient_accumulation_steps", None)
+    weight_decay = _of_innermost("weight_decay", None)
+    clipnorm = _of_innermost("clipnorm", None)
+    global_clipnorm = _of_innermost("global_clipnorm", None)
+    clipvalue = _of_innermost("clipvalue", None)
+    loss_scale_factor = _of_innermost("loss_scale_factor", None)
+
+    def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
+        inner = _get_optimizer(inner_optimizer, type(self).__name__)
+        super().__init__(learning_rate=0.0, name=name)
+        # The base class's counter and rate would be saved and shown, and never change.
+        for variable in list(self._variables):
+            self._untrack_variable(variable)
+        # A tuple, set past `__setattr__`: neither tracked as state nor walked by the saver as a child, so that
+        # the state is stored once, by us, exactly as the inner optimizer would store it.
+        self.__dict__["_inner"] = (inner,)
+        self.__dict__["_loaded"] = None
+        with DotNotTrackScope():
+            self._iterations = innermost(inner)._iterations
+
+    # -- what a concrete wrapper fills in ------------------------------------------------------------------------
+
+    def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
+        """The gradients that the inner optimizer shall see.
+
+        Args:
+            grads: one tensor (on TensorFlow also `tf.IndexedSlices`) or None per variable.
+            variables: the trainable variables of `grads`, in the same order.
+
+        Returns:
+            A list like `grads`.
+        """
+        del variables
+        return grads
+
+    def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Lets the inner optimizer update `variables` with gradients that are transformed already."""
+        # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
+        # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
+        if framework.updates_are_stateless and _same(variables, self._trainable_variables):
+            self._update_inner_statelessly(grads)
+        else:
+            self.inner.apply(grads, variables)
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def build(self, variables: Sequence[Variable]) -> None:
+        """Creates the inner optimizer's state for these trainable variables. Building again changes nothing."""
+        if self.built:
+            return
+        variables = list(variables)
+        if not self.inner.built:
+            # TensorFlow builds from inside `apply`, in a name scope of ours; paths must not depend on that.
+            # Tracking stays on: Adafactor counts on it for variables that it does not use.
+            with _empty_name_scope():
+                self.inner.build(variables)
+        with DotNotTrackScope():  # or the weights of the model would become variables of the optimizer
+            self._trainable_variables = variables
+            self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
+        framework.place_state(self.variables)
+        framework.take_over_reduction(leaves(self))
+        self.built = True
+        if self.__dict__["_loaded"] is not None:
+            arrays, self.__dict__["_loaded"] = self.__dict__["_loaded"], None
+            with framework.outside_trace():
+                self.load_own_variables(arrays)
+
+    @property
+    def inner(self) -> keras.optimizers.Optimizer:
+        """The wrapped optimizer."""
+        # Not called `inner_optimizer`: Keras' callbacks would unwrap that one level, and miss the innermost.
+        return self.__dict__["_inner"][0]
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The state of the wrapper, then that of the inner optimizer."""
+        inner = self.__dict__.get("_inner")
+        return self._variables[:] + ([] if inner is None else list(inner[0].variables))
+
+    # -- updating ------------------------------------------------------------------------------------------------
+
+    def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
+        """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
+        grads = list(grads)
+        if not grads:
+            return
+        if not self.built:
+            if trainable_variables is None:
+                raise ValueError(
+                    "`trainable_variables` must be given on the first call, or the optimizer built before. "
+                    f"Call `{type(self).__name__}.build(trainable_variables)` first."
+                )
+            self.build(trainable_variables)
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                "`grads` must have one entry per trainable variable. "
+                f"Received: {len(grads)} gradients for {len(variables)} variables."
+            )
+        self._check_variables_are_known(variables)
+        self.update_inner(list(self.transform_gradients(grads, variables)), variables)
+
+    def _update_inner_statelessly(self, grads: Gradients) -> None:
+        weights, state = self._trainable_variables, self.inner.variables
+        new_weights, new_state = self.inner.stateless_apply([v.value for v in state], grads, [v.value for v in weights])
+        for variable, value in zip([*weights, *state], [*new_weights, *new_state]):
+            variable.assign(value)
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """Updates the variables of (gradient, variable) pairs. Returns the update counter."""
+        grads, variables = zip(*grads_and_vars)
+        self.apply(list(grads), list(variables))
+        return self._iterations
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """See `keras.optimizers.Optimizer.scale_loss`."""
+        return self.inner.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
+        """See `keras.optimizers.Optimizer.finalize_variable_values`."""
+        self.inner.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Variable] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
+        """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
+        self.inner.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    # -- what callbacks read and write ---------------------------------------------------------------------------
+
+    @property
+    def iterations(self) -> Any:
+        """The number of updates so far."""
+        return self.inner.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate; it can be set."""
+        return self.inner.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner.learning_rate = value
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The optimizers of an inner `keras.optimizers.MultiOptimizer`; an AttributeError where there is none."""
+        several: list[keras.optimizers.Optimizer] = innermost(self).optimizers
+        return several
+
+    @property
+    def _model_variables_moving_average(self) -> list[Variable]:
+        averages: list[Variable] = innermost(self)._model_variables_moving_average
+        return averages
+
+    def __dir__(self) -> list[str]:
+        # The saver walks what is listed here, and would store the inner optimizer's state once more.
+        return [name for name in super().__dir__() if name not in ("inner", "optimizers") and name[:1] != "_"]
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Assigns one array to each of `variables`."""
+        self._assign_all({str(i): weight for i, weight in enumerate(weights)}, self.variables)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the state just as the inner optimizer alone would."""
+        self.inner.save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads a state that this wrapper, or its inner optimizer alone, has written.
+
+        Before the optimizer is built the arrays are kept, and assigned when it is.
+
+        Raises:
+            ValueError: if the number or a shape of the arrays does not fit. Nothing is assigned then.
+        """
+        if not self.built:
+            self.__dict__["_loaded"] = {key: np.asarray(store[key]) for key in store.keys()}
+            return
+        self._check_fits(store, self.inner.variables)
+        self.inner.load_own_variables(store)
+
+    def _assign_all(self, store: Any, variables: Sequence[Variable]) -> None:
+        if not self.built:
+            raise ValueError(
+                "The optimizer must be built before its weights can be set. "
+                f"Call `{type(self).__name__}.build(trainable_variables)` first."
+            )
+        self._check_fits(store, variables)
+        for i, variable in enumerate(variables):
+            variable.assign(store[str(i)])
+
+    def _check_fits(self, store: Any, variables: Sequence[Variable]) -> None:
+        # Keras itself warns and goes on with a fresh optimizer, which nobody notices until the loss jumps.
+        if len(store.keys()) != len(variables):
+            raise ValueError(
+                f"The stored state must have {len(variables)} arrays, one for each of "
+                f"{[v.path for v in variables]}. Received: {len(store.keys())} arrays. "
+                "Was it saved with another optimizer or other trainable variables?"
+            )
+        for i, variable in enumerate(variables):
+            shape = tuple(np.shape(store[str(i)]))
+            if shape != tuple(variable.shape):
+                raise ValueError(
+                    f"The stored array of `{variable.path}` must have shape {tuple(variable.shape)}. "
+                    f"Received: shape {shape}. Was it saved with other trainable variables?"
+                )
+
+    def get_config(self) -> dict[str, Any]:
+        """See `keras.optimizers.Optimizer.get_config`. The inner optimizer is part of it."""
+        return {
+            "name": self.name,
+            "inner_optimizer": _portable(keras.saving.serialize_keras_object(self.inner)),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
+        """The reverse of `get_config`. `config` is left as it is."""
+        config = dict(config)
+        inner = _portable(config.pop("inner_optimizer"))
+        return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_described(self.inner)}{self._repr_arguments()})"
+
+    def _repr_arguments(self) -> str:
+        """The other constructor arguments, as `", key=value"`."""
+        return ""
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside all wrappers: the one with the update rule, or the `MultiOptimizer` that has several."""
+    while (inner := _inner_of(optimizer)) is not None:
+        optimizer = inner
+    return optimizer
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """Every optimizer with an update rule inside `optimizer`."""
+    root = innermost(optimizer)
+    return [leaf for part in getattr(root, "optimizers", [root]) for leaf in ([part] if part is root else leaves(part))]
+
+
+def inside(optimizer: Any) -> list[Any]:
+    """Every optimizer inside `optimizer`, wrappers and leaves."""
+    found: list[Any] = []
+    while (inner := _inner_of(optimizer)) is not None:
+        found.append(inner)
+        optimizer = inner
+    return found + [leaf for leaf in leaves(optimizer) if leaf is not optimizer]
+
+
+def _inner_of(optimizer: Any) -> Any:
+    if isinstance(optimizer, OptimizerWrapper):
+        return optimizer.inner
+    return getattr(optimizer, "inner_optimizer", None)
+
+
+def _get_optimizer(identifier: Any, caller: str) -> Any:
+    if isinstance(identifier, keras.optimizers.Optimizer):
+        return identifier
+    if not isinstance(identifier, (str, dict)):
+        raise TypeError(
+            "`inner_optimizer` must be a `keras.optimizers.Optimizer`, or the name or config of one. "
+            f"Received: inner_optimizer={identifier!r} (of type {type(identifier).__name__}). "
+            f"Use for example `{caller}(keras.optimizers.Adam(1e-3))`."
+        )
+    try:
+        return keras.optimizers.get(identifier)
+    except ValueError as error:
+        raise ValueError(
+            "`inner_optimizer` must be the name or config of an optimizer that Keras knows. "
+            f"Received: inner_optimizer={identifier!r}. "
+            f"Use for example `{caller}('adam')`, or pass the optimizer itself."
+        ) from error
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others))
+
+
+def _portable(config: Any) -> Any:
+    """Names torch's private optimizer classes by their public names, so that every backend can load the config."""
+    if isinstance(config, dict):
+        if str(config.get("module", "")).startswith(_TORCH_MODULE):
+            config = {**config, "module": "keras.optimizers", "registered_name": None}
+        return {key: _portable(value) for key, value in config.items()}
+    if isinstance(config, list):
+        return [_portable(value) for value in config]
+    return config
+
+
+def _described(optimizer: Any) -> str:
+    return repr(optimizer) if isinstance(optimizer, OptimizerWrapper) else type(optimizer).__name__
+
+
+@contextlib.contextmanager
+def _empty_name_scope() -> Iterator[None]:
+    stack = global_state.get_global_attribute("name_scope_stack")
+    global_state.set_global_attribute("name_scope_stack", [])
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("name_scope_stack", stack)

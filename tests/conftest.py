@@ -1,0 +1,67 @@
+"""One backend per test process: the one in KERAS_BACKEND. Gives it several CPU devices before it starts."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import keras
+import pytest
+
+BACKEND = keras.config.backend()
+NUM_TENSORFLOW_DEVICES = 4
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * NUM_TENSORFLOW_DEVICES,
+    )
+elif BACKEND == "torch":
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def pytest_report_header():
+    return f"keras {keras.__version__}, backend {BACKEND}"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "backends(*names): the test is about these backends and skips on others")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for mark in item.iter_markers("backends"):
+            if BACKEND not in mark.args:
+                item.add_marker(pytest.mark.skip(reason=f"about {' and '.join(mark.args)}, not {BACKEND}"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    # A run in which everything skipped has shown nothing.
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if exitstatus == 0 and reporter is not None and not session.config.option.collectonly:
+        if not reporter.stats.get("passed"):
+            reporter.write_line("ERROR: no test passed, everything was skipped", red=True)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def backend():
+    return BACKEND
+
+
+@pytest.fixture(autouse=True)
+def clean_keras_state():
+    keras.utils.set_random_seed(0)
+    yield
+    keras.config.set_dtype_policy("float32")
+    if BACKEND == "jax":
+        keras.distribution.set_distribution(None)
+    keras.utils.clear_session(free_memory=False)

@@ -1,0 +1,91 @@
+"""One small training problem, on which replicas and one process with the whole batch must agree.
+
+It runs on every backend. Rows differ in scale, so that each replica's part of a batch has a gradient of its own.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+NUM_FEATURES = 5
+NUM_OUTPUTS = 3
+BATCH_SIZE = 16
+NUM_STEPS = 20
+
+# Largest weight difference over largest weight movement. float32 has 24 bits, 6e-8; twenty updates and sums in
+# another order leave some ten times that.
+TOLERANCE = 1e-6
+
+
+def data(num_steps=NUM_STEPS):
+    random = np.random.default_rng(7)
+    rows = num_steps * BATCH_SIZE
+    x = random.normal(size=(rows, NUM_FEATURES)).astype("float32")
+    x *= np.tile(np.linspace(0.3, 1.8, BATCH_SIZE, dtype="float32"), num_steps)[:, None]
+    y = np.tanh(x @ random.normal(size=(NUM_FEATURES, NUM_OUTPUTS))).astype("float32")
+    return x, y
+
+
+def rows_of_replica(x, replica, num_replicas):
+    """The rows that a replica sees: the same part of every batch, as TensorFlow and JAX divide it."""
+    batches = x.reshape(-1, num_replicas, BATCH_SIZE // num_replicas, *x.shape[1:])
+    return batches[:, replica].reshape(-1, *x.shape[1:])
+
+
+def start_weights():
+    random = np.random.default_rng(11)
+    shapes = [(NUM_FEATURES, 7), (7,), (7, NUM_OUTPUTS), (NUM_OUTPUTS,)]
+    return [(random.normal(size=shape) * 0.4).astype("float32") for shape in shapes]
+
+
+def model(constraint=None):
+    layers = [
+        keras.Input((NUM_FEATURES,)),
+        keras.layers.Dense(7, activation="tanh", name="hidden", kernel_constraint=constraint),
+        keras.layers.Dense(NUM_OUTPUTS, name="out"),
+    ]
+    built = keras.Sequential(layers, name="mlp")
+    built.set_weights(start_weights())
+    return built
+
+
+def relative_difference(weights, reference, start=None):
+    """The largest weight difference, in units of the largest movement of the reference from its start."""
+    start = start_weights() if start is None else start
+    movement = max(float(np.max(np.abs(r - s))) for r, s in zip(reference, start))
+    difference = max(float(np.max(np.abs(w - r))) for w, r in zip(weights, reference))
+    assert movement > 1e-3, "the reference did not train"
+    return difference / movement
+
+
+def sgd_momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def keras_optimizers():
+    """Every optimizer that Keras ships, by name: a function that makes one."""
+    from keras import optimizers as o
+
+    made = {
+        "SGD": lambda **k: o.SGD(0.1, **k),
+        "SGD momentum": lambda **k: o.SGD(0.1, momentum=0.9, **k),
+        "SGD nesterov": lambda **k: o.SGD(0.1, momentum=0.9, nesterov=True, **k),
+        "Adadelta": lambda **k: o.Adadelta(1.0, **k),
+        "Adafactor": lambda **k: o.Adafactor(0.01, **k),
+        "Adagrad": lambda **k: o.Adagrad(0.05, **k),
+        "Adam": lambda **k: o.Adam(0.01, **k),
+        "Adam amsgrad": lambda **k: o.Adam(0.01, amsgrad=True, **k),
+        "Adamax": lambda **k: o.Adamax(0.01, **k),
+        "AdamW": lambda **k: o.AdamW(0.01, weight_decay=0.1, **k),
+        "Ftrl": lambda **k: o.Ftrl(0.05, **k),
+        "Lamb": lambda **k: o.Lamb(0.01, **k),
+        "Lion": lambda **k: o.Lion(0.01, **k),
+        "Nadam": lambda **k: o.Nadam(0.01, **k),
+        "RMSprop": lambda **k: o.RMSprop(0.01, **k),
+        "RMSprop momentum": lambda **k: o.RMSprop(0.01, momentum=0.5, centered=True, **k),
+    }
+    for name in ("Muon", "ScheduleFreeAdamW"):  # not in the oldest Keras that is supported
+        if hasattr(o, name):
+            made[name] = lambda name=name, **k: getattr(o, name)(0.01, **k)
+    return made
