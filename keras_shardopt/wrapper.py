@@ -241,8 +241,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         Raises:
             ValueError: if the number or a shape of the arrays does not fit. Nothing is assigned then.
         """
-        if not self.built:
-            self.__dict__["_loaded"] = {key: np.asarray(store[key]) for key in store.keys()}
+        if not self.built and len(store.keys()) != len(self.inner.variables):
+            self.__dict__["_loaded"] = {key: np.array(store[key]) for key in store.keys()}
             return
         self._check_fits(store, self.inner.variables)
         self.inner.load_own_variables(store)
