@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 
 import keras
@@ -38,8 +39,9 @@ def test_state_is_the_inner_state_once_and_in_its_order(wrapper, inner):
     optimizer, plain = catalogue.make(wrapper, inner), catalogue.plain(inner)
     optimizer.build(model.trainable_variables)
     plain.build(model.trainable_variables)
-    names = [v.name for v in plain.variables]
-    assert [v.name for v in optimizer.variables] == names
+    # Keras numbers the names that it makes up itself.
+    described = [(re.sub(r"_\d+$", "", v.name), v.shape, v.dtype) for v in plain.variables]
+    assert [(re.sub(r"_\d+$", "", v.name), v.shape, v.dtype) for v in optimizer.variables] == described
     assert len({v.path for v in optimizer.variables}) == len({v.path for v in plain.variables})
     weights = {id(v) for v in model.variables}
     assert not any(id(v) in weights for v in optimizer.variables)
