@@ -104,5 +104,10 @@ def _run(optimizer, continued):
     model.save(folder / "model.keras")
     model.save_weights(folder / "model.weights.h5")
     weights, state = model.get_weights(), state_of(optimizer)
-    after = trained(optimizer, steps=2, model=model).get_weights() if continued else None
+    after = None
+    if continued:
+        # A loaded one: on JAX, Keras cannot fit a second time with `use_ema`, where the weights and their averages
+        # share buffers after the first.
+        loaded = keras.saving.load_model(folder / "model.keras")
+        after = trained(loaded.optimizer, steps=2, model=loaded).get_weights()
     return Run(weights, state, folder / "model.keras", folder / "model.weights.h5", after)
