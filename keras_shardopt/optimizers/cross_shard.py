@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -116,19 +115,14 @@ class CrossShard(OptimizerWrapper):
         with claim_reduction(inside(self)):
             super().update_inner(grads, variables)
 
-    def _set_loss_scale_factor(self, value: float | None) -> None:
-        # Keras' LossScaleOptimizer does this to the optimizer that it is put around, from its constructor, and
-        # `compile` calls that constructor: there is no earlier moment, and every rank passes it.
-        if "_inner" in self.__dict__ and _caller_is_loss_scale_optimizer():
-            raise ValueError(
-                "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of "
-                "one replica only, so that replicas skip different steps, and diverge or wait for each other for "
-                "ever. Use `CrossShard(LossScaleOptimizer(inner_optimizer))`, and under the \"mixed_float16\" policy "
-                "`model.compile(optimizer=CrossShard(LossScaleOptimizer(inner_optimizer)), auto_scale_loss=False)`."
-            )
-        OptimizerWrapper.loss_scale_factor.fset(self, value)
-
-    loss_scale_factor = property(OptimizerWrapper.loss_scale_factor.fget, _set_loss_scale_factor)
+    def meet_outer_loss_scaling(self) -> None:
+        """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""
+        raise ValueError(
+            "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of one "
+            "replica only, so that replicas skip different steps, and diverge or wait for each other for ever. "
+            'Use `CrossShard(LossScaleOptimizer(inner_optimizer))`, and under the "mixed_float16" policy '
+            "`model.compile(optimizer=CrossShard(LossScaleOptimizer(inner_optimizer)), auto_scale_loss=False)`."
+        )
 
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`."""
@@ -148,13 +142,3 @@ def _share_of(grad: Any, share: float) -> Any:
         return grad
     # Not times zero: a gradient of foreign weights may hold anything, also NaN.
     return ops.zeros_like(grad) if share == 0 else ops.multiply(grad, share)
-
-
-def _caller_is_loss_scale_optimizer() -> bool:
-    frame = sys._getframe(2)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__init__" and isinstance(caller, keras.optimizers.LossScaleOptimizer):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
