@@ -116,9 +116,9 @@ def trained_in_numpy(rate=0.1, momentum=0.9):
 
 
 def check_moves(found):
-    """Whether four replicas with `arange(4) + 10 * id` each got what the moves promise, in groups [0, 2], [3, 1]."""
+    """Whether four replicas with `arange(4) + 10 * id` each got what the moves promise, in groups [0, 2], [1, 3]."""
     mine = [np.arange(4.0) + 10 * replica for replica in range(4)]
-    group = {0: [0, 2], 2: [0, 2], 3: [3, 1], 1: [3, 1]}
+    group = {0: [0, 2], 2: [0, 2], 3: [1, 3], 1: [1, 3]}
     for r in range(4):
         peers = [mine[p] for p in group[r]]
         half = group[r].index(r)
