@@ -110,7 +110,7 @@ class Join(Schedule):
         """The rate of the piece."""
         rate = _rate(self.schedules[0], steps)
         for schedule, boundary in zip(self.schedules[1:], self.boundaries):
-            # A boundary of 0 is passed at once: no step is greater than -1 only in unsigned integers.
+            # A boundary of 0 is passed at once, which unsigned integers could not say as "greater than -1".
             here = _rate(schedule, steps.since(boundary))
             rate = here if boundary == 0 else ops.where(steps.exceeds(boundary - 1), here, rate)
         return rate
@@ -175,5 +175,5 @@ def _ramp(start: float, end: float, length: int, steps: StepCount) -> Tensor:
 
 
 def _rate(schedule: Any, steps: StepCount) -> Tensor:
-    rate = schedule.rate_at(steps) if isinstance(schedule, Schedule) else schedule(steps.value)
+    rate = schedule.rate_at(steps) if isinstance(schedule, Schedule) else schedule(steps.step)
     return ops.cast(rate, steps.dtype)

@@ -17,7 +17,7 @@ from keras import ops
 from keras_shardopt._typing import Tensor
 from keras_shardopt.schedules import arguments as check
 from keras_shardopt.schedules.schedule import Policy, at_least_float32
-from keras_shardopt.schedules.step_count import StepCount, integer_power
+from keras_shardopt.schedules.step_count import StepCount, repeated_squares
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -47,7 +47,7 @@ class FixedLR(Policy):
 
     def rate_at(self, steps: StepCount) -> Tensor:
         """The rate."""
-        return ops.full(ops.shape(steps.value), self.learning_rate, dtype=steps.dtype)
+        return ops.full_like(steps.number(), self.learning_rate)
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -170,6 +170,7 @@ class ExpDecay(Policy):
                 f"Received: decay_steps={decay_steps!r}. Round it."
             )
         self.decay_rate = check.number("decay_rate", decay_rate, at_least=0)
+        self._squares = repeated_squares(self.decay_rate)
         if not isinstance(use_staircase_decay, bool):
             raise TypeError(
                 f"`use_staircase_decay` must be a bool. Received: use_staircase_decay={use_staircase_decay!r}"
@@ -181,10 +182,12 @@ class ExpDecay(Policy):
     def rate_at(self, steps: StepCount) -> Tensor:
         """The decayed rate."""
         whole, part = steps.since(self.begin_decay_at).periods(self._numerator, self._denominator)
-        decay = integer_power(self.decay_rate, whole, steps.dtype)
+        decay = whole.as_exponent(self._squares)
         if not self.use_staircase_decay and self.decay_steps != 1:
             decay = decay * ops.power(ops.cast(self.decay_rate, steps.dtype), part)
-        return ops.maximum(self.learning_rate * decay, self.min_lr)
+        rate = self.learning_rate * decay
+        # Not `ops.maximum`, which turns float64 into float32 on PyTorch.
+        return ops.where(rate > self.min_lr, rate, self.min_lr)
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -328,7 +331,7 @@ class CosineDecay(Policy):
     def rate_at(self, steps: StepCount) -> Tensor:
         """The rate after warm-up and decay."""
         remaining = steps.since(self.begin_decay_at).remaining(self.decay_steps)
-        kept = ops.square(ops.sin(remaining * (math.pi / 2)))
+        kept = ops.square(_sine(remaining * (math.pi / 2), steps.dtype))
         rate = _warmed_up(self.learning_rate, self.warmup_steps, steps)
         if self.absolute_min_lr is not None:
             return rate * kept + self.absolute_min_lr * (1.0 - kept)
@@ -484,15 +487,28 @@ class TransformerPolicy(Policy):
         """The rate, before it is cast."""
         updates = steps.next()
         rising = updates.elapsed(self.warmup_steps) * self.warmup_steps**-0.5
+        falling = ops.rsqrt(updates.number())
         peak_scale = self.learning_rate * self.coefficient * self.d_model**-0.5
-        rate = peak_scale * ops.minimum(rising, ops.rsqrt(updates.number()))
-        return rate if self.max_lr is None else ops.minimum(rate, self.max_lr)
+        # Not `ops.minimum`, which turns float64 into float32 on PyTorch.
+        rate = peak_scale * ops.where(rising < falling, rising, falling)
+        return rate if self.max_lr is None else ops.where(rate < self.max_lr, rate, self.max_lr)
 
 
 def _warmed_up(learning_rate: float, warmup_steps: int, steps: StepCount) -> Tensor:
     if not warmup_steps:
         return learning_rate
     return learning_rate * steps.elapsed(warmup_steps)
+
+
+def _sine(angle: Tensor, dtype: str) -> Tensor:
+    """The sine of an angle from 0 to pi / 2."""
+    if dtype == "float32":
+        return ops.sin(angle)
+    # Keras' sine turns float64 into float32 on JAX. The series up to angle ** 23 has all digits here.
+    square, series = angle * angle, 1.0
+    for n in range(22, 0, -2):
+        series = 1.0 - square / (n * (n + 1)) * series
+    return angle * series
 
 
 def _learning_rate(value: Any) -> float:

@@ -193,7 +193,8 @@ min_lr=0.0)
 
 def at_least_float32(dtype: str) -> str:
     """`dtype`, or float32 if it is narrower."""
-    return keras.backend.result_type(dtype, "float32")
+    # Not `keras.backend.result_type`, which knows no float64 on JAX and PyTorch.
+    return dtype if dtype == "float64" else "float32"
 
 
 def _named(name: str) -> Any:
