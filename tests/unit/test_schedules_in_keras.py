@@ -119,3 +119,12 @@ def test_plot_draws_the_rates(monkeypatch):
     assert (len(ax.steps), ax.steps[1], ax.steps[-1], ax.line["label"]) == (1000, 1000, 999_000, "mine")
     with pytest.raises(ValueError, match="`num_steps` must be a whole number, at least 1"):
         schedule.plot(0, ax)
+
+
+def test_keras_own_accumulation_counts_batches_as_the_docs_say():
+    schedule = ks.schedules.PiecewiseConstant(0.5, [1], [0.5])
+    optimizer = keras.optimizers.SGD(schedule, gradient_accumulation_steps=2)
+    weight = keras.Variable([0.0])
+    for _ in range(2):
+        optimizer.apply([keras.ops.convert_to_tensor([1.0])], [weight])
+    assert float(optimizer.learning_rate) == 0.25  # after one update, schedule(1) would be 0.5
