@@ -130,13 +130,15 @@ class StepCount:
 
     def _constant(self, value: int) -> Any:
         """The value, or the largest possible step if it is beyond, in the dtype of the step."""
-        return self._constants([value])[0]
+        return self._as_steps(min(value, self._largest))
 
     def _constants(self, values: Sequence[int]) -> Any:
-        values = [min(value, self._largest) for value in values]
+        return self._as_steps([min(value, self._largest) for value in values])
+
+    def _as_steps(self, numbers: Any) -> Any:
         if self._on_host:
-            return np.asarray(values, self._integer_dtype)
-        return ops.convert_to_tensor(values, dtype=self._integer_dtype)
+            return np.asarray(numbers, self._integer_dtype)
+        return ops.convert_to_tensor(numbers, dtype=self._integer_dtype)
 
     def _where(self, condition: Any, some: Any, others: Any) -> Any:
         return np.where(condition, some, others) if self._on_host else ops.where(condition, some, others)
