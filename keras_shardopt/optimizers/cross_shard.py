@@ -72,6 +72,8 @@ class CrossShard(OptimizerWrapper):
         Here the gradient is averaged instead, so `reduction` means the same wherever gradients are reduced.
     """
 
+    makes_gradients_global = True
+
     def __init__(
         self,
         inner_optimizer: Any,
@@ -123,7 +125,7 @@ class CrossShard(OptimizerWrapper):
             raise ValueError(
                 "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of "
                 "one replica only, so that replicas skip different steps, and diverge or wait for each other for "
-                "ever. Use `CrossShard(LossScaleOptimizer(inner_optimizer))`, and under the \"mixed_float16\" policy "
+                'ever. Use `CrossShard(LossScaleOptimizer(inner_optimizer))`, and under the "mixed_float16" policy '
                 "`model.compile(optimizer=CrossShard(LossScaleOptimizer(inner_optimizer)), auto_scale_loss=False)`."
             )
         OptimizerWrapper.loss_scale_factor.fset(self, value)

@@ -15,6 +15,9 @@ WRAPPERS = {
     "CrossShard": lambda inner: ks.CrossShard(inner),
     "CrossShard sum": lambda inner: ks.CrossShard(inner, reduction="sum"),
     "CrossShard of CrossShard": lambda inner: ks.CrossShard(ks.CrossShard(inner)),
+    "GradientClipping": lambda inner: ks.GradientClipping(inner, clip_gradients=1e6),
+    "LARC": lambda inner: ks.LARC(inner, larc_eta=1e6),
+    "VariableClipping": lambda inner: ks.VariableClipping(inner, {".*": [0]}, max_norm=1e6),
 }
 
 
