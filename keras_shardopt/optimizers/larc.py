@@ -106,7 +106,8 @@ class LARC(OptimizerWrapper):
 
     def _scaled(self, grad: Tensor, variable: Variable, loss_scale: Any) -> Tensor:
         wide = in_float32(dense(grad, variable.shape[0] if len(variable.shape) else 1))
-        variable_norm = ops.cast(norm(variable), wide.dtype)
+        # Nobody differentiates an update, but PyTorch would prepare for it.
+        variable_norm = ops.cast(norm(ops.stop_gradient(variable)), wide.dtype)
         gradient_norm = norm(wide) / ops.cast(loss_scale, wide.dtype)
         divisor = gradient_norm + self.epsilon
         if self.larc_mode == "clip":

@@ -30,6 +30,7 @@ SIMPLE_INNERS = keras_optimizers()
 
 COMPOSED_INNERS = {
     "Adam ema": lambda: o.Adam(0.01, use_ema=True, ema_momentum=0.5),
+    "NovoGrad": lambda: ks.NovoGrad(0.01, weight_decay=0.1),
     "Adam accumulating": lambda: o.Adam(0.01, gradient_accumulation_steps=2),
     "Adam global_clipnorm": lambda: o.Adam(0.01, global_clipnorm=0.1),
     "Adam loss_scale_factor": lambda: o.Adam(0.01, loss_scale_factor=8.0),
