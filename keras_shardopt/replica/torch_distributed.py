@@ -39,14 +39,19 @@ class Ranks(ReplicaBackend):
         self.num_replicas = dist.get_world_size()
         self.replica_id = dist.get_rank()
         self.is_chief = self.replica_id == 0
-        self._world = dist.group.WORLD
+        # Weakly: a group that outlives `destroy_process_group` takes the interpreter down when it exits.
+        self._world = weakref.ref(dist.group.WORLD)
         self._subgroups: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
         # Variables whose DDP owner has been looked for. By identity: tensors compare element by element.
         self._ddp_of: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None]] = {}
 
-    def belongs_to(self, world: Any) -> bool:
+    def are_current(self) -> bool:
         """Whether this object still speaks of the process group that runs."""
-        return self._world is world
+        return self._world() is dist.group.WORLD
+
+    def forget_groups(self) -> None:
+        """Lets go of the subgroups, which are destroyed together with the group of all ranks."""
+        self._subgroups.clear()
 
     @torch.compiler.disable
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
@@ -232,7 +237,7 @@ class Torch(Framework):
     def replicas(self, axis_name: str) -> ReplicaBackend:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return SingleReplica()
-        if self._ranks is None or not self._ranks.belongs_to(dist.group.WORLD):
+        if self._ranks is None or not self._ranks.are_current():
             self._ranks = Ranks()
         return self._ranks
 
@@ -261,6 +266,8 @@ class Torch(Framework):
             yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank)
         finally:
             if not running and dist.is_initialized():
+                if self._ranks is not None:
+                    self._ranks.forget_groups()
                 dist.destroy_process_group()
             if device is not None:
                 torch.cuda.set_device(device)

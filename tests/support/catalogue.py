@@ -5,9 +5,17 @@ A new wrapper is one row in `WRAPPERS`, with arguments under which it must do no
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
+import functools
+import pathlib
+import shutil
+import tempfile
+
 import keras
 from keras import optimizers as o
-from support.problem import keras_optimizers
+from support.problem import BATCH_SIZE, data, keras_optimizers
+from support.problem import model as problem_model
 
 import keras_shardopt as ks
 
@@ -54,18 +62,56 @@ def plain(inner):
     return INNERS[inner]()
 
 
-def trained(optimizer, epochs=1, **fit_arguments):
-    """The small problem's model after training with `optimizer`, compiled as Keras' default on this backend is."""
-    from support import problem
-
-    x, y = problem.data(num_steps=3)
-    model = problem.model()
-    model.compile(optimizer, "mse")
+def trained(optimizer, steps=3, model=None):
+    """The small problem's model after some steps with `optimizer`."""
+    x, y = data(num_steps=steps)
+    if model is None:
+        model = problem_model()
+        model.compile(optimizer, "mse")
     # Before `fit`, because ScheduleFreeAdamW assigns in `build`, which TensorFlow would trace into every step.
     optimizer.build(model.trainable_variables)
-    model.fit(x, y, batch_size=problem.BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0, **fit_arguments)
+    model.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
     return model
 
 
 def state_of(optimizer):
     return [keras.ops.convert_to_numpy(v) for v in optimizer.variables]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a training run left behind."""
+
+    weights: list
+    state: list
+    model_file: pathlib.Path
+    weights_file: pathlib.Path
+    continued_weights: list | None
+
+
+@functools.cache
+def plain_run(inner):
+    """A run with the optimizer called `inner` alone, also continued after three steps."""
+    return _run(plain(inner), continued=True)
+
+
+@functools.cache
+def wrapped_run(wrapper, inner):
+    """The same run with a wrapper around it."""
+    return _run(make(wrapper, inner), continued=False)
+
+
+def _run(optimizer, continued):
+    folder = pathlib.Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model = trained(optimizer)
+    model.save(folder / "model.keras")
+    model.save_weights(folder / "model.weights.h5")
+    weights, state = model.get_weights(), state_of(optimizer)
+    after = None
+    if continued:
+        # A loaded one: on JAX, Keras cannot fit a second time with `use_ema`, where the weights and their averages
+        # share buffers after the first.
+        loaded = keras.saving.load_model(folder / "model.keras")
+        after = trained(loaded.optimizer, steps=2, model=loaded).get_weights()
+    return Run(weights, state, folder / "model.keras", folder / "model.weights.h5", after)

@@ -89,3 +89,27 @@ def keras_optimizers():
         if hasattr(o, name):
             made[name] = lambda name=name, **k: getattr(o, name)(0.01, **k)
     return made
+
+
+def tolerance(optimizer):
+    """`TOLERANCE` for an optimizer of `keras_optimizers()`."""
+    # ScheduleFreeAdamW divides differences of nearly equal weights: its last digits are the noisiest.
+    return 3e-6 if optimizer == "ScheduleFreeAdamW" else TOLERANCE
+
+
+def trained_in_numpy(rate=0.1, momentum=0.9):
+    """`start_weights()` after `fit` with SGD and momentum, in float64, without Keras."""
+    x, y = (array.astype("float64") for array in data())
+    kernel1, bias1, kernel2, bias2 = weights = [w.astype("float64") for w in start_weights()]
+    velocities = [np.zeros_like(w) for w in weights]
+    for start in range(0, len(x), BATCH_SIZE):
+        inputs, targets = x[start : start + BATCH_SIZE], y[start : start + BATCH_SIZE]
+        hidden = np.tanh(inputs @ kernel1 + bias1)
+        error = 2 * (hidden @ kernel2 + bias2 - targets) / targets.size
+        back = (error @ kernel2.T) * (1 - hidden**2)
+        grads = [inputs.T @ back, back.sum(0), hidden.T @ error, error.sum(0)]
+        for weight, velocity, grad in zip(weights, velocities, grads):
+            velocity *= momentum
+            velocity -= rate * grad
+            weight += velocity
+    return weights

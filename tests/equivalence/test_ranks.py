@@ -1,0 +1,102 @@
+"""PyTorch: ranks started by torchrun equal one process with the whole batch."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from support import launch, problem
+
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(400)]
+
+FOR_ALL = ["SGD momentum", "sum", "clipped", "scaled", "eager loop", "fault: dropped", "fault: summed twice"]
+OPTIMIZERS = [name for name in problem.keras_optimizers() if name != "SGD momentum"]
+NUM_PARAMETERS = sum(w.size for w in problem.start_weights())
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Runs of rank_fit.py, one spawn of workers for all cases of one number of ranks."""
+
+    @functools.cache
+    def run(num_replicas):
+        file = tmp_path_factory.mktemp("ranks") / "results.npz"
+        names = FOR_ALL + (OPTIMIZERS if num_replicas == 2 else [])
+        try:
+            launch.torchrun("rank_fit.py", num_replicas, file, "same", *names)
+        except launch.WorkersFailed as failure:
+            return failure  # remembered: one spawn that fails is enough
+        return np.load(file)
+
+    def results(num_replicas):
+        outcome = run(num_replicas)
+        if isinstance(outcome, launch.WorkersFailed):
+            pytest.fail(str(outcome), pytrace=False)
+        return outcome
+
+    return results
+
+
+@functools.cache
+def one_process(name, factor=1.0):
+    """The weights after one process has trained on the whole batches."""
+    special = {
+        "clipped": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1),
+        "sum": lambda: keras.optimizers.SGD(0.1 * factor, momentum=0.9),
+    }
+    make = special.get(name) or problem.keras_optimizers().get(name, problem.sgd_momentum)
+    model = problem.model()
+    model.compile(make(), "mse")
+    x, y = problem.data()
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def difference(results, name, factor=1.0):
+    weights = [results[f"{name}/weight{i}"] for i in range(4)]
+    return problem.relative_difference(weights, one_process(name, factor))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("name", ["SGD momentum", "clipped", "scaled", "eager loop"])
+def test_ranks_equal_one_process(ranks, num_replicas, name):
+    results = ranks(num_replicas)
+    assert difference(results, name) <= problem.TOLERANCE
+    assert results[f"{name}/difference"] == 0
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_the_sum_is_that_many_times_the_mean(ranks, num_replicas):
+    # A rate times N, the momentum scaled along with it.
+    assert difference(ranks(num_replicas), "sum", float(num_replicas)) <= problem.TOLERANCE
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_keras_optimizer(ranks, name):
+    assert difference(ranks(2), name) <= problem.tolerance(name)
+    assert ranks(2)[f"{name}/difference"] == 0
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_one_flat_all_reduce_per_update(ranks, num_replicas):
+    # All gradients, and one number per variable that says whether it had one.
+    calls = ranks(num_replicas)["SGD momentum/calls"]
+    np.testing.assert_array_equal(calls, [NUM_PARAMETERS + 4] * problem.NUM_STEPS)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("fault", ["fault: dropped", "fault: summed twice"])
+def test_a_planted_fault_is_seen(ranks, num_replicas, fault):
+    assert difference(ranks(num_replicas), fault) > 1000 * problem.TOLERANCE
+
+
+def test_a_dropped_reduction_leaves_replicas_different(ranks):
+    assert ranks(2)["fault: dropped/difference"] > 1e-3
+
+
+def test_ranks_that_start_apart_take_rank_0s_weights_and_agree(tmp_path):
+    file = tmp_path / "results.npz"
+    launch.torchrun("rank_fit.py", 2, file, "different", "SGD momentum", "Adam")
+    results = np.load(file)
+    for name in ("SGD momentum", "Adam"):
+        assert results[f"{name}/difference"] == 0

@@ -1,0 +1,44 @@
+"""The examples run as their texts say, on every backend they are for."""
+
+import os
+import pathlib
+import re
+import sys
+
+import pytest
+from support import launch
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def run(*command, **environment):
+    kept = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "XLA_FLAGS")}
+    return launch.run(command, 200, {**kept, "OMP_NUM_THREADS": "1", **environment})
+
+
+def printed(output, label):
+    return re.search(rf"^{label} +(\S+)$", output, re.MULTILINE).group(1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "replicas"),
+    [("jax", 1), ("jax", 4), ("tensorflow", 1), ("tensorflow", 2), ("torch", 1), ("torch", 2)],
+)
+def test_digits(backend, replicas):
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = start if (backend, replicas) == ("torch", 2) else [sys.executable]
+    output = run(*command, str(EXAMPLES / "digits.py"), "--replicas", str(replicas), KERAS_BACKEND=backend)
+    assert printed(output, "backend") == backend
+    assert int(printed(output, "replicas")) == replicas
+    assert float(printed(output, "accuracy on held-out digits")) >= 0.95
+    assert float(printed(output, "largest weight difference")) == 0
+    assert float(printed(output, "steps per second")) > 0
+    # The chief prints the progress bar, and nobody else does.
+    assert len(re.findall(r"Epoch 1/15", output)) == 1
+
+
+def test_digits_on_jax_by_default():
+    output = run(sys.executable, str(EXAMPLES / "digits.py"), "--steps", "2", "--epochs", "1")
+    assert printed(output, "backend") == "jax"

@@ -1,0 +1,95 @@
+"""N replicas in N threads of one process, with collectives that count their calls.
+
+They run the neutral policy on whichever framework Keras uses, without any of its distribution.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import numpy as np
+
+from keras_shardopt.replica.base import Arrival, ReplicaBackend
+
+_REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max}
+
+
+class FakeReplicas(ReplicaBackend):
+    def __init__(self, world, replica_id):
+        self._world = world
+        self.num_replicas = world.num_replicas
+        self.replica_id = replica_id
+        self.is_chief = replica_id == 0
+        self.runs_one_program = world.runs_one_program
+        self.calls = []
+
+    def arrival(self, grads, variables):
+        return self._world.arrives
+
+    def _exchange(self, tensors):
+        return self._world.exchange(self.replica_id, [keras.ops.convert_to_numpy(t) for t in tensors])
+
+    def _peers(self, groups):
+        if groups is None:
+            return range(self.num_replicas)
+        return next(group for group in groups if self.replica_id in group)
+
+    def all_reduce(self, tensors, op, groups=None):
+        self.calls.append(("all_reduce", op, len(tensors)))
+        everyones = self._exchange(tensors)
+        columns = zip(*[everyones[r] for r in self._peers(groups)])
+        return [keras.ops.convert_to_tensor(_REDUCE[op](np.stack(column), axis=0)) for column in columns]
+
+    def reduce_scatter(self, tensors, op, groups=None):
+        peers = list(self._peers(groups))
+        reduced = self.all_reduce(tensors, op, groups)
+        return [keras.ops.split(t, len(peers))[peers.index(self.replica_id)] for t in reduced]
+
+    def all_gather(self, tensors, groups=None):
+        everyones = self._exchange(tensors)
+        columns = zip(*[everyones[r] for r in self._peers(groups)])
+        return [keras.ops.convert_to_tensor(np.concatenate(column)) for column in columns]
+
+    def broadcast(self, tensors, root=0):
+        return [keras.ops.convert_to_tensor(t) for t in self._exchange(tensors)[root]]
+
+
+class FakeWorld:
+    """Runs a function once per replica, all at a time."""
+
+    def __init__(self, num_replicas, arrives=Arrival.LOCAL, runs_one_program=True, timeout=20.0):
+        self.num_replicas = num_replicas
+        self.arrives = arrives
+        self.runs_one_program = runs_one_program
+        self.replicas = [FakeReplicas(self, r) for r in range(num_replicas)]
+        self._posted = [None] * num_replicas
+        self._barrier = threading.Barrier(num_replicas, timeout=timeout)
+
+    def exchange(self, replica_id, arrays):
+        self._posted[replica_id] = arrays
+        self._barrier.wait()
+        everyones = list(self._posted)
+        self._barrier.wait()
+        assert len({len(arrays) for arrays in everyones}) == 1, "replicas exchange lists of different lengths"
+        return everyones
+
+    def run(self, function):
+        """`[function(replicas) for each replica]`; raises what any of them raised."""
+        results, errors = [None] * self.num_replicas, []
+
+        def work(replicas):
+            try:
+                results[replicas.replica_id] = function(replicas)
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(replicas,), daemon=True) for replicas in self.replicas]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        return results

@@ -1,0 +1,120 @@
+import keras
+import numpy as np
+import pytest
+from support.fake_replicas import FakeWorld
+
+from keras_shardopt.reduction import global_gradients
+from keras_shardopt.replica.base import Arrival, SingleReplica
+
+SHAPES = [(3, 2), (5,), ()]
+
+
+class Weight:
+    """As much of a variable as the policy looks at."""
+
+    def __init__(self, shape, overwrite_with_gradient=False):
+        self.shape = shape
+        self.dtype = "float32"
+        self.overwrite_with_gradient = overwrite_with_gradient
+
+
+WEIGHTS = [Weight(shape) for shape in SHAPES]
+
+
+def local_gradients(num_replicas):
+    """`[replica][variable]`: the gradient of each replica's own mean loss, all different."""
+    random = np.random.default_rng(3)
+    return [[random.normal(size=shape).astype("float32") for shape in SHAPES] for _ in range(num_replicas)]
+
+
+def as_they_arrive(local, arrival):
+    """What each replica holds when gradients arrive in that way."""
+    n = len(local)
+    total = [np.sum([g[i] for g in local], axis=0) for i in range(len(SHAPES))]
+    return {
+        Arrival.LOCAL: local,
+        Arrival.LOCAL_PRESCALED: [[g / n for g in grads] for grads in local],
+        Arrival.SUMMED: [total] * n,
+        Arrival.GLOBAL: [[t / n for t in total]] * n,
+    }[arrival]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("arrival", Arrival)
+@pytest.mark.parametrize("told", [True, False])
+def test_every_arrival_leads_to_the_same_global_gradient(num_replicas, reduction, arrival, told):
+    local = local_gradients(num_replicas)
+    arrived = as_they_arrive(local, arrival)
+    world = FakeWorld(num_replicas, arrives=Arrival.GLOBAL if told else arrival)
+
+    def reduce(replicas):
+        grads = [keras.ops.convert_to_tensor(g) for g in arrived[replicas.replica_id]]
+        return global_gradients(grads, WEIGHTS, replicas, reduction, arrival if told else None)
+
+    results = world.run(reduce)
+    for i in range(len(SHAPES)):
+        expected = getattr(np, reduction)([g[i] for g in local], axis=0)
+        for grads in results:
+            np.testing.assert_allclose(keras.ops.convert_to_numpy(grads[i]), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("arrival", [Arrival.LOCAL, Arrival.LOCAL_PRESCALED])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_collective_per_update(arrival, reduction):
+    world = FakeWorld(2, arrives=arrival)
+    local = local_gradients(2)
+    world.run(lambda r: global_gradients([keras.ops.array(g) for g in local[r.replica_id]], WEIGHTS, r, reduction))
+    for replicas in world.replicas:
+        assert [call[0] for call in replicas.calls if call[2]] == ["all_reduce"]
+
+
+def test_gradients_that_are_global_are_handed_on_untouched():
+    grads = [object(), None, object()]
+    assert global_gradients(grads, WEIGHTS, SingleReplica()) == grads
+    assert global_gradients(grads, WEIGHTS, SingleReplica(), "sum") == grads
+
+
+def test_none_everywhere_stays_none():
+    world = FakeWorld(2)
+    results = world.run(lambda r: global_gradients([None, keras.ops.ones((5,)), None], WEIGHTS, r))
+    for grads in results:
+        assert grads[0] is None and grads[2] is None
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(grads[1]), np.ones(5))
+
+
+def test_none_on_some_replicas_counts_as_zero_on_all():
+    world = FakeWorld(3, runs_one_program=False)
+
+    def reduce(replicas):
+        mine = 1.0 + replicas.replica_id
+        grads = [mine * keras.ops.ones((3, 2)), None if replicas.replica_id else mine * keras.ops.ones((5,)), None]
+        return global_gradients(grads, WEIGHTS, replicas)
+
+    for grads in world.run(reduce):
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(grads[0]), np.full((3, 2), 2.0))
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(grads[1]), np.full(5, 1 / 3), rtol=1e-6)
+        assert grads[2] is None
+    assert all(len([c for c in replicas.calls if c[2]]) == 1 for replicas in world.replicas)
+
+
+@pytest.mark.parametrize("runs_one_program", [True, False])
+def test_next_values_take_the_largest_and_are_never_averaged(runs_one_program):
+    weights = [Weight((2,)), Weight((3,), overwrite_with_gradient=True)]
+    world = FakeWorld(2, arrives=Arrival.LOCAL_PRESCALED, runs_one_program=runs_one_program)
+
+    def reduce(replicas):
+        value = keras.ops.array([[1.0, 5.0, 0.0], [4.0, 2.0, 0.0]][replicas.replica_id])
+        return global_gradients([keras.ops.ones((2,)), value], weights, replicas)
+
+    for grads in world.run(reduce):
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(grads[0]), [2.0, 2.0])
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(grads[1]), [4.0, 5.0, 0.0])
+
+
+@pytest.mark.parametrize("arrival", [Arrival.SUMMED, Arrival.GLOBAL])
+def test_next_values_that_are_global_stay_as_they_are(arrival):
+    weights = [Weight((2,), overwrite_with_gradient=True)]
+    world = FakeWorld(2, arrives=arrival)
+    for grads in world.run(lambda r: global_gradients([keras.ops.array([3.0, 4.0])], weights, r, "sum")):
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(grads[0]), [3.0, 4.0])
