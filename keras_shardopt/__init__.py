@@ -1,7 +1,7 @@
 """Data-parallel training for Keras 3 with one meaning on TensorFlow, JAX and PyTorch."""
 
 from keras_shardopt.numerics import clip_by_global_norm, clip_gradients_by_norm
-from keras_shardopt.optimizers import LARC, CrossShard, GradientClipping, NovoGrad, VariableClipping
+from keras_shardopt.optimizers import LARC, CrossShard, GradientClipping, NovoGrad, Tower, VariableClipping, replicate
 from keras_shardopt.parallel import data_parallel
 
 __version__ = "0.1.0.dev0"
@@ -11,8 +11,10 @@ __all__ = [
     "CrossShard",
     "GradientClipping",
     "NovoGrad",
+    "Tower",
     "VariableClipping",
     "clip_by_global_norm",
     "clip_gradients_by_norm",
     "data_parallel",
+    "replicate",
 ]

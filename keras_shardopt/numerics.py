@@ -28,6 +28,16 @@ def map_values(function: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
     return function(grad)
 
 
+def add(first: Tensor, second: Tensor, variable: Variable) -> Tensor:
+    """The sum of two gradients of a variable; sparse ones are joined, so that rows may be listed several times."""
+    if is_sparse(first) and is_sparse(second):
+        values = ops.concatenate([first.values, second.values], axis=0)
+        indices = ops.concatenate([first.indices, ops.cast(second.indices, first.indices.dtype)], axis=0)
+        return type(first)(values, indices, first.dense_shape)
+    num_rows = variable.shape[0] if len(variable.shape) else 1
+    return dense(first, num_rows) + dense(second, num_rows)
+
+
 def dtype_of(value: Any) -> str:
     """The name of the dtype of a tensor or variable."""
     name: str = keras.backend.standardize_dtype(value.dtype)

@@ -18,6 +18,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -80,9 +81,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     loss_scale_factor = _of_innermost("loss_scale_factor", None)
 
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
-        inner = _get_optimizer(inner_optimizer, type(self).__name__)
+        inner = get_optimizer(inner_optimizer, type(self).__name__)
         if self.needs_global_gradients:
             _refuse_local_gradients(self, inner)
+        self._init_around(inner, name)
+
+    def _init_around(self, inner: Any, name: str | None) -> None:
+        """The constructor of an optimizer around `inner`, which may be None if `self.inner` is overridden."""
         super().__init__(learning_rate=0.0, name=name)
         # The base class's counter and rate would be saved and shown, and never change.
         for variable in list(self._variables):
@@ -148,8 +153,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     @property
     def variables(self) -> list[Variable]:
         """The state of the wrapper, then that of the inner optimizer."""
-        inner = self.__dict__.get("_inner")
-        return self._variables[:] + ([] if inner is None else list(inner[0].variables))
+        return self._variables[:] + (list(self.inner.variables) if "_inner" in self.__dict__ else [])
 
     # -- updating ------------------------------------------------------------------------------------------------
 
@@ -211,8 +215,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     def get_name(self) -> str:
         """The name of the optimizer."""
-        name: str = self.name
-        return name
+        return self.name
 
     def get_slot_names(self) -> list[str]:
         """The names of the state that is kept for each variable, sorted: for Adam `["momentum", "velocity"]`.
@@ -406,23 +409,35 @@ def _inner_of(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", None)
 
 
-def _get_optimizer(identifier: Any, caller: str) -> Any:
+def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer") -> Any:
+    """The optimizer itself, or the one of that name or config; errors name the `argument` of `caller`."""
     if isinstance(identifier, keras.optimizers.Optimizer):
         return identifier
     if not isinstance(identifier, (str, dict)):
         raise TypeError(
-            "`inner_optimizer` must be a `keras.optimizers.Optimizer`, or the name or config of one. "
-            f"Received: inner_optimizer={identifier!r} (of type {type(identifier).__name__}). "
+            f"`{argument}` must be a `keras.optimizers.Optimizer`, or the name or config of one. "
+            f"Received: {argument}={identifier!r} (of type {type(identifier).__name__}). "
             f"Use for example `{caller}(keras.optimizers.Adam(1e-3))`."
         )
     try:
         return keras.optimizers.get(identifier)
     except ValueError as error:
         raise ValueError(
-            "`inner_optimizer` must be the name or config of an optimizer that Keras knows. "
-            f"Received: inner_optimizer={identifier!r}. "
+            f"`{argument}` must be the name or config of an optimizer that Keras knows. "
+            f"Received: {argument}={identifier!r}. "
             f"Use for example `{caller}('adam')`, or pass the optimizer itself."
         ) from error
+
+
+def called_by_loss_scale_optimizer() -> bool:
+    """Whether the caller was called from the constructor of a `keras.optimizers.LossScaleOptimizer`."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and isinstance(caller, keras.optimizers.LossScaleOptimizer):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from keras import ops
 from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.reduction import Reduction, global_gradients
 from keras_shardopt.replica import Arrival, claim_reduction, framework, reduction_is_claimed
-from keras_shardopt.wrapper import OptimizerWrapper, inside
+from keras_shardopt.wrapper import OptimizerWrapper, called_by_loss_scale_optimizer, inside
 
 # The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
 _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "sum": "sum", "weighted_mean": "mean", "weighted_sum": "sum"}
@@ -121,7 +120,7 @@ class CrossShard(OptimizerWrapper):
     def _set_loss_scale_factor(self, value: float | None) -> None:
         # Keras' LossScaleOptimizer does this to the optimizer that it is put around, from its constructor, and
         # `compile` calls that constructor: there is no earlier moment, and every rank passes it.
-        if "_inner" in self.__dict__ and _caller_is_loss_scale_optimizer():
+        if "_inner" in self.__dict__ and called_by_loss_scale_optimizer():
             raise ValueError(
                 "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of "
                 "one replica only, so that replicas skip different steps, and diverge or wait for each other for "
@@ -150,13 +149,3 @@ def _share_of(grad: Any, share: float) -> Any:
         return grad
     # Not times zero: a gradient of foreign weights may hold anything, also NaN.
     return ops.zeros_like(grad) if share == 0 else ops.multiply(grad, share)
-
-
-def _caller_is_loss_scale_optimizer() -> bool:
-    frame = sys._getframe(2)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__init__" and isinstance(caller, keras.optimizers.LossScaleOptimizer):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

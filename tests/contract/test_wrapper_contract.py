@@ -263,7 +263,7 @@ def test_inner_optimizer_may_be_a_name_or_a_config(wrapper, identifier):
 @pytest.mark.parametrize(("wrong", "error"), [(None, TypeError), (3, TypeError), ("nonsense", ValueError)])
 @each_wrapper
 def test_an_inner_that_is_no_optimizer_is_refused(wrapper, wrong, error):
-    with pytest.raises(error, match="`inner_optimizer` must be"):
+    with pytest.raises(error, match="`(inner_optimizer|optimizer_or_optimizer_fn)` must be"):
         catalogue.WRAPPERS[wrapper](wrong)
 
 

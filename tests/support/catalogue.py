@@ -25,6 +25,7 @@ WRAPPERS = {
     "CrossShard of CrossShard": lambda inner: ks.CrossShard(ks.CrossShard(inner)),
     "GradientClipping": lambda inner: ks.GradientClipping(inner, clip_gradients=1e6),
     "LARC": lambda inner: ks.LARC(inner, larc_eta=1e6),
+    "Tower": lambda inner: ks.Tower(inner),
     "VariableClipping": lambda inner: ks.VariableClipping(inner, {".*": [0]}, max_norm=1e6),
 }
 
