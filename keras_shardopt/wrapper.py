@@ -18,7 +18,6 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -427,17 +426,6 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
             f"Received: {argument}={identifier!r}. "
             f"Use for example `{caller}('adam')`, or pass the optimizer itself."
         ) from error
-
-
-def called_by_loss_scale_optimizer() -> bool:
-    """Whether the caller was called from the constructor of a `keras.optimizers.LossScaleOptimizer`."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__init__" and isinstance(caller, keras.optimizers.LossScaleOptimizer):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ from keras import ops
 from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.reduction import Reduction, global_gradients
 from keras_shardopt.replica import Arrival, claim_reduction, framework, reduction_is_claimed
-from keras_shardopt.wrapper import OptimizerWrapper, called_by_loss_scale_optimizer, inside
+from keras_shardopt.wrapper import OptimizerWrapper, inside
 
 # The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
 _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "sum": "sum", "weighted_mean": "mean", "weighted_sum": "sum"}
@@ -117,19 +117,14 @@ class CrossShard(OptimizerWrapper):
         with claim_reduction(inside(self)):
             super().update_inner(grads, variables)
 
-    def _set_loss_scale_factor(self, value: float | None) -> None:
-        # Keras' LossScaleOptimizer does this to the optimizer that it is put around, from its constructor, and
-        # `compile` calls that constructor: there is no earlier moment, and every rank passes it.
-        if "_inner" in self.__dict__ and called_by_loss_scale_optimizer():
-            raise ValueError(
-                "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of "
-                "one replica only, so that replicas skip different steps, and diverge or wait for each other for "
-                'ever. Use `CrossShard(LossScaleOptimizer(inner_optimizer))`, and under the "mixed_float16" policy '
-                "`model.compile(optimizer=CrossShard(LossScaleOptimizer(inner_optimizer)), auto_scale_loss=False)`."
-            )
-        OptimizerWrapper.loss_scale_factor.fset(self, value)
-
-    loss_scale_factor = property(OptimizerWrapper.loss_scale_factor.fget, _set_loss_scale_factor)
+    def meet_outer_loss_scaling(self) -> None:
+        """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""
+        raise ValueError(
+            "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of one "
+            "replica only, so that replicas skip different steps, and diverge or wait for each other for ever. "
+            'Use `CrossShard(LossScaleOptimizer(inner_optimizer))`, and under the "mixed_float16" policy '
+            "`model.compile(optimizer=CrossShard(LossScaleOptimizer(inner_optimizer)), auto_scale_loss=False)`."
+        )
 
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from keras.src.backend.common import global_state
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import add, map_values
 from keras_shardopt.replica import framework, reduction_is_claimed
-from keras_shardopt.wrapper import OptimizerWrapper, called_by_loss_scale_optimizer, get_optimizer
+from keras_shardopt.wrapper import OptimizerWrapper, get_optimizer
 
 _USED = "keras_shardopt_tower_has_been_used"
 
@@ -198,21 +199,17 @@ class Tower(OptimizerWrapper):
             super().update_inner(call.grads, call.variables)
 
     def _refuse_to_be_inside(self) -> None:
-        outer = "CrossShard" if reduction_is_claimed(self) else self.__dict__.get("_outer")
+        outer = None
+        if reduction_is_claimed(self):
+            outer = "CrossShard"
+        elif _called_by_loss_scale_optimizer():
+            outer = "LossScaleOptimizer"
         if outer is not None:
             raise ValueError(
                 f"A `Tower` that collects must be around `{outer}`, not inside it: it would see only a part of what a "
                 f"tower does. Use `Tower({outer}(optimizer))`"
                 + (", and `model.compile(..., auto_scale_loss=False)`." if outer == "LossScaleOptimizer" else ".")
             )
-
-    def _set_loss_scale_factor(self, value: float | None) -> None:
-        # From the constructor of Keras' LossScaleOptimizer, which does this to the optimizer it is put around.
-        if "_inner" in self.__dict__ and called_by_loss_scale_optimizer():
-            self.__dict__["_outer"] = "LossScaleOptimizer"
-        _forward_loss_scale_factor(self, value)
-
-    loss_scale_factor = property(OptimizerWrapper.loss_scale_factor.fget, _set_loss_scale_factor)
 
     def get_name(self) -> str:
         """The name of the inner optimizer."""
@@ -240,7 +237,14 @@ def _mark_used() -> None:
         replication.tower_was_used = True
 
 
-_forward_loss_scale_factor: Any = OptimizerWrapper.loss_scale_factor.fset
+def _called_by_loss_scale_optimizer() -> bool:
+    """Whether the update goes through a Keras optimizer that hands it on inside a condition."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), keras.optimizers.LossScaleOptimizer):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def replicate(

@@ -32,7 +32,8 @@ def gradients_of(case, tower, v, rows):
     if case["loss_kind"] == "gather":
         listed, total = [1, 0, 1], rows.sum(axis=0)
         values, loss = total[listed], np.sum(value[listed] * total[listed])
-        if BACKEND == "tensorflow":
+        # Keras' Adam squares rows that are listed twice one by one, where TensorFlow 1 summed them first.
+        if BACKEND == "tensorflow" and case["inner"] == "sgd":
             import tensorflow as tf
 
             slices = tf.IndexedSlices(tf.constant(values), tf.constant(listed), tf.constant([2, 2]))
@@ -53,7 +54,7 @@ def gradients_of(case, tower, v, rows):
 def test_golden(id):
     case = CASES[id]
     v = keras.Variable(np.array(FILE["v_start"], "float32"), name="v")
-    u = keras.Variable(np.array([FILE["u_start"]], "float32"), name="u")
+    u = keras.Variable(np.array(FILE["u_start"], "float32"), name="u")
     optimizer = ks.Tower(inner_of(case["inner"]))
     optimizer.build([v, u])
     towers = []
@@ -113,7 +114,7 @@ def test_golden_call_counts(id):
 
 @pytest.mark.parametrize("counts", [[3, 1], [1, 3], [1, 2], [2, 1, 0], [0, 1], [1, 1, 2]])
 def test_calls_that_do_not_match_are_an_error(counts):
-    with pytest.raises(ValueError, match="equally often|called none"):
+    with pytest.raises(ValueError, match=r"equally often|called none"):
         calls_per_tower(counts)
 
 
@@ -305,7 +306,7 @@ def test_a_jitted_loop_of_ones_own():
     state = [v.value for v in model.trainable_variables], [v.value for v in optimizer.variables]
     x, y = problem.data(num_steps=6)
     for i in range(0, len(x), problem.BATCH_SIZE):
-        loss, state = replicated(state, (x[i : i + problem.BATCH_SIZE], y[i : i + problem.BATCH_SIZE]))
+        _, state = replicated(state, (x[i : i + problem.BATCH_SIZE], y[i : i + problem.BATCH_SIZE]))
     for variable, value in zip(model.trainable_variables, state[0]):
         variable.assign(value)
     assert_same(model, trained(problem.sgd_momentum())[0])
