@@ -18,4 +18,4 @@ ReduceOp = Literal["sum", "mean", "max"]
 """What a reduction over replicas computes, element by element."""
 
 Groups = Sequence[Sequence[int]]
-"""Disjoint, equally large lists of replica ids that together name every replica once."""
+"""Disjoint, equally large, ascending lists of replica ids that together name every replica once."""

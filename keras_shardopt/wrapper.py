@@ -18,6 +18,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,6 +62,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config.
         ValueError: if `inner_optimizer` is a name or config that Keras does not know.
     """
+
+    built: bool
+    name: str
 
     needs_global_gradients: bool = False
     """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
@@ -119,6 +123,11 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             self._update_inner_statelessly(grads)
         else:
             self.inner.apply(grads, variables)
+
+    def meet_outer_loss_scaling(self) -> None:
+        """Called when a `keras.optimizers.LossScaleOptimizer` is put around this wrapper, or further out."""
+        if isinstance(self.inner, OptimizerWrapper):
+            self.inner.meet_outer_loss_scaling()
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -263,6 +272,14 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         averages: list[Variable] = innermost(self)._model_variables_moving_average
         return averages
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A LossScaleOptimizer assigns this to what it is put around, from its constructor, and `compile` calls that
+        # constructor: there is no earlier moment. Not in the property's setter: on TensorFlow, Keras does not call
+        # that where the old value is the new one.
+        if name == "loss_scale_factor" and "_inner" in self.__dict__ and _caller_is_loss_scale_optimizer():
+            self.meet_outer_loss_scaling()
+        super().__setattr__(name, value)
+
     def __dir__(self) -> list[str]:
         # The saver walks what is listed here, and would store the inner optimizer's state once more.
         return [name for name in super().__dir__() if name not in ("inner", "optimizers") and name[:1] != "_"]
@@ -286,7 +303,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             ValueError: if the number or a shape of the arrays does not fit. Nothing is assigned then.
         """
         if not self.built and len(store.keys()) != len(self.inner.variables):
-            self.__dict__["_loaded"] = {key: np.array(store[key]) for key in store.keys()}
+            self.__dict__["_loaded"] = {key: np.array(store[key]) for key in list(store.keys())}
             return
         self._check_fits(store, self.inner.variables)
         self.inner.load_own_variables(store)
@@ -441,6 +458,16 @@ def _portable(config: Any) -> Any:
     if isinstance(config, list):
         return [_portable(value) for value in config]
     return config
+
+
+def _caller_is_loss_scale_optimizer() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and isinstance(caller, keras.optimizers.LossScaleOptimizer):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _described(optimizer: Any) -> str:

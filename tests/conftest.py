@@ -46,10 +46,11 @@ def pytest_collection_modifyitems(items):
 def pytest_sessionfinish(session, exitstatus):
     # A run in which everything skipped has shown nothing.
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if exitstatus == 0 and reporter is not None and not session.config.option.collectonly:
-        if not reporter.stats.get("passed"):
-            reporter.write_line("ERROR: no test passed, everything was skipped", red=True)
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if reporter is None or session.config.option.collectonly:
+        return
+    if exitstatus == 0 and not reporter.stats.get("passed"):
+        reporter.write_line("ERROR: no test passed, everything was skipped", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -169,6 +168,7 @@ class Tower(OptimizerWrapper):
 
     def __init__(self, optimizer_or_optimizer_fn: Any, name: str | None = None) -> None:
         self.__dict__["_factory"] = None
+        self.__dict__["_is_in_loss_scaling"] = False
         if callable(optimizer_or_optimizer_fn) and not isinstance(
             optimizer_or_optimizer_fn, keras.optimizers.Optimizer
         ):
@@ -198,11 +198,16 @@ class Tower(OptimizerWrapper):
         if call is not None:
             super().update_inner(call.grads, call.variables)
 
+    def meet_outer_loss_scaling(self) -> None:
+        """Remembers it: to update without `replicate` is still right."""
+        self.__dict__["_is_in_loss_scaling"] = True
+        super().meet_outer_loss_scaling()
+
     def _refuse_to_be_inside(self) -> None:
         outer = None
         if reduction_is_claimed(self):
             outer = "CrossShard"
-        elif _called_by_loss_scale_optimizer():
+        elif self.__dict__["_is_in_loss_scaling"]:
             outer = "LossScaleOptimizer"
         if outer is not None:
             raise ValueError(
@@ -235,16 +240,6 @@ def _mark_used() -> None:
         global_state.set_global_attribute(_USED, True)
     else:
         replication.tower_was_used = True
-
-
-def _called_by_loss_scale_optimizer() -> bool:
-    """Whether the update goes through a Keras optimizer that hands it on inside a condition."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), keras.optimizers.LossScaleOptimizer):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def replicate(

@@ -28,7 +28,7 @@ class MappedAxis(ReplicaBackend):
         self.is_chief = jax.process_index() == 0
 
     @property
-    def replica_id(self) -> Any:  # type: ignore[override]
+    def replica_id(self) -> Any:
         return jax.lax.axis_index(self._axis)
 
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
@@ -49,11 +49,10 @@ class MappedAxis(ReplicaBackend):
         )
 
     def _varies(self, value: Any) -> bool:
-        aval = jax.typeof(value)
-        axes = getattr(aval, "vma", None)  # until JAX 0.9
-        if axes is None:
-            axes = getattr(getattr(aval, "mat", None), "varying", ())
-        return self._axis in axes
+        aval: Any = jax.typeof(value)
+        if hasattr(aval, "vma"):  # until JAX 0.9
+            return self._axis in aval.vma
+        return self._axis in aval.mat.varying
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
         if not tensors:

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.replica.base import (
-    AllReplicasAtOnce,
     Arrival,
     Framework,
     ReplicaBackend,
@@ -35,7 +34,7 @@ class ReplicaContext(ReplicaBackend):
         self.is_chief = bool(strategy.extended.should_checkpoint)
 
     @property
-    def replica_id(self) -> Any:  # type: ignore[override]
+    def replica_id(self) -> Any:
         return self._context.replica_id_in_sync_group
 
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
@@ -127,10 +126,13 @@ class TensorFlow(Framework):
         if strategy.num_replicas_in_sync == 1:
             return SingleReplica()
         context = tf.distribute.get_replica_context()
-        if context is not None:
-            return ReplicaContext(strategy, context)
-        is_chief = bool(strategy.extended.should_checkpoint)
-        return AllReplicasAtOnce(strategy.num_replicas_in_sync, is_chief, "outside `strategy.run`")
+        if context is None:
+            raise ValueError(
+                "Under a strategy with several replicas an optimizer must be applied on each of them. "
+                f"Received: a call outside `strategy.run`, with {strategy.num_replicas_in_sync} replicas. "
+                "Use `strategy.run(step)`, where `step` computes and applies the gradients."
+            )
+        return ReplicaContext(strategy, context)
 
     def take_over_reduction(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:

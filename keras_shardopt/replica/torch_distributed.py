@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from keras.src.backend.common import global_state
 from keras.src.utils import rng_utils
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
@@ -233,6 +234,7 @@ class Torch(Framework):
     def __init__(self) -> None:
         super().__init__()
         self._ranks: Ranks | None = None
+        self._num_groups = 0
 
     def replicas(self, axis_name: str) -> ReplicaBackend:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -259,7 +261,11 @@ class Torch(Framework):
             device = torch.cuda.current_device()
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if not running:
-            dist.init_process_group("gloo" if device is None else "nccl")
+            self._num_groups += 1
+            store, rank, size = next(rendezvous("env://"))
+            # Under a name of its own: ranks that meet a second time would else read the addresses of the first.
+            store = dist.PrefixStore(f"keras_shardopt/{self._num_groups}", store)
+            dist.init_process_group("gloo" if device is None else "nccl", store=store, rank=rank, world_size=size)
         try:
             _agree_on_seed()
             rank = dist.get_rank()

@@ -3,7 +3,6 @@
 import functools
 
 import keras
-import numpy as np
 import pytest
 from conftest import BACKEND
 from support import problem

@@ -25,7 +25,7 @@ def counting_all_reduce(tensor, *args, **kwargs):
     return _all_reduce(tensor, *args, **kwargs)
 
 
-CASES = {name: make for name, make in problem.keras_optimizers().items()}
+CASES = dict(problem.keras_optimizers())
 CASES["clipped"] = lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1)
 CASES["scaled"] = lambda: keras.optimizers.LossScaleOptimizer(problem.sgd_momentum(), initial_scale=4.0)
 CASES["sum"] = problem.sgd_momentum

@@ -113,3 +113,26 @@ def trained_in_numpy(rate=0.1, momentum=0.9):
             velocity -= rate * grad
             weight += velocity
     return weights
+
+
+def check_moves(found):
+    """Whether four replicas with `arange(4) + 10 * id` each got what the moves promise, in groups [0, 2], [1, 3]."""
+    mine = [np.arange(4.0) + 10 * replica for replica in range(4)]
+    group = {0: [0, 2], 2: [0, 2], 3: [1, 3], 1: [1, 3]}
+    for r in range(4):
+        peers = [mine[p] for p in group[r]]
+        half = group[r].index(r)
+        expected = {
+            "sum": sum(mine),
+            "mean": sum(mine) / 4,
+            "max": mine[3],
+            "group mean": sum(peers) / 2,
+            "scatter": sum(mine)[r : r + 1] / 4,
+            "group scatter": sum(peers)[2 * half : 2 * half + 2],
+            "gather": np.array([m[0] for m in mine]),
+            "group gather": np.array([p[0] for p in peers]),
+            "broadcast": mine[2],
+        }
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name][r], value, err_msg=f"{name} on replica {r}")

@@ -1,0 +1,270 @@
+"""JAX: mapped axes, `fit` under a distribution, and what is compiled."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+from support import problem
+
+import keras_shardopt as ks
+from keras_shardopt.optimizers import cross_shard
+
+pytestmark = pytest.mark.backends("jax")
+jax = pytest.importorskip("jax", reason="about JAX, which is not installed")
+P = jax.sharding.PartitionSpec
+
+
+def mesh(num_replicas, axis="batch"):
+    return jax.sharding.Mesh(np.array(jax.devices()[:num_replicas]), (axis,))
+
+
+def train(step, model, optimizer):
+    """Runs `step(weights, state, x, y)` over all batches and returns the final weights."""
+    weights, state = [v.value for v in model.trainable_variables], [v.value for v in optimizer.variables]
+    x, y = problem.data()
+    for start in range(0, len(x), problem.BATCH_SIZE):
+        rows = slice(start, start + problem.BATCH_SIZE)
+        weights, state = step(weights, state, x[rows], y[rows])
+    return [np.asarray(w) for w in weights]
+
+
+def made(optimizer):
+    model = problem.model()
+    optimizer.build(model.trainable_variables)
+
+    def update(weights, state, x, y, cast=lambda weights: weights):
+        def loss(weights):
+            outputs, _ = model.stateless_call(weights, [], x)
+            return keras.ops.mean(keras.ops.square(outputs - y))
+
+        return optimizer.stateless_apply(state, jax.grad(loss)(cast(weights)), weights)
+
+    return model, update
+
+
+def trained_in_shard_map(num_replicas, optimizer, check_vma, varying=False, axis="batch"):
+    model, update = made(optimizer)
+
+    def step(weights, state, x, y):
+        def cast(weights):
+            return [jax.lax.pcast(w, (axis,), to="varying") for w in weights] if varying else weights
+
+        return update(weights, state, x, y, cast)
+
+    specs = dict(in_specs=(P(), P(), P(axis), P(axis)), out_specs=(P(), P()))
+    step = jax.shard_map(step, mesh=mesh(num_replicas, axis), check_vma=check_vma, **specs)
+    return train(jax.jit(step), model, optimizer)
+
+
+def trained_in_pmap(num_replicas, optimizer):
+    model, update = made(optimizer)
+    step = jax.pmap(update, axis_name="batch")
+
+    def on_all(weights, state, x, y):
+        return step(weights, state, x.reshape(num_replicas, -1, 5), y.reshape(num_replicas, -1, 3))
+
+    def spread(values):
+        return [np.stack([v] * num_replicas) for v in values]
+
+    first = True
+
+    def with_spread(weights, state, x, y):
+        nonlocal first
+        if first:
+            weights, state, first = spread(weights), spread(state), False
+        return on_all(weights, state, x, y)
+
+    copies = train(with_spread, model, optimizer)
+    for weight in copies:
+        assert all((copy == weight[0]).all() for copy in weight)
+    return [weight[0] for weight in copies]
+
+
+WAYS = {
+    "shard_map, local": lambda n, o: trained_in_shard_map(n, o, check_vma=False),
+    "shard_map, summed": lambda n, o: trained_in_shard_map(n, o, check_vma=True),
+    "shard_map, cast to varying": lambda n, o: trained_in_shard_map(n, o, check_vma=True, varying=True),
+    "pmap": trained_in_pmap,
+}
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    model, update = made(problem.sgd_momentum())
+    del update
+    model.compile(problem.sgd_momentum(), "mse")
+    x, y = problem.data()
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@each_way
+@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+def test_mapped_axes_equal_one_device(way, num_replicas, one_device):
+    weights = way(num_replicas, ks.CrossShard(problem.sgd_momentum()))
+    assert problem.relative_difference(weights, one_device) <= problem.TOLERANCE
+
+
+@each_way
+def test_loss_scaling_and_clipping_inside(way, one_device):
+    def make():
+        return keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1), initial_scale=1.0
+        )
+
+    weights = way(4, ks.CrossShard(make()))
+    model, update = made(make())
+    reference = train(jax.jit(update), model, make_built(make, model))
+    assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
+
+
+def make_built(make, model):
+    optimizer = make()
+    optimizer.build(model.trainable_variables)
+    return optimizer
+
+
+@each_way
+def test_the_sum_is_that_many_times_the_mean(way):
+    weights = way(4, ks.CrossShard(problem.sgd_momentum(), reduction="sum"))
+    model = problem.model()
+    model.compile(keras.optimizers.SGD(0.4, momentum=0.9), "mse")
+    x, y = problem.data()
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    assert problem.relative_difference(weights, model.get_weights()) <= problem.TOLERANCE
+
+
+@each_way
+def test_a_dropped_reduction_turns_the_check_red(way, one_device, monkeypatch):
+    monkeypatch.setattr(cross_shard, "global_gradients", lambda grads, *_: grads)
+    # Where JAX knows what varies, it refuses weights that differ between replicas; elsewhere the numbers tell.
+    with pytest.raises((AssertionError, ValueError)):
+        weights = way(4, ks.CrossShard(problem.sgd_momentum()))
+        assert problem.relative_difference(weights, one_device) <= problem.TOLERANCE
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_a_second_reduction_turns_the_check_red(one_device, monkeypatch, op):
+    def wrong(grads, variables, replicas, reduction="mean", arrival=None):
+        once = replicas.all_reduce(grads, "sum")
+        return once if op == "sum" else [g / 16 for g in once]
+
+    monkeypatch.setattr(cross_shard, "global_gradients", wrong)
+    weights = WAYS["shard_map, local"](4, ks.CrossShard(problem.sgd_momentum()))
+    assert problem.relative_difference(weights, one_device) > 1000 * problem.TOLERANCE
+
+
+def test_an_axis_of_another_name_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match=r"axis_name='data'"):
+        trained_in_shard_map(2, ks.CrossShard(problem.sgd_momentum()), check_vma=False, axis="data")
+    trained_in_shard_map(2, ks.CrossShard(problem.sgd_momentum(), axis_name="data"), check_vma=False, axis="data")
+
+
+def test_gradients_that_arrive_differently_are_an_error_that_names_them():
+    optimizer = ks.CrossShard(problem.sgd_momentum())
+    model, update = made(optimizer)
+
+    def step(weights, state, x, y):
+        def cast(weights):
+            return [jax.lax.pcast(weights[0], ("batch",), to="varying"), *weights[1:]]
+
+        return update(weights, state, x, y, cast)
+
+    step = jax.shard_map(
+        step, mesh=mesh(2), in_specs=(P(), P(), P("batch"), P("batch")), out_specs=(P(), P()), check_vma=True
+    )
+    with pytest.raises(ValueError, match="hidden/kernel"):
+        train(step, model, optimizer)
+
+
+def test_local_gradients_cannot_be_under_a_distribution():
+    x, y = problem.data(num_steps=1)
+    with ks.data_parallel(2) as replicas:
+        model = problem.model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), gradients="local"), "mse")
+        with pytest.raises(ValueError, match="gradients='auto'"):
+            model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
+    replicas.close()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_optimizer_made_before_the_distribution_is_repaired(wrapped, one_device):
+    optimizer = problem.sgd_momentum()
+    optimizer = ks.CrossShard(ks.CrossShard(optimizer) if wrapped else optimizer)
+    x, y = problem.data()
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=keras.distribution.list_devices()[:4]))
+    model = problem.model()
+    model.compile(optimizer, "mse")
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    assert problem.relative_difference(model.get_weights(), one_device) <= problem.TOLERANCE
+    assert all(v.value.sharding.is_fully_replicated and len(v.value.devices()) == 4 for v in optimizer.variables)
+
+
+def compiled_step(optimizer):
+    """The optimised HLO of the step that `fit` runs under DataParallel on four devices."""
+    x, y = problem.data(num_steps=1)
+    with ks.data_parallel(4) as replicas:
+        model = problem.model()
+        model.compile(optimizer(), "mse")
+        model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
+        state = model._get_jax_state(
+            trainable_variables=True, non_trainable_variables=True, optimizer_variables=True, metrics_variables=True
+        )
+        from keras.src.backend.jax.trainer import _distribute_data
+
+        step = jax.jit(model.train_step, donate_argnums=0, out_shardings=(None, model._get_state_sharding_spec()))
+        text = step.lower(state, _distribute_data((x, y, None))).compile().as_text()
+    replicas.close()
+    return text
+
+
+def collectives(text):
+    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+    return {name: len(re.findall(rf"(?<![%\w-]){name}(?:-start)?\(", text)) for name in names}
+
+
+def test_fit_compiles_to_the_collectives_of_plain_keras():
+    """One fused all-reduce, and none of ours."""
+    plain = collectives(compiled_step(lambda: problem.sgd_momentum()))
+    wrapped = collectives(compiled_step(lambda: ks.CrossShard(problem.sgd_momentum())))
+    assert wrapped == plain
+    assert wrapped["all-reduce"] == 1
+
+
+def test_a_mapped_axis_compiles_to_one_all_reduce():
+    optimizer = ks.CrossShard(problem.sgd_momentum())
+    model, update = made(optimizer)
+    step = jax.shard_map(
+        update, mesh=mesh(4), in_specs=(P(), P(), P("batch"), P("batch")), out_specs=(P(), P()), check_vma=False
+    )
+    x, y = problem.data(num_steps=1)
+    weights, state = [v.value for v in model.trainable_variables], [v.value for v in optimizer.variables]
+    text = jax.jit(step).lower(weights, state, x, y).compile().as_text()
+    assert collectives(text)["all-reduce"] == 1
+
+
+def test_the_moves():
+    from keras_shardopt.replica import framework
+
+    groups = [[0, 2], [1, 3]]
+
+    def on_replica():
+        replicas = framework.replicas("batch")
+        mine = jax.numpy.arange(4.0) + 10.0 * replicas.replica_id
+        found = {
+            "sum": replicas.all_reduce([mine], "sum"),
+            "mean": replicas.all_reduce([mine], "mean"),
+            "max": replicas.all_reduce([mine], "max"),
+            "group mean": replicas.all_reduce([mine], "mean", groups),
+            "scatter": replicas.reduce_scatter([mine], "mean"),
+            "group scatter": replicas.reduce_scatter([mine], "sum", groups),
+            "gather": replicas.all_gather([mine[:1]]),
+            "group gather": replicas.all_gather([mine[:1]], groups),
+            "broadcast": replicas.broadcast([mine], root=2),
+        }
+        return {name: value[0][None] for name, value in found.items()}
+
+    mapped = jax.shard_map(on_replica, mesh=mesh(4), in_specs=(), out_specs=P("batch"), check_vma=False)
+    problem.check_moves({name: np.asarray(value) for name, value in jax.jit(mapped)().items()})

@@ -1,0 +1,93 @@
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from support import problem
+
+import keras_shardopt as ks
+
+
+@pytest.mark.parametrize("reduction", ["avg", "", None, 1, "MEAN", ["mean"]])
+def test_unknown_reduction(reduction):
+    with pytest.raises(ValueError, match="`reduction` must be") as caught:
+        ks.CrossShard("sgd", reduction=reduction)
+    assert repr(reduction) in str(caught.value)
+
+
+def test_reduction_is_checked_before_the_optimizer_as_it_was_in_tf1():
+    with pytest.raises(ValueError, match="`reduction`"):
+        ks.CrossShard(None, reduction="avg")
+
+
+@pytest.mark.parametrize(("tf1", "meaning"), [("weighted_mean", "mean"), ("weighted_sum", "sum")])
+def test_tf1_names_of_reductions(tf1, meaning):
+    assert ks.CrossShard("sgd", reduction=tf1).reduction == meaning
+
+
+@pytest.mark.parametrize("gradients", ["globally", None, 3])
+def test_unknown_gradients(gradients):
+    with pytest.raises(ValueError, match="`gradients` must be one of"):
+        ks.CrossShard("sgd", gradients=gradients)
+
+
+def test_axis_name_must_be_a_name():
+    with pytest.raises(TypeError, match="`axis_name`"):
+        ks.CrossShard("sgd", axis_name=0)
+
+
+def test_config_holds_every_argument():
+    optimizer = ks.CrossShard("sgd", reduction="sum", gradients="local", axis_name="data", name="mine")
+    restored = ks.CrossShard.from_config(optimizer.get_config())
+    assert (restored.reduction, restored.gradients, restored.axis_name, restored.name) == (
+        "sum",
+        "local",
+        "data",
+        "mine",
+    )
+
+
+def test_repr_shows_the_chain():
+    optimizer = ks.CrossShard(ks.CrossShard(keras.optimizers.SGD()), reduction="sum")
+    assert repr(optimizer) == "CrossShard(CrossShard(SGD, reduction='mean'), reduction='sum')"
+
+
+THE_RIGHT_CALL = r"(?s)must be inside `CrossShard`.*CrossShard\(LossScaleOptimizer\(.*auto_scale_loss=False"
+
+
+def test_a_loss_scale_optimizer_around_it_is_refused_when_it_is_made():
+    with pytest.raises(ValueError, match=THE_RIGHT_CALL):
+        keras.optimizers.LossScaleOptimizer(ks.CrossShard("sgd"))
+    # Also where it is not the next one in the chain.
+    with pytest.raises(ValueError, match=THE_RIGHT_CALL):
+        keras.optimizers.LossScaleOptimizer(ks.CrossShard(ks.CrossShard("sgd")))
+
+
+@contextlib.contextmanager
+def mixed_float16():
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_compile_under_mixed_float16_is_refused_and_the_right_call_works():
+    with mixed_float16():
+        model = problem.model()
+        with pytest.raises(ValueError, match=THE_RIGHT_CALL):
+            model.compile(ks.CrossShard("sgd"), "mse")
+        inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
+        model.compile(ks.CrossShard(inner), "mse", auto_scale_loss=False)
+        x, y = problem.data(num_steps=2)
+        model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+        moved = max(np.abs(a - b).max() for a, b in zip(model.get_weights(), problem.start_weights()))
+    assert moved > 1e-2  # scaled once and unscaled once
+
+
+def test_setting_the_loss_scale_factor_by_hand_still_works():
+    optimizer = ks.CrossShard("sgd")
+    optimizer.loss_scale_factor = 4.0
+    assert optimizer.inner.loss_scale_factor == 4.0
+    optimizer.loss_scale_factor = None
+    assert optimizer.inner.loss_scale_factor is None

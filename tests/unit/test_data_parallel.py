@@ -1,0 +1,113 @@
+import sys
+
+import keras
+import pytest
+from support import launch, problem
+
+import keras_shardopt as ks
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_a_wrong_number_is_refused_at_once(wrong, error):
+    with pytest.raises(error, match="`num_replicas`"):
+        ks.data_parallel(wrong)
+
+
+def test_it_is_entered_once():
+    scope = ks.data_parallel(1)
+    with pytest.raises(RuntimeError, match="with data_parallel"):
+        scope.num_replicas  # noqa: B018
+    with scope:
+        assert (scope.num_replicas, scope.replica_id, scope.is_chief) == (1, 0, True)
+        assert (scope.num_processes, scope.process_id) == (1, 0)
+    with pytest.raises(RuntimeError, match="entered before"), scope:
+        pass
+
+
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.parametrize("num_replicas", [None, 2, 3])
+def test_devices_of_one_process(num_replicas, backend):
+    with ks.data_parallel(num_replicas) as scope:
+        expected = num_replicas or {"tensorflow": 4, "jax": 8}[backend]
+        assert scope.num_replicas == expected
+        assert (scope.replica_id, scope.is_chief, scope.num_processes) == (0, True, 1)
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_more_replicas_than_devices_is_an_error_that_says_how(backend):
+    wanted = {"tensorflow": "set_logical_device_configuration", "jax": "xla_force_host_platform_device_count"}
+    with pytest.raises((ValueError, RuntimeError), match=wanted[backend]), ks.data_parallel(9):
+        pass
+
+
+@pytest.mark.backends("jax")
+def test_jax_restores_the_distribution():
+    mine = keras.distribution.DataParallel(devices=keras.distribution.list_devices()[:2])
+    keras.distribution.set_distribution(mine)
+    with ks.data_parallel(4):
+        assert keras.distribution.distribution().num_model_replicas == 4
+    assert keras.distribution.distribution() is mine
+    with pytest.raises(KeyError), ks.data_parallel(4):
+        kept = ks.CrossShard("sgd")
+        raise KeyError
+    assert keras.distribution.distribution() is mine
+    del kept
+
+
+@pytest.mark.backends("jax")
+def test_jax_keeps_the_distribution_for_fit_after_the_block_until_closed():
+    x, y = problem.data(num_steps=2)
+    with ks.data_parallel(4) as scope:
+        model = problem.model()
+        model.compile(ks.CrossShard("sgd"), "mse")
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
+    assert keras.distribution.distribution().num_model_replicas == 4
+    assert scope.largest_difference(model) == 0
+    scope.close()
+    assert keras.distribution.distribution() is None
+    scope.close()  # once is enough, twice does no harm
+
+
+@pytest.mark.backends("tensorflow")
+def test_tensorflow_uses_an_open_strategy_and_leaves_its_own():
+    import tensorflow as tf
+
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        with ks.data_parallel() as scope:
+            assert scope.num_replicas == 2
+            assert tf.distribute.get_strategy() is strategy
+        with pytest.raises(ValueError, match="strategy with 2 replicas"), ks.data_parallel(4):
+            pass
+    with ks.data_parallel(2):
+        assert tf.distribute.get_strategy().num_replicas_in_sync == 2
+    assert not tf.distribute.has_strategy()
+
+
+@pytest.mark.backends("torch")
+def test_torch_asks_for_torchrun():
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node 4"), ks.data_parallel(4):
+        pass
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_cpu_devices_are_made_in_a_fresh_process(backend):
+    program = (
+        "import keras, keras_shardopt as ks\n"
+        "with ks.data_parallel(3) as scope:\n"
+        "    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
+        "    model.compile(ks.CrossShard('sgd'), 'mse')\n"
+        "model.fit(keras.ops.ones((6, 2)), keras.ops.ones((6, 1)), batch_size=6, verbose=0)\n"
+        "print('replicas', scope.num_replicas, 'difference', scope.largest_difference(model))\n"
+    )
+    import os
+
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    output = launch.run([sys.executable, "-c", program], 100, {**environment, "KERAS_BACKEND": backend})
+    assert "replicas 3 difference 0.0" in output
+
+
+@pytest.mark.backends("tensorflow")
+def test_tensorflow_that_runs_already_is_an_error_that_says_how():
+    with pytest.raises(RuntimeError, match=r"Enter `data_parallel\(num_replicas=9\)` before"), ks.data_parallel(9):
+        pass
