@@ -1,4 +1,4 @@
-"""What looks at gradients or weights does the same on every backend, and inside `CrossShard` on any number of replicas."""
+"""What looks at gradients or weights does the same on every backend, and in `CrossShard` on any number of replicas."""
 
 import functools
 

@@ -30,6 +30,10 @@ WRAPPERS = {
 }
 
 
+# Those whose arguments here leave each gradient as it is, but not before they have looked at it.
+READS_GRADIENTS = {"GradientClipping", "LARC"}
+
+
 def _multi(**arguments):
     rules = o.OptimizerMap(o.Adam(0.01, **arguments), {".*bias": o.SGD(0.02, **arguments)})
     return o.MultiOptimizer(rules)
