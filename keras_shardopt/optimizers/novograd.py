@@ -1,4 +1,10 @@
-"""NovoGrad: momentum of gradients that are normalised layer by layer."""
+"""NovoGrad: momentum of gradients that are normalised layer by layer.
+
+Private names of Keras touched here (test_novograd.py holds each of them):
+    `Optimizer._apply_weight_decay` - Keras' own decay, which is switched off.
+    `Optimizer._use_weight_decay` - whether a variable was named to `exclude_from_weight_decay`.
+    `Optimizer._get_variable_index` - the position of a variable among those the optimizer was built on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tower and replicate: one update from the gradients of several towers, each a part of the batch."""
+"""Tower and replicate: one update from the gradients of several towers, each a part of the batch.
+
+Private names of Keras touched here (test_tower.py holds it):
+    `keras.src.backend.common.global_state` - what `keras.utils.clear_session` forgets.
+"""
 
 from __future__ import annotations
 

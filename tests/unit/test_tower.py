@@ -173,6 +173,8 @@ def test_has_been_used_without_replicate(nobody_has_used_a_tower):
     assert not ks.Tower.has_been_used()
     optimizer.apply([ops.ones(1)], [v])
     assert ks.Tower.has_been_used()
+    keras.utils.clear_session(free_memory=False)
+    assert not ks.Tower.has_been_used()
 
 
 @pytest.mark.parametrize("query", [lambda o: o.get_name(), lambda o: o.get_slot_names(), lambda o: o.variables])
