@@ -1,9 +1,22 @@
 """Data-parallel training for Keras 3 with one meaning on TensorFlow, JAX and PyTorch."""
 
 from keras_shardopt import schedules
-from keras_shardopt.optimizers import CrossShard
+from keras_shardopt.numerics import clip_by_global_norm, clip_gradients_by_norm
+from keras_shardopt.optimizers import LARC, CrossShard, GradientClipping, NovoGrad, Tower, VariableClipping, replicate
 from keras_shardopt.parallel import data_parallel
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["CrossShard", "data_parallel", "schedules"]
+__all__ = [
+    "LARC",
+    "CrossShard",
+    "GradientClipping",
+    "NovoGrad",
+    "Tower",
+    "VariableClipping",
+    "clip_by_global_norm",
+    "clip_gradients_by_norm",
+    "data_parallel",
+    "replicate",
+    "schedules",
+]

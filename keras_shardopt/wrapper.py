@@ -10,6 +10,7 @@ Private names of Keras touched here (a test holds each of them):
     `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
     `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - what the optimizer was built on.
     `Optimizer._iterations` - the update counter.
+    `Optimizer.add_variable_from_reference` - names a slot of a variable by its path, an underscore and a suffix.
     `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
     `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
 """
@@ -65,6 +66,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     built: bool
     name: str
 
+    needs_global_gradients: bool = False
+    """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
+
+    makes_gradients_global: bool = False
+    """Whether the gradients inside it are those of all replicas together."""
+
+    _iterations = _of_innermost("_iterations", None)
     use_ema = _of_innermost("use_ema", False)
     ema_momentum = _of_innermost("ema_momentum", 0.99)
     ema_overwrite_frequency = _of_innermost("ema_overwrite_frequency", None)
@@ -76,7 +84,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     loss_scale_factor = _of_innermost("loss_scale_factor", None)
 
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
-        inner = _get_optimizer(inner_optimizer, type(self).__name__)
+        inner = get_optimizer(inner_optimizer, type(self).__name__)
+        if self.needs_global_gradients:
+            _refuse_local_gradients(self, inner)
+        self._init_around(inner, name)
+
+    def _init_around(self, inner: Any, name: str | None) -> None:
+        """The constructor of an optimizer around `inner`, which may be None if `self.inner` is overridden."""
         super().__init__(learning_rate=0.0, name=name)
         # The base class's counter and rate would be saved and shown, and never change.
         for variable in list(self._variables):
@@ -85,8 +99,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         # the state is stored once, by us, exactly as the inner optimizer would store it.
         self.__dict__["_inner"] = (inner,)
         self.__dict__["_loaded"] = None
-        with DotNotTrackScope():
-            self._iterations = innermost(inner)._iterations
 
     # -- what a concrete wrapper fills in ------------------------------------------------------------------------
 
@@ -149,8 +161,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     @property
     def variables(self) -> list[Variable]:
         """The state of the wrapper, then that of the inner optimizer."""
-        inner = self.__dict__.get("_inner")
-        return self._variables[:] + ([] if inner is None else list(inner[0].variables))
+        return self._variables[:] + (list(self.inner.variables) if "_inner" in self.__dict__ else [])
 
     # -- updating ------------------------------------------------------------------------------------------------
 
@@ -200,6 +211,39 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     ) -> None:
         """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
         self.inner.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def loss_scale(self) -> Any:
+        """By what the gradients that arrive here are too large, because the loss was scaled.
+
+        1 unless `loss_scale_factor` is set or an inner optimizer scales the loss: those unscale further inside.
+        """
+        return self.inner.scale_loss(1.0)
+
+    # -- what TensorFlow 1's optimizers offered ------------------------------------------------------------------
+
+    def get_name(self) -> str:
+        """The name of the optimizer."""
+        return self.name
+
+    def get_slot_names(self) -> list[str]:
+        """The names of the state that is kept for each variable, sorted: for Adam `["momentum", "velocity"]`.
+
+        Empty before the optimizer is built.
+        """
+        return sorted({name for _, name, _ in _slots(self)})
+
+    def get_slot(self, variable: Variable, name: str) -> Variable | None:
+        """The inner optimizer's state of that name for a trainable variable.
+
+        Args:
+            variable: one of the variables that the optimizer was built on.
+            name: one of `get_slot_names()`.
+
+        Returns:
+            A `keras.Variable`; None, as in TensorFlow 1, if there is no such state (yet).
+        """
+        key = self._var_key(variable)
+        return next((slot for k, n, slot in _slots(self) if k == key and n == name), None)
 
     # -- what callbacks read and write ---------------------------------------------------------------------------
 
@@ -334,27 +378,69 @@ def inside(optimizer: Any) -> list[Any]:
     return found + [leaf for leaf in leaves(optimizer) if leaf is not optimizer]
 
 
+def leaf_of(optimizer: Any, variable: Variable) -> Any:
+    """The optimizer inside `optimizer` whose update rule `variable` follows."""
+    found = leaves(optimizer)
+    if len(found) == 1:
+        return found[0]
+    return next(leaf for leaf in found if leaf._var_key(variable) in leaf._trainable_variables_indices)
+
+
+def _slots(optimizer: Any) -> Iterator[tuple[Any, str, Variable]]:
+    """Key of the variable, name and state, for all state that was made like a trainable variable."""
+    for leaf in leaves(optimizer):
+        # Variables may share a path; their slots are made in their order. The longest prefix is the right one:
+        # "a_b_momentum" belongs to "a/b", also where there is an "a".
+        prefixes: dict[str, list[Any]] = {}
+        for variable in leaf._trainable_variables:
+            prefixes.setdefault(_slot_prefix(variable), []).append(variable)
+        num_seen: dict[str, int] = {}
+        for slot in leaf.variables:
+            matching = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
+            if matching:
+                sharing = prefixes[max(matching, key=len)]
+                variable = sharing[min(num_seen.get(slot.name, 0), len(sharing) - 1)]
+                num_seen[slot.name] = num_seen.get(slot.name, 0) + 1
+                yield leaf._var_key(variable), slot.name[len(max(matching, key=len)) :], slot
+
+
+def _slot_prefix(variable: Variable) -> str:
+    name = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
+    return name.replace("/", "_") + "_"
+
+
+def _refuse_local_gradients(outer: OptimizerWrapper, inner: Any) -> None:
+    for optimizer in [inner, *inside(inner)]:
+        if isinstance(optimizer, OptimizerWrapper) and optimizer.makes_gradients_global:
+            name, other = type(outer).__name__, type(optimizer).__name__
+            raise ValueError(
+                f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one replica only. "
+                f"Received: inner_optimizer={_described(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
+            )
+
+
 def _inner_of(optimizer: Any) -> Any:
     if isinstance(optimizer, OptimizerWrapper):
         return optimizer.inner
     return getattr(optimizer, "inner_optimizer", None)
 
 
-def _get_optimizer(identifier: Any, caller: str) -> Any:
+def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer") -> Any:
+    """The optimizer itself, or the one of that name or config; errors name the `argument` of `caller`."""
     if isinstance(identifier, keras.optimizers.Optimizer):
         return identifier
     if not isinstance(identifier, (str, dict)):
         raise TypeError(
-            "`inner_optimizer` must be a `keras.optimizers.Optimizer`, or the name or config of one. "
-            f"Received: inner_optimizer={identifier!r} (of type {type(identifier).__name__}). "
+            f"`{argument}` must be a `keras.optimizers.Optimizer`, or the name or config of one. "
+            f"Received: {argument}={identifier!r} (of type {type(identifier).__name__}). "
             f"Use for example `{caller}(keras.optimizers.Adam(1e-3))`."
         )
     try:
         return keras.optimizers.get(identifier)
     except ValueError as error:
         raise ValueError(
-            "`inner_optimizer` must be the name or config of an optimizer that Keras knows. "
-            f"Received: inner_optimizer={identifier!r}. "
+            f"`{argument}` must be the name or config of an optimizer that Keras knows. "
+            f"Received: {argument}={identifier!r}. "
             f"Use for example `{caller}('adam')`, or pass the optimizer itself."
         ) from error
 

@@ -1,5 +1,10 @@
 """The optimizers, one class family per file."""
 
 from keras_shardopt.optimizers.cross_shard import CrossShard
+from keras_shardopt.optimizers.gradient_clipping import GradientClipping
+from keras_shardopt.optimizers.larc import LARC
+from keras_shardopt.optimizers.novograd import NovoGrad
+from keras_shardopt.optimizers.tower import Tower, replicate
+from keras_shardopt.optimizers.variable_clipping import VariableClipping
 
-__all__ = ["CrossShard"]
+__all__ = ["LARC", "CrossShard", "GradientClipping", "NovoGrad", "Tower", "VariableClipping", "replicate"]

@@ -71,6 +71,8 @@ class CrossShard(OptimizerWrapper):
         Here the gradient is averaged instead, so `reduction` means the same wherever gradients are reduced.
     """
 
+    makes_gradients_global = True
+
     def __init__(
         self,
         inner_optimizer: Any,

@@ -242,6 +242,14 @@ class Framework:
         """A scope in which assignments happen now, also while a training step is being traced."""
         return contextlib.nullcontext()
 
+    places_towers: bool = False
+    """Whether parts of one step can run on several devices while the weights stay on one."""
+
+    def place_tower(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        """A scope in which what is computed runs on this device."""
+        del device
+        return contextlib.nullcontext()
+
     outlives_its_block: bool = False
     """Whether `model.fit` needs what `world()` sets up even when it is called after the `with` block."""
 

@@ -115,6 +115,12 @@ def _reduce_unless_claimed(optimizer: Any, grads_and_vars: Any) -> Any:
 class TensorFlow(Framework):
     """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
 
+    places_towers = True
+
+    def place_tower(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        scope: contextlib.AbstractContextManager[Any] = tf.device(device)
+        return scope
+
     def replicas(self, axis_name: str) -> ReplicaBackend:
         strategy = tf.distribute.get_strategy()
         if strategy.num_replicas_in_sync == 1:

@@ -23,7 +23,15 @@ WRAPPERS = {
     "CrossShard": lambda inner: ks.CrossShard(inner),
     "CrossShard sum": lambda inner: ks.CrossShard(inner, reduction="sum"),
     "CrossShard of CrossShard": lambda inner: ks.CrossShard(ks.CrossShard(inner)),
+    "GradientClipping": lambda inner: ks.GradientClipping(inner, clip_gradients=1e6),
+    "LARC": lambda inner: ks.LARC(inner, larc_eta=1e6),
+    "Tower": lambda inner: ks.Tower(inner),
+    "VariableClipping": lambda inner: ks.VariableClipping(inner, {".*": [0]}, max_norm=1e6),
 }
+
+
+# Those whose arguments here leave each gradient as it is, but not before they have looked at it.
+READS_GRADIENTS = {"GradientClipping", "LARC"}
 
 
 def _multi(**arguments):
@@ -35,6 +43,7 @@ SIMPLE_INNERS = keras_optimizers()
 
 COMPOSED_INNERS = {
     "Adam ema": lambda: o.Adam(0.01, use_ema=True, ema_momentum=0.5),
+    "NovoGrad": lambda: ks.NovoGrad(0.01, weight_decay=0.1),
     "Adam accumulating": lambda: o.Adam(0.01, gradient_accumulation_steps=2),
     "Adam global_clipnorm": lambda: o.Adam(0.01, global_clipnorm=0.1),
     "Adam loss_scale_factor": lambda: o.Adam(0.01, loss_scale_factor=8.0),

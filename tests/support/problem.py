@@ -97,8 +97,11 @@ def tolerance(optimizer):
     return 3e-6 if optimizer == "ScheduleFreeAdamW" else TOLERANCE
 
 
-def trained_in_numpy(rate=0.1, momentum=0.9):
-    """`start_weights()` after `fit` with SGD and momentum, in float64, without Keras."""
+def trained_in_numpy(update=None, rate=0.1, momentum=0.9):
+    """`start_weights()` after `fit`, in float64, without Keras.
+
+    `update(step, weights, grads)` changes the weights in place; None is SGD with momentum.
+    """
     x, y = (array.astype("float64") for array in data())
     kernel1, bias1, kernel2, bias2 = weights = [w.astype("float64") for w in start_weights()]
     velocities = [np.zeros_like(w) for w in weights]
@@ -108,6 +111,9 @@ def trained_in_numpy(rate=0.1, momentum=0.9):
         error = 2 * (hidden @ kernel2 + bias2 - targets) / targets.size
         back = (error @ kernel2.T) * (1 - hidden**2)
         grads = [inputs.T @ back, back.sum(0), hidden.T @ error, error.sum(0)]
+        if update is not None:
+            update(start // BATCH_SIZE, weights, grads)
+            continue
         for weight, velocity, grad in zip(weights, velocities, grads):
             velocity *= momentum
             velocity -= rate * grad

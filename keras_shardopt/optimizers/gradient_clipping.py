@@ -1,0 +1,81 @@
+"""GradientClipping: gradients whose global norm stays within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_shardopt._typing import Gradients, Variable
+from keras_shardopt.numerics import clip_by_global_norm, is_next_value, like_variable
+from keras_shardopt.wrapper import OptimizerWrapper
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class GradientClipping(OptimizerWrapper):
+    r"""Scales all gradients by one factor, so that their global norm is at most `clip_gradients`.
+
+    With $n = \sqrt{\sum_i \lVert g_i \rVert^2}$ over all gradients and $c$ = `clip_gradients`, the inner optimizer
+    sees $g_i \cdot \min(1, c / n)$. Norm and product are taken in float32, and each gradient then has the dtype of
+    its variable. Gradients within the limit keep every bit. None gradients are left out, and of sparse ones
+    (`tf.IndexedSlices`) the listed rows count one by one, also where a row is listed twice.
+
+    Where a gradient is infinite, $n$ is infinite and the factor 0: finite elements become 0 and the infinite one
+    NaN, so that a finite check further inside still sees the overflow. (With `global_clipnorm` of Keras everything
+    becomes NaN.) A NaN makes everything NaN.
+
+    Inside `CrossShard` the gradients are global, so the norm is that of the gradient of the whole batch. The limit
+    holds for gradients of the loss itself: if the inner optimizer scales the loss, the limit is scaled alike.
+
+    Args:
+        inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.
+        clip_gradients: float > 0. The largest global norm.
+        name: str or None. None makes a name of the class name.
+
+    Raises:
+        TypeError: if `clip_gradients` is not a number.
+        ValueError: if `clip_gradients` is not > 0; if a `CrossShard` is inside, because the norm would be that of
+            one replica's gradients.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> weight = keras.Variable([1.0, 2.0])
+        >>> optimizer = ks.GradientClipping(keras.optimizers.SGD(1.0), clip_gradients=0.5)
+        >>> optimizer.apply([keras.ops.convert_to_tensor([3.0, 4.0])], [weight])
+        >>> [round(float(w), 4) for w in keras.ops.convert_to_numpy(weight)]
+        [0.7, 1.6]
+
+    References:
+        The argument `clip_gradients` of OpenSeq2Seq's `optimize_loss`, which failed on None gradients and on scalar
+        variables. Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
+    """
+
+    needs_global_gradients = True
+
+    def __init__(self, inner_optimizer: Any, clip_gradients: float, name: str | None = None) -> None:
+        if isinstance(clip_gradients, bool) or not isinstance(clip_gradients, (int, float)):
+            raise TypeError(f"`clip_gradients` must be a float. Received: clip_gradients={clip_gradients!r}")
+        if not clip_gradients > 0:
+            raise ValueError(
+                f"`clip_gradients` must be > 0. Received: clip_gradients={clip_gradients}. "
+                "Leave `GradientClipping` out to not clip."
+            )
+        super().__init__(inner_optimizer, name=name)
+        self.clip_gradients = float(clip_gradients)
+
+    def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
+        """Clips the gradients together."""
+        result = list(grads)
+        clipped = [i for i, variable in enumerate(variables) if not is_next_value(variable)]
+        values, _ = clip_by_global_norm([grads[i] for i in clipped], self.clip_gradients * self.loss_scale())
+        for i, value in zip(clipped, values):
+            result[i] = like_variable(value, variables[i])
+        return result
+
+    def get_config(self) -> dict[str, Any]:
+        """See `keras.optimizers.Optimizer.get_config`."""
+        return {**super().get_config(), "clip_gradients": self.clip_gradients}
+
+    def _repr_arguments(self) -> str:
+        return f", clip_gradients={self.clip_gradients}"

@@ -1,0 +1,139 @@
+"""LARC: a learning rate for each variable, in proportion to its norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.numerics import dense, dtype_of, in_float32, is_next_value, norm
+from keras_shardopt.wrapper import OptimizerWrapper, leaf_of
+
+_LARGEST_FLOAT16 = 65504.0
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class LARC(OptimizerWrapper):
+    r"""Layer-wise adaptive rate control: scales each gradient by the norm of its variable over its own norm.
+
+    With $w$ a variable and $g$ its gradient, $\eta$ = `larc_eta`, $\epsilon$ = `epsilon`, $m$ = `min_update` and
+    $\lambda$ the learning rate of this update, the inner optimizer sees $r \cdot g$, where
+
+    - `"clip"`: $r = \min\left(1,\ \max\left(
+      \frac{\eta \lVert w \rVert}{\lambda (\lVert g \rVert + \epsilon)},\ m\right)\right)$, which makes
+      $\min(\lambda,\ \eta \lVert w \rVert / \lVert g \rVert)$ of the rate;
+    - `"scale"`: $r = \max\left(\frac{\eta \lVert w \rVert}{\lVert g \rVert + \epsilon},\ m\right)$, which makes
+      $\lambda \eta \lVert w \rVert / \lVert g \rVert$ of it (LARS).
+
+    A variable whose norm is 0, as a bias that was just initialised, keeps its plain gradient: $r = 1$. So does every
+    variable in clip mode while $\lambda = 0$. Norms and products are taken in float32, one norm per variable, and the
+    result has the dtype of the variable. None gradients stay None. Sparse ones (`tf.IndexedSlices`) become dense, the
+    rows listed twice summed. An infinite gradient stays infinite, so that a finite check further inside sees it.
+
+    $\lambda$ is that of the innermost optimizer for the variable (also one in a `MultiOptimizer`), read before the
+    update, so that a schedule and `LearningRateScheduler` are followed. The gradients should be global: put LARC
+    inside `CrossShard`. Before Adam, which divides by the gradient's size, the factor mostly cancels.
+
+    Args:
+        inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one; usually SGD with momentum.
+        larc_eta: float > 0. The trust coefficient, for example 0.001 to 0.02.
+        larc_mode: "clip" (default) or "scale".
+        min_update: float >= 0. The smallest factor $r$.
+        epsilon: float > 0. Keeps a gradient of zeros from dividing by 0.
+        faithful: bool. True follows OpenSeq2Seq also where the norm of the variable is 0 (the gradient is then
+            multiplied by `min_update`, so that the variable hardly ever leaves 0, and is NaN if $\lambda = 0$ in clip
+            mode), and rounds $r$ to the dtype of the variable before multiplying.
+        name: str or None. None makes a name of the class name.
+
+    Raises:
+        TypeError: if a number is not one.
+        ValueError: if `larc_mode` is unknown or a number out of range; if a `CrossShard` is inside, because norms
+            would be those of one replica's gradients.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> weight = keras.Variable([3.0, 4.0])
+        >>> optimizer = ks.LARC(keras.optimizers.SGD(1.0), larc_eta=0.02)
+        >>> optimizer.apply([keras.ops.convert_to_tensor([30.0, 40.0])], [weight])  # by 0.02 * 5, not by 50
+        >>> [round(float(w), 4) for w in keras.ops.convert_to_numpy(weight)]
+        [2.94, 3.92]
+
+    References:
+        You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017. `larc_params` of OpenSeq2Seq's
+        `optimize_loss`, whose treatment of zero norms is behind `faithful=True`; it failed on None gradients and on
+        gradients of another dtype than their variable.
+    """
+
+    needs_global_gradients = True
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        larc_eta: float,
+        larc_mode: Literal["clip", "scale"] = "clip",
+        min_update: float = 1e-7,
+        epsilon: float = 1e-7,
+        faithful: bool = False,
+        name: str | None = None,
+    ) -> None:
+        if larc_mode not in ("clip", "scale"):
+            raise ValueError(f'`larc_mode` must be "clip" or "scale". Received: larc_mode={larc_mode!r}')
+        for argument, value in (("larc_eta", larc_eta), ("min_update", min_update), ("epsilon", epsilon)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"`{argument}` must be a float. Received: {argument}={value!r}")
+        if not (larc_eta > 0 and epsilon > 0 and min_update >= 0):
+            raise ValueError(
+                "`larc_eta` and `epsilon` must be > 0, and `min_update` >= 0. "
+                f"Received: larc_eta={larc_eta}, epsilon={epsilon}, min_update={min_update}"
+            )
+        super().__init__(inner_optimizer, name=name)
+        self.larc_eta = float(larc_eta)
+        self.larc_mode = larc_mode
+        self.min_update = float(min_update)
+        self.epsilon = float(epsilon)
+        self.faithful = bool(faithful)
+
+    def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
+        """Scales each gradient on its own."""
+        loss_scale = self.loss_scale()
+        return [
+            grad if grad is None or is_next_value(variable) else self._scaled(grad, variable, loss_scale)
+            for grad, variable in zip(grads, variables)
+        ]
+
+    def _scaled(self, grad: Tensor, variable: Variable, loss_scale: Any) -> Tensor:
+        wide = in_float32(dense(grad, variable.shape[0] if len(variable.shape) else 1))
+        # Nobody differentiates an update, but PyTorch would prepare for it.
+        variable_norm = ops.cast(norm(ops.stop_gradient(variable)), wide.dtype)
+        gradient_norm = norm(wide) / ops.cast(loss_scale, wide.dtype)
+        divisor = gradient_norm + self.epsilon
+        if self.larc_mode == "clip":
+            divisor = divisor * ops.cast(leaf_of(self, variable).learning_rate, wide.dtype)
+        # Bounds as tensors: with a number Keras takes a float64's maximum in float32 on PyTorch.
+        factor = self.larc_eta * variable_norm / divisor
+        factor = ops.maximum(factor, ops.full_like(factor, self.min_update))
+        if self.larc_mode == "clip":
+            factor = ops.minimum(factor, ops.ones_like(factor))
+        if self.faithful:
+            if dtype_of(variable) == "float16":
+                factor = ops.minimum(factor, ops.full_like(factor, _LARGEST_FLOAT16))
+            return ops.cast(factor, dtype_of(variable)) * ops.cast(wide, dtype_of(variable))
+        factor = ops.where(variable_norm == 0, ops.ones_like(factor), factor)
+        return ops.cast(wide * factor, dtype_of(variable))
+
+    def get_config(self) -> dict[str, Any]:
+        """See `keras.optimizers.Optimizer.get_config`."""
+        return {
+            **super().get_config(),
+            "larc_eta": self.larc_eta,
+            "larc_mode": self.larc_mode,
+            "min_update": self.min_update,
+            "epsilon": self.epsilon,
+            "faithful": self.faithful,
+        }
+
+    def _repr_arguments(self) -> str:
+        return f", larc_eta={self.larc_eta}, larc_mode={self.larc_mode!r}"

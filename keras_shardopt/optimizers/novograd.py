@@ -1,0 +1,171 @@
+"""NovoGrad: momentum of gradients that are normalised layer by layer.
+
+Private names of Keras touched here (test_novograd.py holds each of them):
+    `Optimizer._apply_weight_decay` - Keras' own decay, which is switched off.
+    `Optimizer._use_weight_decay` - whether a variable was named to `exclude_from_weight_decay`.
+    `Optimizer._get_variable_index` - the position of a variable among those the optimizer was built on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.numerics import dense, dtype_of, in_float32, is_next_value
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class NovoGrad(keras.optimizers.Optimizer):
+    r"""Stochastic gradient descent with layer-wise normalised gradients and decoupled weight decay.
+
+    For each variable $w$ with gradient $g_t$, with $\beta_1$ = `beta1`, $\beta_2$ = `beta2`, $\epsilon$ = `epsilon`,
+    $d$ = `weight_decay` and $\lambda_t$ the learning rate:
+
+    - $v_1 = \lVert g_1 \rVert^2$, and then $v_t = \beta_2 v_{t-1} + (1 - \beta_2) \lVert g_t \rVert^2$: one number for
+      the whole variable;
+    - $m_t = \beta_1 m_{t-1} + \left(\frac{g_t}{\sqrt{v_t} + \epsilon} + d\, w_t\right)$ with $m_0 = 0$, the bracket
+      times $1 - \beta_1$ if `grad_averaging`;
+    - $w_{t+1} = w_t - \lambda_t m_t$.
+
+    $v$ starts at the first gradient of the variable that is not zero. The state of a variable is "momentum" ($m$, of
+    its shape and dtype) and "second_moment" ($v$, a float32 scalar; float64 for a float64 variable). Sparse gradients
+    (`tf.IndexedSlices`) are made dense first.
+
+    The update is not element by element, so the state cannot be cut into slices of a variable.
+
+    Args:
+        learning_rate: float, `LearningRateSchedule` or function without arguments. Default 1.0.
+        beta1: float in [0, 1). Default 0.95.
+        beta2: float in [0, 1). Default 0.98.
+        epsilon: float >= 0. Default 1e-8.
+        weight_decay: float >= 0. Default 0.0. It enters the momentum, and is not multiplied by the rate first.
+            Variables named to `exclude_from_weight_decay` have none.
+        grad_averaging: bool. Default False.
+        faithful: bool. True follows OpenSeq2Seq's class in what it really does: it never stores $v$, so that `beta2`
+            has no effect and each gradient is divided by $\sqrt{\lVert g_t \rVert^2 + \epsilon}$, its own norm.
+        clipnorm: see `keras.optimizers.Optimizer`, as all that follow.
+        clipvalue: float or None.
+        global_clipnorm: float or None.
+        use_ema: bool.
+        ema_momentum: float.
+        ema_overwrite_frequency: int or None.
+        loss_scale_factor: float or None.
+        gradient_accumulation_steps: int or None.
+        name: str.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> weight = keras.Variable([1.0, 2.0])
+        >>> optimizer = ks.NovoGrad(learning_rate=0.1)
+        >>> optimizer.apply([keras.ops.convert_to_tensor([30.0, 40.0])], [weight])  # (0.6, 0.8) when normalised
+        >>> [round(float(w), 4) for w in keras.ops.convert_to_numpy(weight)]
+        [0.94, 1.92]
+
+    References:
+        Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks",
+        2019, algorithm 1. OpenSeq2Seq's `NovoGrad`, whose running average is never stored: see `faithful`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule | Callable[[], Any] = 1.0,
+        beta1: float = 0.95,
+        beta2: float = 0.98,
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_averaging: bool = False,
+        faithful: bool = False,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
+        loss_scale_factor: float | None = None,
+        gradient_accumulation_steps: int | None = None,
+        name: str = "novograd",
+    ) -> None:
+        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+            raise ValueError(f"`beta1` and `beta2` must be in [0, 1). Received: beta1={beta1}, beta2={beta2}")
+        if not (epsilon >= 0 and weight_decay >= 0):
+            raise ValueError(
+                f"`epsilon` and `weight_decay` must be >= 0. Received: epsilon={epsilon}, weight_decay={weight_decay}"
+            )
+        super().__init__(
+            learning_rate=learning_rate,
+            name=name,
+            weight_decay=weight_decay,
+            clipnorm=clipnorm,
+            clipvalue=clipvalue,
+            global_clipnorm=global_clipnorm,
+            use_ema=use_ema,
+            ema_momentum=ema_momentum,
+            ema_overwrite_frequency=ema_overwrite_frequency,
+            loss_scale_factor=loss_scale_factor,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+        )
+        self.beta1 = float(beta1)
+        self.beta2 = float(beta2)
+        self.epsilon = float(epsilon)
+        self.grad_averaging = bool(grad_averaging)
+        self.faithful = bool(faithful)
+
+    def build(self, variables: Sequence[Variable]) -> None:
+        """Creates momentum and second moment of each variable. Building again changes nothing."""
+        if self.built:
+            return
+        super().build(variables)
+        self._momentums = self.add_optimizer_variables(variables, "momentum")
+        self._second_moments = [None if is_next_value(v) else self._add_second_moment(v) for v in variables]
+
+    def _add_second_moment(self, variable: Variable) -> Variable:
+        path = getattr(variable, "path", None) or variable.name
+        dtype = "float64" if dtype_of(variable) == "float64" else "float32"
+        # Named as `add_optimizer_variables` names, so that it is found as a slot of the variable.
+        return self.add_variable((), dtype=dtype, name=f"{path.replace('/', '_').replace(':', '_')}_second_moment")
+
+    def update_step(self, gradient: Tensor, variable: Variable, learning_rate: Any) -> None:
+        """Updates one variable and its state."""
+        index = self._get_variable_index(variable)
+        momentum, second_moment = self._momentums[index], self._second_moments[index]
+        grad = in_float32(dense(gradient, variable.shape[0] if len(variable.shape) else 1))
+        square = ops.cast(ops.sum(ops.square(grad)), dtype_of(second_moment))
+        if self.faithful:
+            normalised = grad / ops.cast(ops.sqrt(square + self.epsilon), grad.dtype)
+        else:
+            before = ops.convert_to_tensor(second_moment)
+            average = self.beta2 * before + (1 - self.beta2) * square
+            average = ops.where(before == 0, square, average)
+            self.assign(second_moment, average)
+            # A gradient of zeros stays one, also with epsilon 0.
+            divisor = ops.cast(ops.sqrt(average) + self.epsilon, grad.dtype)
+            normalised = ops.where(divisor == 0, ops.zeros_like(grad), grad / divisor)
+        if self.weight_decay and self._use_weight_decay(variable):
+            normalised = normalised + self.weight_decay * in_float32(variable)
+        if self.grad_averaging:
+            normalised = (1 - self.beta1) * normalised
+        moved = self.beta1 * in_float32(momentum) + ops.cast(normalised, in_float32(momentum).dtype)
+        self.assign(momentum, ops.cast(moved, dtype_of(momentum)))
+        self.assign_sub(variable, ops.cast(ops.cast(learning_rate, moved.dtype) * moved, dtype_of(variable)))
+
+    def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
+        # Keras would take `weight_decay * learning_rate` of the weights as well.
+        del variables
+
+    def get_config(self) -> dict[str, Any]:
+        """See `keras.optimizers.Optimizer.get_config`."""
+        return {
+            **super().get_config(),
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "epsilon": self.epsilon,
+            "grad_averaging": self.grad_averaging,
+            "faithful": self.faithful,
+        }
