@@ -1,5 +1,6 @@
 """Data-parallel training for Keras 3 with one meaning on TensorFlow, JAX and PyTorch."""
 
+from keras_shardopt import schedules
 from keras_shardopt.numerics import clip_by_global_norm, clip_gradients_by_norm
 from keras_shardopt.optimizers import LARC, CrossShard, GradientClipping, NovoGrad, Tower, VariableClipping, replicate
 from keras_shardopt.parallel import data_parallel
@@ -17,4 +18,5 @@ __all__ = [
     "clip_gradients_by_norm",
     "data_parallel",
     "replicate",
+    "schedules",
 ]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import re
 import warnings
 
@@ -161,6 +162,16 @@ def test_deepcopy_is_independent_and_alike(wrapper, inner):
     if inner in ("SGD momentum", "LossScaleOptimizer", "MultiOptimizer"):
         again = copy.deepcopy(catalogue.make(wrapper, inner))
         assert_equal(catalogue.trained(again).get_weights(), catalogue.plain_run(inner).weights)
+
+
+@each_wrapper
+def test_a_compiled_model_can_be_pickled(wrapper):
+    model = problem.model()
+    model.compile(catalogue.make(wrapper, "Adam"), "mse")
+    model.optimizer.build(model.trainable_variables)
+    restored = pickle.loads(pickle.dumps(model))
+    assert type(restored.optimizer) is type(model.optimizer)
+    assert_equal(catalogue.state_of(restored.optimizer), catalogue.state_of(model.optimizer))
 
 
 @each_wrapper

@@ -215,7 +215,7 @@ def compiled_step(optimizer):
         from keras.src.backend.jax.trainer import _distribute_data
 
         step = jax.jit(model.train_step, donate_argnums=0, out_shardings=(None, model._get_state_sharding_spec()))
-        text = step.lower(state, _distribute_data((x, y, None))).compile().as_text()
+        text = step.lower(state, _distribute_data((x, y))).compile().as_text()
     replicas.close()
     return text
 

@@ -77,9 +77,9 @@ def facts(scope):
 
 @check
 def seeds_agree(scope):
-    from keras_shardopt.replica.torch_distributed import _agree_on_seed
-
     from keras.src.utils import rng_utils
+
+    from keras_shardopt.replica.torch_distributed import _agree_on_seed
 
     keras.utils.set_random_seed(100 + scope.replica_id)
     _agree_on_seed()
@@ -183,6 +183,7 @@ def what_ddp_has_reduced_is_not_reduced_again(scope):
     owner = DistributedDataParallel(model)
     optimizer = ks.CrossShard(keras.optimizers.SGD(1.0))
     optimizer.build(model.trainable_variables)
+
     def step():
         for variable in model.trainable_variables:
             variable.value.grad = None

@@ -45,7 +45,7 @@ def test_jax_restores_the_distribution():
     mine = keras.distribution.DataParallel(devices=keras.distribution.list_devices()[:2])
     keras.distribution.set_distribution(mine)
     with ks.data_parallel(4):
-        assert keras.distribution.distribution().num_model_replicas == 4
+        assert keras.distribution.distribution().device_mesh.devices.size == 4
     assert keras.distribution.distribution() is mine
     with pytest.raises(KeyError), ks.data_parallel(4):
         kept = ks.CrossShard("sgd")
@@ -61,7 +61,7 @@ def test_jax_keeps_the_distribution_for_fit_after_the_block_until_closed():
         model = problem.model()
         model.compile(ks.CrossShard("sgd"), "mse")
     model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
-    assert keras.distribution.distribution().num_model_replicas == 4
+    assert keras.distribution.distribution().device_mesh.devices.size == 4
     assert scope.largest_difference(model) == 0
     scope.close()
     assert keras.distribution.distribution() is None

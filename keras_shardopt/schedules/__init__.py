@@ -1,0 +1,27 @@
+"""Learning-rate policies as Keras schedules, and schedules made of schedules."""
+
+from keras_shardopt.schedules.composition import Join, ScaledByReplicas, Warmup
+from keras_shardopt.schedules.policies import (
+    CosineDecay,
+    ExpDecay,
+    FixedLR,
+    InvPolyDecay,
+    PiecewiseConstant,
+    PolyDecay,
+    TransformerPolicy,
+)
+from keras_shardopt.schedules.schedule import get
+
+__all__ = [
+    "CosineDecay",
+    "ExpDecay",
+    "FixedLR",
+    "InvPolyDecay",
+    "Join",
+    "PiecewiseConstant",
+    "PolyDecay",
+    "ScaledByReplicas",
+    "TransformerPolicy",
+    "Warmup",
+    "get",
+]

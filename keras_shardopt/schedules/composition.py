@@ -1,0 +1,179 @@
+"""Schedules made of schedules.
+
+Wherever one is wanted, a number stands for that fixed rate, and a config for the schedule that it describes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.schedules import arguments as check
+from keras_shardopt.schedules.schedule import Schedule, get
+from keras_shardopt.schedules.step_count import StepCount
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class Warmup(Schedule):
+    r"""Linear warm-up, then any schedule.
+
+    With the schedule $f$, $w$ = `warmup_steps` and $a$ = `start_factor`, the rate at step $s$ is
+
+    $$(a + (1 - a) \min(s / w,\ 1)) \cdot f(\max(s - w,\ 0)).$$
+
+    So it rises to $f(0)$, which it has at step $w$, and the schedule begins there. With `delay_schedule=False` the
+    schedule runs from step 0 and the warm-up multiplies it: the last factor is $f(s)$.
+
+    Args:
+        schedule: any Keras schedule, or a number for a fixed rate, or a config.
+        warmup_steps: int >= 1, in optimizer updates.
+        start_factor: float >= 0. The factor at step 0. Defaults to 0, with which the first update changes nothing.
+        delay_schedule: bool. Whether the schedule sees the steps since the end of warm-up (default), or all.
+
+    Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
+
+    Raises:
+        ValueError: if a number is out of its range, infinite or NaN.
+        TypeError: if `schedule` is not a schedule, `delay_schedule` not a bool, or another argument not a number.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> schedule = ks.schedules.Warmup(ks.schedules.PolyDecay(1.0, decay_steps=4), warmup_steps=2)
+        >>> [float(schedule(step)) for step in range(7)]
+        [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+    References:
+        With `delay_schedule=False` it is `warmup_steps` of OpenSeq2Seq's `poly_decay` and `cosine_decay`, but for
+        `min_lr`, which is here warmed up too.
+    """
+
+    def __init__(
+        self, schedule: Any, warmup_steps: int, start_factor: float = 0.0, delay_schedule: bool = True
+    ) -> None:
+        self.schedule = get(schedule)
+        self.warmup_steps = check.count("warmup_steps", warmup_steps, 1)
+        self.start_factor = check.number("start_factor", start_factor, at_least=0)
+        if not isinstance(delay_schedule, bool):
+            raise TypeError(f"`delay_schedule` must be a bool. Received: delay_schedule={delay_schedule!r}")
+        self.delay_schedule = delay_schedule
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The rate of the schedule, times the warm-up."""
+        seen = steps.since(self.warmup_steps) if self.delay_schedule else steps
+        return _ramp(self.start_factor, 1.0, self.warmup_steps, steps) * _rate(self.schedule, seen)
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class Join(Schedule):
+    r"""One schedule after the other, each of which sees the steps since its own start.
+
+    With schedules $f_0 \dots f_n$, boundaries $b_1 \le \dots \le b_n$ and $b_0 = 0$, the rate at step $s$ is
+    $f_k(s - b_k)$, where $k$ is the number of boundaries at or below $s$. So a piece has its step 0 AT its
+    boundary; `PiecewiseConstant` changes one step after it.
+
+    Args:
+        schedules: list of schedules; any Keras schedule, a number for a fixed rate, or a config.
+        boundaries: list of int >= 0 that do not decrease, one less than schedules: the first step of each schedule
+            but the first, in optimizer updates.
+
+    Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
+
+    Raises:
+        ValueError: if the numbers of schedules and boundaries do not match, or boundaries decrease or are not whole.
+        TypeError: if an item is not a schedule, or a boundary not a number.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> schedule = ks.schedules.Join([0.5, ks.schedules.PolyDecay(1.0, decay_steps=4)], boundaries=[2])
+        >>> [float(schedule(step)) for step in range(7)]
+        [0.5, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+    References:
+        The rule for boundaries is that of `optax.join_schedules`.
+    """
+
+    def __init__(self, schedules: Sequence[Any], boundaries: Sequence[int]) -> None:
+        self.schedules = [get(schedule) for schedule in check.sequence("schedules", schedules)]
+        self.boundaries = check.counts("boundaries", boundaries, "Give them as ints, in updates.")
+        if len(self.boundaries) != len(self.schedules) - 1:
+            raise ValueError(
+                "`boundaries` must be one less than `schedules`. Received: "
+                f"{len(self.boundaries)} boundaries={self.boundaries} and {len(self.schedules)} schedules"
+            )
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The rate of the piece."""
+        rate = _rate(self.schedules[0], steps)
+        for schedule, boundary in zip(self.schedules[1:], self.boundaries):
+            # A boundary of 0 is passed at once, which unsigned integers could not say as "greater than -1".
+            here = _rate(schedule, steps.since(boundary))
+            rate = here if boundary == 0 else ops.where(steps.exceeds(boundary - 1), here, rate)
+        return rate
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class ScaledByReplicas(Schedule):
+    r"""A schedule that was tuned for one replica, for several with a batch each, optionally warmed up.
+
+    With the schedule $f$, $w$ = `warmup_steps`, and $k$ = `num_replicas` (`rule="linear"`) or its square root
+    (`rule="sqrt"`), the rate at step $s$ is $(1 + (k - 1) \min(s / w,\ 1)) \cdot f(s)$: it rises from the rate of
+    one replica to $k$ times it, while the schedule runs on below.
+
+    The linear rule suits SGD, the square root adaptive optimizers such as Adam, whose updates do not grow with the
+    gradient. Both are for `CrossShard(reduction="mean")`, and for a global batch that grows with `num_replicas`.
+
+    Args:
+        schedule: any Keras schedule, or a number for a fixed rate, or a config, for one replica's batch.
+        num_replicas: int >= 1. How many times larger the global batch is.
+        rule: "linear" (default) or "sqrt".
+        warmup_steps: int >= 0, in optimizer updates. Defaults to 0: scaled from the first update on.
+
+    Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
+
+    Raises:
+        ValueError: if a number is out of its range, infinite or NaN, or `rule` is unknown.
+        TypeError: if `schedule` is not a schedule or another argument not a number.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> schedule = ks.schedules.ScaledByReplicas(0.5, num_replicas=4, warmup_steps=2)
+        >>> [float(schedule(step)) for step in range(4)]
+        [0.5, 1.25, 2.0, 2.0]
+
+    References:
+        Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017, sections 2.1 and 2.2, with
+        five epochs of warm-up. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
+        section 5, for the square root.
+    """
+
+    def __init__(
+        self, schedule: Any, num_replicas: int, rule: Literal["linear", "sqrt"] = "linear", warmup_steps: int = 0
+    ) -> None:
+        self.schedule = get(schedule)
+        self.num_replicas = check.count("num_replicas", num_replicas, 1)
+        if rule not in ("linear", "sqrt"):
+            raise ValueError(f'`rule` must be "linear" or "sqrt". Received: rule={rule!r}')
+        self.rule = rule
+        self.warmup_steps = check.count("warmup_steps", warmup_steps, 0)
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The scaled rate."""
+        factor = float(self.num_replicas) if self.rule == "linear" else math.sqrt(self.num_replicas)
+        return _ramp(1.0, factor, self.warmup_steps, steps) * _rate(self.schedule, steps)
+
+
+def _ramp(start: float, end: float, length: int, steps: StepCount) -> Tensor:
+    if not length:
+        return end
+    elapsed = steps.elapsed(length)
+    return start * (1.0 - elapsed) + end * elapsed
+
+
+def _rate(schedule: Any, steps: StepCount) -> Tensor:
+    rate = schedule.rate_at(steps) if isinstance(schedule, Schedule) else schedule(steps.step)
+    return ops.cast(rate, steps.dtype)

@@ -1,0 +1,519 @@
+"""OpenSeq2Seq's learning-rate policies as Keras schedules.
+
+All formulas are written so that the step stays an integer until a ratio is taken of it: see `step_count`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.schedules import arguments as check
+from keras_shardopt.schedules.schedule import Policy, at_least_float32
+from keras_shardopt.schedules.step_count import StepCount, repeated_squares
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class FixedLR(Policy):
+    """The same rate at every step.
+
+    Args:
+        learning_rate: float >= 0. The rate.
+
+    Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
+
+    Raises:
+        ValueError: if `learning_rate` is negative, infinite or NaN.
+        TypeError: if it is not a number.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> float(ks.schedules.FixedLR(0.25)(1000))
+        0.25
+
+    References:
+        OpenSeq2Seq, `lr_policies.fixed_lr`, which returned its argument as it was; a schedule returns a tensor.
+    """
+
+    def __init__(self, learning_rate: float) -> None:
+        self.learning_rate = _learning_rate(learning_rate)
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The rate."""
+        return ops.full_like(steps.number(), self.learning_rate)
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class PiecewiseConstant(Policy):
+    r"""A multiple of the rate that changes at boundaries.
+
+    With rate $r$ = `learning_rate`, boundaries $b_1 \le \dots \le b_n$ and multipliers $m_0 = 1$ and $m_1 \dots m_n$
+    = `decay_rates`, the rate at step $s$ is $r \cdot m_k$, where $k$ is the number of boundaries below $s$. So the
+    step equal to a boundary still has the old rate, the multipliers are of the initial rate and not of each other,
+    and of two equal boundaries the second one wins.
+
+    Args:
+        learning_rate: float >= 0. The rate up to and including the first boundary.
+        boundaries: list of int >= 0 that do not decrease: the last step of each piece but the last, in optimizer
+            updates; in epochs if `steps_per_epoch` is given.
+        decay_rates: list of float >= 0, one per boundary. The multiplier after it.
+        steps_per_epoch: int >= 0 or None (default). Updates per epoch, by which all boundaries are multiplied.
+            0 counts as given, as in the original: all boundaries are then 0.
+
+    Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
+
+    Raises:
+        ValueError: if `boundaries` and `decay_rates` are empty or of different length, if boundaries decrease or are
+            not whole, if a number is negative, infinite or NaN.
+        TypeError: if an argument is not a number or list.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> schedule = ks.schedules.PiecewiseConstant(0.5, boundaries=[30, 60], decay_rates=[0.5, 0.25],
+        ...                                           steps_per_epoch=10)
+        >>> [float(schedule(step)) for step in (0, 300, 301, 600, 601)]
+        [0.5, 0.5, 0.25, 0.25, 0.125]
+
+    References:
+        OpenSeq2Seq, `lr_policies.piecewise_constant`. Here tuples are lists too, whole floats are ints, and empty or
+        unsorted lists raise `ValueError` at construction.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        boundaries: Sequence[int],
+        decay_rates: Sequence[float],
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        self.learning_rate = _learning_rate(learning_rate)
+        self.boundaries = check.counts("boundaries", boundaries, "Give them as ints, in updates or whole epochs.")
+        self.decay_rates = [
+            check.number("decay_rates", m, at_least=0) for m in check.sequence("decay_rates", decay_rates)
+        ]
+        if len(self.boundaries) != len(self.decay_rates):
+            raise ValueError(
+                "`boundaries` and `decay_rates` must have the same length; the rate before the first boundary needs "
+                f"no multiplier. Received: {len(self.boundaries)} boundaries={self.boundaries} and "
+                f"{len(self.decay_rates)} decay_rates={self.decay_rates}"
+            )
+        if steps_per_epoch is not None:
+            steps_per_epoch = check.count("steps_per_epoch", steps_per_epoch, 0)
+        self.steps_per_epoch = steps_per_epoch
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The rate of the piece."""
+        factor = 1 if self.steps_per_epoch is None else self.steps_per_epoch
+        rates = [self.learning_rate * multiplier for multiplier in (1.0, *self.decay_rates)]
+        piece = steps.num_exceeded([boundary * factor for boundary in self.boundaries])
+        return ops.take(ops.convert_to_tensor(rates, dtype=steps.dtype), piece)
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class ExpDecay(Policy):
+    r"""Exponential decay, continuous or in stairs, down to a floor.
+
+    With rate $r$ = `learning_rate`, factor $q$ = `decay_rate` and $p = \max(s - b, 0) / d$, the time since
+    $b$ = `begin_decay_at` in units of $d$ = `decay_steps`, the rate at step $s$ is $\max(r\,q^p,\ \text{min\_lr})$.
+    In stairs, $p$ is rounded down.
+
+    Args:
+        learning_rate: float >= 0. The rate up to `begin_decay_at`.
+        decay_steps: number >= 1, in optimizer updates: after each so many the rate has been multiplied by
+            `decay_rate` once more. It may be a simple fraction such as 2.5.
+        decay_rate: float >= 0. Above 1 the rate grows; 0 makes it `min_lr` as soon as $p > 0$.
+        use_staircase_decay: bool. Whether to decay at once at the end of every `decay_steps`. Has no default.
+        begin_decay_at: int >= 0. The update from which on decay is counted. Defaults to 0.
+        min_lr: float >= 0. The smallest rate, at every step: a `min_lr` above `learning_rate` lifts the start too.
+            Defaults to 0.
+
+    Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
+
+    Raises:
+        ValueError: if a number is out of its range, infinite or NaN, or if the fraction in `decay_steps` is not
+            simple: it must be $n/m$ exactly, with $nm < 2^{31}$, so that stairs are at exact steps.
+        TypeError: if an argument is not a number, or `use_staircase_decay` not a bool.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> schedule = ks.schedules.ExpDecay(1.0, decay_steps=10, decay_rate=0.25, use_staircase_decay=False)
+        >>> [float(schedule(step)) for step in (0, 5, 10)]
+        [1.0, 0.5, 0.25]
+
+    References:
+        OpenSeq2Seq, `lr_policies.exp_decay`. There $q^p$ was one float32 power, which drifts for a `decay_rate` near
+        1 (by 8e-4 for 0.9999 ** 50000); here it is exact to float32 rounding.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        decay_steps: float,
+        decay_rate: float,
+        use_staircase_decay: bool,
+        begin_decay_at: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        self.learning_rate = _learning_rate(learning_rate)
+        self.decay_steps = check.duration("decay_steps", decay_steps)
+        self._numerator, self._denominator = Fraction(self.decay_steps).as_integer_ratio()
+        if self._denominator > 1 and self._numerator * self._denominator >= 2**31:
+            raise ValueError(
+                "`decay_steps` must be a whole number or a simple fraction such as 2.5. "
+                f"Received: decay_steps={decay_steps!r}. Round it."
+            )
+        self.decay_rate = check.number("decay_rate", decay_rate, at_least=0)
+        self._squares = repeated_squares(self.decay_rate)
+        if not isinstance(use_staircase_decay, bool):
+            raise TypeError(
+                f"`use_staircase_decay` must be a bool. Received: use_staircase_decay={use_staircase_decay!r}"
+            )
+        self.use_staircase_decay = use_staircase_decay
+        self.begin_decay_at = check.count("begin_decay_at", begin_decay_at, 0)
+        self.min_lr = check.number("min_lr", min_lr, at_least=0)
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The decayed rate."""
+        whole, part = steps.since(self.begin_decay_at).periods(self._numerator, self._denominator)
+        decay = whole.as_exponent(self._squares)
+        if not self.use_staircase_decay and self.decay_steps != 1:
+            decay = decay * ops.power(ops.cast(self.decay_rate, steps.dtype), part)
+        rate = self.learning_rate * decay
+        # Not `ops.maximum`, which turns float64 into float32 on PyTorch.
+        return ops.where(rate > self.min_lr, rate, self.min_lr)
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class PolyDecay(Policy):
+    r"""Linear warm-up, then polynomial decay to a final rate.
+
+    With rate $r$ = `learning_rate`, warm-up $w$ = `warmup_steps`, floor $m$ = `min_lr`, begin $b$ =
+    `begin_decay_at`, length $d$ = `decay_steps` and power $p$, the rate at step $s$ is
+
+    $$L f + m (1 - f), \quad L = r \min(s / w,\ 1), \quad f = (1 - t / d)^p, \quad t = \min(\max(s - b, 0),\ d).$$
+
+    So the rate is $L$ up to step $b$ (where `min_lr` plays no part) and $m$ from step $b + d$ on. The first update
+    of a warm-up has rate 0 and step $w$ the full rate; without warm-up $L = r$. With $b < w$ both act at once:
+    `from_run` lets decay wait for the end of warm-up.
+
+    Args:
+        learning_rate: float >= 0. The rate after warm-up and before decay.
+        decay_steps: number >= 1, in optimizer updates. How long the decay takes, from `begin_decay_at`.
+        power: float > 0. 1 (default) is linear.
+        begin_decay_at: int >= 0. The last update before decay. Defaults to 0.
+        min_lr: float >= 0. The rate at the end, absolute. Defaults to 0. One above `learning_rate` makes it rise.
+        warmup_steps: int >= 0, in optimizer updates. Defaults to 0, no warm-up.
+
+    Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
+
+    Raises:
+        ValueError: if a number is out of its range, infinite or NaN.
+        TypeError: if an argument is not a number.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> schedule = ks.schedules.PolyDecay(1.0, decay_steps=8, power=2, begin_decay_at=4, warmup_steps=4)
+        >>> [float(schedule(step)) for step in (0, 2, 4, 8, 12, 100)]
+        [0.0, 0.5, 1.0, 0.25, 0.0, 0.0]
+
+    References:
+        OpenSeq2Seq, `lr_policies.poly_decay`. There `power=0` was accepted (and meant no decay), and
+        `decay_steps=0` gave NaN; both raise here.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        decay_steps: float,
+        power: float = 1.0,
+        begin_decay_at: int = 0,
+        min_lr: float = 0.0,
+        warmup_steps: int = 0,
+    ) -> None:
+        self.learning_rate = _learning_rate(learning_rate)
+        self.decay_steps = check.duration("decay_steps", decay_steps)
+        self.power = _power(power)
+        self.begin_decay_at = check.count("begin_decay_at", begin_decay_at, 0)
+        self.min_lr = check.number("min_lr", min_lr, at_least=0)
+        self.warmup_steps = check.count("warmup_steps", warmup_steps, 0)
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The rate after warm-up and decay."""
+        kept = steps.since(self.begin_decay_at).remaining(self.decay_steps)
+        if self.power != 1:
+            kept = ops.power(kept, self.power)
+        # Not (L - m) f + m, which is off by a rounding of m where f is 0 or 1.
+        return _warmed_up(self.learning_rate, self.warmup_steps, steps) * kept + self.min_lr * (1.0 - kept)
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class CosineDecay(Policy):
+    r"""Linear warm-up, then half a cosine down to a fraction of the rate, or to a rate.
+
+    With rate $r$ = `learning_rate`, warm-up $w$ = `warmup_steps`, fraction $a$ = `min_lr`, begin $b$ =
+    `begin_decay_at` and length $d$ = `decay_steps`, the rate at step $s$ is
+
+    $$L\,(a + (1 - a)\,c), \quad L = r \min(s / w,\ 1), \quad c = (1 + \cos(\pi t / d)) / 2,
+    \quad t = \min(\max(s - b, 0),\ d).$$
+
+    With $m$ = `absolute_min_lr` it is $L c + m (1 - c)$ instead. The first update of a warm-up has rate 0 and step
+    $w$ the full rate; without warm-up $L = r$. With $b < w$ both act at once: `from_run` lets decay wait.
+
+    Args:
+        learning_rate: float >= 0. The rate after warm-up and before decay.
+        decay_steps: number >= 1, in optimizer updates. How long the decay takes, from `begin_decay_at`.
+        power: has no effect and warns unless it is 1 (default); `PolyDecay` has one.
+        begin_decay_at: int >= 0. The last update before decay. Defaults to 0.
+        min_lr: float >= 0. The end of the decay as a FRACTION of `learning_rate`, unlike `min_lr` of the other
+            schedules. Defaults to 0.
+        warmup_steps: int >= 0, in optimizer updates. Defaults to 0, no warm-up.
+        absolute_min_lr: float >= 0 or None (default). The end of the decay as a rate, instead of `min_lr`.
+
+    Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
+
+    Raises:
+        ValueError: if a number is out of its range, infinite or NaN; if both `min_lr` and `absolute_min_lr` are given.
+        TypeError: if an argument is not a number.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> schedule = ks.schedules.CosineDecay(1.0, decay_steps=8, min_lr=0.1)
+        >>> [round(float(schedule(step)), 6) for step in (0, 4, 8)]
+        [1.0, 0.55, 0.1]
+        >>> round(float(ks.schedules.CosineDecay(0.5, decay_steps=8, absolute_min_lr=0.1)(8)), 6)
+        0.1
+
+    References:
+        Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017, without the restarts.
+        OpenSeq2Seq, `lr_policies.cosine_decay`, which ignored `power` without a word, and where `decay_steps=0` gave
+        NaN. `absolute_min_lr` is new. $c$ is computed as $\sin^2$ of the remaining quarter turn, which keeps its
+        digits where it is small.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        decay_steps: float,
+        power: float = 1.0,
+        begin_decay_at: int = 0,
+        min_lr: float = 0.0,
+        warmup_steps: int = 0,
+        absolute_min_lr: float | None = None,
+    ) -> None:
+        self.learning_rate = _learning_rate(learning_rate)
+        self.decay_steps = check.duration("decay_steps", decay_steps)
+        self.power = _power(power)
+        if self.power != 1:
+            # A cosine is what the caller asked for and gets, so configs of the original still work.
+            warnings.warn(
+                f"`power` has no effect on CosineDecay. Received: power={power!r}. Leave it out, or use PolyDecay.",
+                stacklevel=2,
+            )
+        self.begin_decay_at = check.count("begin_decay_at", begin_decay_at, 0)
+        self.min_lr = check.number("min_lr", min_lr, at_least=0, fix="It is a fraction of `learning_rate`.")
+        self.warmup_steps = check.count("warmup_steps", warmup_steps, 0)
+        if absolute_min_lr is not None:
+            absolute_min_lr = check.number("absolute_min_lr", absolute_min_lr, at_least=0)
+            if self.min_lr:
+                raise ValueError(
+                    "Only one of `min_lr` (a fraction of `learning_rate`) and `absolute_min_lr` (a rate) can be "
+                    f"given. Received: min_lr={min_lr!r}, absolute_min_lr={absolute_min_lr!r}"
+                )
+        self.absolute_min_lr = absolute_min_lr
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The rate after warm-up and decay."""
+        remaining = steps.since(self.begin_decay_at).remaining(self.decay_steps)
+        kept = ops.square(_sine(remaining * (math.pi / 2), steps.dtype))
+        rate = _warmed_up(self.learning_rate, self.warmup_steps, steps)
+        if self.absolute_min_lr is not None:
+            return rate * kept + self.absolute_min_lr * (1.0 - kept)
+        return rate * (kept + self.min_lr * (1.0 - kept))
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class InvPolyDecay(Policy):
+    r"""Decay with an inverse power of the step, which reaches a given rate at a given step and goes on.
+
+    With rate $r$ = `learning_rate`, $m = \min(\max(\text{min\_lr}, 10^{-8}), r)$, length $d$ = `decay_steps` and
+    power $p$, the rate at step $s$ is
+
+    $$r\,/\,(1 + k s)^p, \quad k = ((r / m)^{1/p} - 1) / d,$$
+
+    which is $m$ at step $d$ and falls further after it.
+
+    Args:
+        learning_rate: float > 0. The rate at step 0.
+        decay_steps: number >= 1, in optimizer updates. When the rate is `min_lr`.
+        min_lr: float >= 0. The rate at `decay_steps`, not a floor; at least 1e-8. Has no default.
+        power: float > 0. Defaults to 1.
+        begin_decay_at: must be 0 (default): nothing would come of another value.
+        warmup_steps: must be 0 (default): nothing would come of another value. Use `Warmup`.
+        name: str or None (default). Only kept in the config.
+
+    Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
+
+    Raises:
+        ValueError: if a number is out of its range, infinite or NaN; if `begin_decay_at` or `warmup_steps` is not 0;
+            if `power` is so small that $k$ is beyond float32.
+        TypeError: if an argument is not a number.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> schedule = ks.schedules.InvPolyDecay(1.0, decay_steps=8, min_lr=0.5)
+        >>> [round(float(schedule(step)), 6) for step in (0, 8, 24)]
+        [1.0, 0.5, 0.25]
+
+    References:
+        OpenSeq2Seq, `lr_policies.inv_poly_decay`, which ignored `begin_decay_at` and `warmup_steps` without a word;
+        here `Join` and `Warmup` do what these names say.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        decay_steps: float,
+        min_lr: float,
+        power: float = 1.0,
+        begin_decay_at: int = 0,
+        warmup_steps: int = 0,
+        name: str | None = None,
+    ) -> None:
+        self.learning_rate = check.number("learning_rate", learning_rate, above=0)
+        self.decay_steps = check.duration("decay_steps", decay_steps)
+        self.min_lr = check.number("min_lr", min_lr, at_least=0)
+        self.power = _power(power)
+        self.begin_decay_at = check.count("begin_decay_at", begin_decay_at, 0)
+        self.warmup_steps = check.count("warmup_steps", warmup_steps, 0)
+        self.name = name
+        if self.begin_decay_at:
+            raise ValueError(
+                "`begin_decay_at` has no effect on InvPolyDecay and must be 0. Received: "
+                f"begin_decay_at={begin_decay_at!r}. To decay later, use "
+                "`Join([learning_rate, InvPolyDecay(...)], boundaries=[begin_decay_at])`."
+            )
+        if self.warmup_steps:
+            raise ValueError(
+                "`warmup_steps` has no effect on InvPolyDecay and must be 0. Received: "
+                f"warmup_steps={warmup_steps!r}. For a warm-up, use `Warmup(InvPolyDecay(...), warmup_steps)`."
+            )
+        end = min(max(self.min_lr, 1e-8), self.learning_rate)
+        try:
+            self._slope = math.expm1(math.log(self.learning_rate / end) / self.power) / self.decay_steps
+        except OverflowError:
+            self._slope = math.inf
+        if self._slope > 1e28:  # times any step it must stay in float32
+            raise ValueError(
+                "`power` must be large enough that (learning_rate / min_lr) ** (1 / power) / decay_steps is at most "
+                f"1e28. Received: power={power!r}, learning_rate={learning_rate!r}, min_lr={min_lr!r}. "
+                "Raise one of `power` and `min_lr`."
+            )
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The decayed rate."""
+        # (1 + k s) ** p by way of log1p, which keeps the digits of k s below 1.
+        return self.learning_rate * ops.exp(-self.power * ops.log1p(self._slope * steps.number()))
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class TransformerPolicy(Policy):
+    r"""Linear warm-up, then decay with the inverse square root of the step, scaled by the width of the model.
+
+    With $c$ = `coefficient`, $d$ = `d_model`, $w$ = `warmup_steps` and $r$ = `learning_rate`, the rate at step $s$,
+    counted from 0, is
+
+    $$\min(r\,c\,d^{-1/2} \min((s + 1)\,w^{-3/2},\ (s + 1)^{-1/2}),\ \text{max\_lr}).$$
+
+    It is largest at step $w - 1$: $r\,c\,(d\,w)^{-1/2}$. It is not 0 at step 0.
+
+    Args:
+        learning_rate: float >= 0. A multiplier, usually about 1: not the rate itself.
+        d_model: int >= 1. The width of the model.
+        warmup_steps: int >= 1, in optimizer updates.
+        max_lr: float >= 0 or None (default). The largest rate. 0.0 counts as given.
+        coefficient: float >= 0. Another multiplier, of which OpenSeq2Seq's configs used 0.002 with Adam. Defaults to 1.
+        dtype: str, dtype or None. The float dtype of the rate; None (default) is `keras.config.floatx()`.
+
+    Returns (from a call): a tensor of the step's shape in `dtype`.
+
+    Raises:
+        ValueError: if a number is out of its range, infinite or NaN, or if `dtype` is not a float dtype.
+        TypeError: if an argument is not a number.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> schedule = ks.schedules.TransformerPolicy(2.0, d_model=64, warmup_steps=4)
+        >>> [round(float(schedule(step)), 6) for step in (0, 3, 15)]
+        [0.03125, 0.125, 0.0625]
+
+    References:
+        Vaswani et al., "Attention Is All You Need", 2017, section 5.3. OpenSeq2Seq, `lr_policies.transformer_policy`:
+        there `dtype` was also that of the arithmetic, so that in float16 the rate was a few percent off and 0 from
+        step 65504 on, and float64 or an int did not go with `max_lr`. Here the arithmetic is at least float32.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        d_model: int,
+        warmup_steps: int,
+        max_lr: float | None = None,
+        coefficient: float = 1.0,
+        dtype: Any = None,
+    ) -> None:
+        self.learning_rate = _learning_rate(learning_rate)
+        self.d_model = check.count("d_model", d_model, 1)
+        self.warmup_steps = check.count("warmup_steps", warmup_steps, 1)
+        self.max_lr = None if max_lr is None else check.number("max_lr", max_lr, at_least=0)
+        self.coefficient = check.number("coefficient", coefficient, at_least=0)
+        self.dtype = None if dtype is None else keras.backend.standardize_dtype(dtype)
+        if self.dtype is not None and not keras.backend.is_float_dtype(self.dtype):
+            raise ValueError(f"`dtype` must be a float dtype or None. Received: dtype={dtype!r}")
+
+    def __call__(self, step: Any) -> Tensor:
+        """The rate at `step`, in `dtype`."""
+        if self.dtype is None:
+            return super().__call__(step)
+        return ops.cast(self.rate_at(StepCount(step, at_least_float32(self.dtype))), self.dtype)
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The rate, before it is cast."""
+        updates = steps.next()
+        rising = updates.elapsed(self.warmup_steps) * self.warmup_steps**-0.5
+        falling = ops.rsqrt(updates.number())
+        peak_scale = self.learning_rate * self.coefficient * self.d_model**-0.5
+        # Not `ops.minimum`, which turns float64 into float32 on PyTorch.
+        rate = peak_scale * ops.where(rising < falling, rising, falling)
+        return rate if self.max_lr is None else ops.where(rate < self.max_lr, rate, self.max_lr)
+
+
+def _warmed_up(learning_rate: float, warmup_steps: int, steps: StepCount) -> Tensor:
+    if not warmup_steps:
+        return learning_rate
+    return learning_rate * steps.elapsed(warmup_steps)
+
+
+def _sine(angle: Tensor, dtype: str) -> Tensor:
+    """The sine of an angle from 0 to pi / 2."""
+    if dtype == "float32":
+        return ops.sin(angle)
+    # Keras' sine turns float64 into float32 on JAX. The series up to angle ** 23 has all digits here.
+    square, series = angle * angle, 1.0
+    for n in range(22, 0, -2):
+        series = 1.0 - square / (n * (n + 1)) * series
+    return angle * series
+
+
+def _learning_rate(value: Any) -> float:
+    return check.number("learning_rate", value, at_least=0)
+
+
+def _power(value: Any) -> float:
+    return check.number("power", value, above=0)

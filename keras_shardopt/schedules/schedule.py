@@ -1,0 +1,213 @@
+"""What all schedules share: the call, the config, lookup by name, a plot.
+
+A concrete schedule keeps its arguments as attributes of the same names, and computes its rate in `rate_at`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from numbers import Real
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.schedules import arguments as check
+from keras_shardopt.schedules.step_count import StepCount
+
+
+class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A learning rate per update, for the `learning_rate` argument of any Keras optimizer.
+
+    Calling it with a step (an int, an integer tensor of any shape, or a `keras.Variable`, counted from 0: the first
+    update has step 0) returns a tensor of the step's shape in `keras.config.floatx()`. The arithmetic is at least
+    float32, also where `floatx` is float16 or bfloat16.
+    """
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The rate, in `steps.dtype`. Concrete schedules fill this in."""
+        raise NotImplementedError
+
+    def __call__(self, step: Any) -> Tensor:
+        """The rate at `step`."""
+        floatx = keras.config.floatx()
+        return ops.cast(self.rate_at(StepCount(step, at_least_float32(floatx))), floatx)
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, schedules among them serialized."""
+        return {name: _serialized(getattr(self, name)) for name in inspect.signature(type(self)).parameters}
+
+    def __repr__(self) -> str:
+        given = (f"{name}={getattr(self, name)!r}" for name in inspect.signature(type(self)).parameters)
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def plot(self, num_steps: int, ax: Any = None, **line: Any) -> Any:
+        """Draws the rate over the first `num_steps` updates with matplotlib.
+
+        Args:
+            num_steps: int >= 1, in optimizer updates. At most 1000 of them are evaluated, evenly spread.
+            ax: a matplotlib `Axes`, or None (default) for the current one.
+            **line: passed to `Axes.plot`; `label` is the name of the class unless given.
+
+        Returns:
+            The `Axes`.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+            ValueError: if `num_steps` is less than 1.
+        """
+        import matplotlib.pyplot as plt  # optional, and slow to import
+
+        num_steps = check.count("num_steps", num_steps, 1)
+        steps = [num_steps * i // 1000 for i in range(1000)] if num_steps > 1000 else list(range(num_steps))
+        ax = plt.gca() if ax is None else ax
+        # One at a time, because schedules of Keras' own inside this one may want a scalar.
+        ax.plot(
+            steps, [float(ops.convert_to_numpy(self(step))) for step in steps], **{"label": type(self).__name__, **line}
+        )
+        ax.set_xlabel("update")
+        ax.set_ylabel("learning rate")
+        return ax
+
+
+class Policy(Schedule):
+    """A schedule that stands for one of OpenSeq2Seq's learning-rate policies."""
+
+    @classmethod
+    def from_run(
+        cls,
+        total_steps: int | None = None,
+        *,
+        num_epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        **arguments: Any,
+    ) -> Any:
+        r"""Makes the schedule for a run of known length, filling in what follows from it.
+
+        As OpenSeq2Seq's model class did for the policies in its configs. With $n$ = `total_steps`, or
+        `num_epochs * steps_per_epoch`, and unless `decay_steps` is among `arguments`,
+
+        - `begin_decay_at` becomes $b$ = `max(begin_decay_at, warmup_steps)`: decay waits for the end of warm-up,
+        - `decay_steps` becomes $n - b$: decay ends with the run,
+
+        as far as the policy has these arguments. A policy with `steps_per_epoch` (`PiecewiseConstant`) gets it if
+        the run is given in epochs, so that its boundaries are epochs then. An explicit `decay_steps` switches the
+        first two off, as in the original: everything is then used as given.
+
+        Args:
+            total_steps: int >= 1 or None. The length of the run, in optimizer updates.
+            num_epochs: int >= 1 or None. The length of the run in epochs, instead of `total_steps`.
+            steps_per_epoch: int >= 1 or None. Updates per epoch; with `num_epochs` only.
+            **arguments: the constructor's other arguments.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            ValueError: if the length is given not at all or twice, or if decay would begin when the run is over.
+
+        Example:
+            >>> import keras_shardopt as ks
+            >>> ks.schedules.PolyDecay.from_run(total_steps=1000, learning_rate=0.1, warmup_steps=200)
+            PolyDecay(learning_rate=0.1, decay_steps=800, power=1.0, begin_decay_at=200, min_lr=0.0, warmup_steps=200)
+        """
+        in_epochs = num_epochs is not None and steps_per_epoch is not None
+        if in_epochs == (total_steps is not None) or (num_epochs is None) != (steps_per_epoch is None):
+            raise ValueError(
+                "The length of the run must be given once: `total_steps`, or `num_epochs` with `steps_per_epoch`. "
+                f"Received: total_steps={total_steps!r}, num_epochs={num_epochs!r}, steps_per_epoch={steps_per_epoch!r}"
+            )
+        parameters = inspect.signature(cls).parameters
+        if in_epochs:
+            num_epochs = check.count("num_epochs", num_epochs, 1)
+            steps_per_epoch = check.count("steps_per_epoch", steps_per_epoch, 1)
+            total_steps = num_epochs * steps_per_epoch
+            if "steps_per_epoch" in parameters:
+                arguments["steps_per_epoch"] = steps_per_epoch
+        total_steps = check.count("total_steps", total_steps, 1)
+        if "decay_steps" in parameters and arguments.get("decay_steps") is None:
+            begin = 0
+            if "begin_decay_at" in parameters:
+                begin = check.count("begin_decay_at", arguments.get("begin_decay_at", 0), 0)
+                if "warmup_steps" in parameters:
+                    begin = max(begin, check.count("warmup_steps", arguments.get("warmup_steps", 0), 0))
+                arguments["begin_decay_at"] = begin
+            if begin >= total_steps:
+                raise ValueError(
+                    "Decay must begin before the run ends. Received: a run of "
+                    f"{total_steps} updates, and a decay that begins at {begin} (the larger of `begin_decay_at` and "
+                    "`warmup_steps`). Shorten the warm-up, or use FixedLR."
+                )
+            arguments["decay_steps"] = total_steps - begin
+        return cls(**arguments)
+
+
+def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.LearningRateSchedule:
+    """Finds or makes a schedule.
+
+    Args:
+        identifier: one of
+
+            - a schedule, ours or Keras', which is returned as it is,
+            - a number, for that fixed rate,
+            - a name, with the constructor's arguments as `arguments`: "PolyDecay", OpenSeq2Seq's "poly_decay", or
+              that of a schedule of Keras; where both have the name (`CosineDecay`), ours,
+            - a config, as `keras.optimizers.schedules.serialize` makes it, or as short as
+              `{"class_name": "PolyDecay", "config": {...}}`.
+        **arguments: with a name only.
+
+    Returns:
+        A `keras.optimizers.schedules.LearningRateSchedule`.
+
+    Raises:
+        TypeError: if `identifier` is none of these.
+        ValueError: if the name is unknown, or if `arguments` come with something else than a name.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> ks.schedules.get("exp_decay", learning_rate=0.1, decay_steps=10, decay_rate=0.5, use_staircase_decay=True)
+        ExpDecay(learning_rate=0.1, decay_steps=10, decay_rate=0.5, use_staircase_decay=True, begin_decay_at=0, \
+min_lr=0.0)
+    """
+    if isinstance(identifier, str):
+        return _named(identifier)(**arguments)
+    if arguments:
+        raise ValueError(
+            f"Arguments must come with the name of a schedule. Received: identifier={identifier!r} and "
+            f"{sorted(arguments)}"
+        )
+    if isinstance(identifier, keras.optimizers.schedules.LearningRateSchedule):
+        return identifier
+    if isinstance(identifier, Real) and not isinstance(identifier, bool):
+        return _named("FixedLR")(identifier)
+    if isinstance(identifier, dict) and "class_name" in identifier:
+        if identifier.get("module") is None and identifier.get("registered_name") is None:
+            return _named(identifier["class_name"]).from_config(identifier.get("config", {}))
+        return keras.optimizers.schedules.deserialize(identifier)
+    raise TypeError(
+        "A schedule must be a `LearningRateSchedule`, a number, a name with arguments, or a config with a "
+        f'"class_name". Received: {identifier!r} of type {type(identifier).__name__}'
+    )
+
+
+def at_least_float32(dtype: str) -> str:
+    """`dtype`, or float32 if it is narrower."""
+    # Not `keras.backend.result_type`, which knows no float64 on JAX and PyTorch.
+    return dtype if dtype == "float64" else "float32"
+
+
+def _named(name: str) -> Any:
+    classes = [*Schedule.__subclasses__(), *Policy.__subclasses__()]
+    ours = {cls.__name__.lower(): cls for cls in classes if cls is not Policy}
+    found = ours.get(name.replace("_", "").lower()) or getattr(keras.optimizers.schedules, name, None)
+    if not inspect.isclass(found):
+        names = sorted(cls.__name__ for cls in ours.values())
+        raise ValueError(f"The name of a schedule must be one of {names} or one of Keras'. Received: {name!r}")
+    return found
+
+
+def _serialized(value: Any) -> Any:
+    if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
+        return keras.optimizers.schedules.serialize(value)
+    return [_serialized(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,25 @@
+"""A backend environment in which everything skipped fails."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120)
+
+
+def test_a_run_in_which_everything_skipped_fails(tmp_path):
+    suite = tmp_path / "test_none.py"
+    suite.write_text(
+        "import pytest\n@pytest.mark.backends('another')\ndef test_it(): pass\ndef test_that(): pytest.skip('why')\n"
+    )
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    result = run(str(suite), "--rootdir", str(tmp_path), "-c", str(ROOT / "pyproject.toml"))
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "everything was skipped" in result.stdout
+    assert "about another, not" in result.stdout
