@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import operator
 from types import TracebackType
 from typing import Any
 
 from keras_shardopt.replica import World, framework
+
+# The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.
+_lingering: data_parallel | None = None
 
 
 class data_parallel:
@@ -20,11 +24,12 @@ class data_parallel:
     | PyTorch | the process group of the ranks that `torchrun` started: "nccl" with CUDA, else "gloo" |
 
     Without accelerators the devices are all logical CPU devices; with a single device or process the scope sets up
-    nothing. Where a strategy scope or a process group is open already, it is used as it is.
+    nothing. Where a TensorFlow strategy scope or a process group is open already, it is used as it is; on JAX the
+    distribution is replaced until the scope is left.
 
     `model.fit` may be called inside the block or after it. Leaving the block restores what it changed, except where
     JAX and PyTorch still need it for `fit`: if a `CrossShard` made inside is alive, the distribution or process
-    group stays until `close()`, or until the program ends.
+    group stays until `close()`, until the next scope is entered, or until the program ends.
 
     On PyTorch, and on JAX with several processes, each process feeds its own rows: see `num_processes` and
     `process_id`. Ranks that do not agree on Keras' random seed take rank 0's, so that models start equal.
@@ -51,8 +56,9 @@ class data_parallel:
 
     def __init__(self, num_replicas: int | None = None) -> None:
         if num_replicas is not None:
-            if not isinstance(num_replicas, int) or isinstance(num_replicas, bool):
+            if isinstance(num_replicas, bool) or not hasattr(num_replicas, "__index__"):
                 raise TypeError(f"`num_replicas` must be an int or None. Received: num_replicas={num_replicas!r}")
+            num_replicas = operator.index(num_replicas)
             if num_replicas < 1:
                 raise ValueError(f"`num_replicas` must be at least 1. Received: num_replicas={num_replicas}")
         self._requested = num_replicas
@@ -63,6 +69,8 @@ class data_parallel:
     def __enter__(self) -> data_parallel:
         if self._world is not None:
             raise RuntimeError("This `data_parallel()` scope has been entered before. Make a new one.")
+        if _lingering is not None:
+            _lingering.close()
         self._world = self._open.enter_context(framework.world(self._requested))
         self._made_inside = self._watching.enter_context(framework.watch())
         return self
@@ -72,12 +80,21 @@ class data_parallel:
     ) -> None:
         self._watching.close()
         if kind is None and framework.outlives_its_block and len(self._made_inside):
+            global _lingering
+            _lingering = self
             atexit.register(self.close)
         else:
             self.close()
 
     def close(self) -> None:
-        """Restores what the scope changed. Models made inside cannot be trained on several replicas afterwards."""
+        """Restores what the scope changed.
+
+        On JAX and PyTorch, training a model that was made inside is an error afterwards: its replicas would each
+        repeat the same work, or drift apart.
+        """
+        global _lingering
+        if _lingering is self:
+            _lingering = None
         atexit.unregister(self.close)
         self._open.close()
 
@@ -112,8 +129,9 @@ class data_parallel:
         return self._entered().process_id
 
     def largest_difference(self, model: Any) -> float:
-        """The largest absolute difference between any two replicas' copies of the model's weights.
+        """The largest absolute difference between any two replicas' copies of the model's trainable weights.
 
-        It is 0 as long as training is right. All processes must call it together.
+        It is 0 as long as training is right. Weights that are not trained do not count: the moving statistics of a
+        `BatchNormalization` are each replica's own on TensorFlow and PyTorch. All processes must call it together.
         """
-        return framework.largest_difference(model.weights)
+        return framework.largest_difference(model.trainable_weights)

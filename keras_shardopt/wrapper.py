@@ -136,6 +136,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if self.built:
             return
         variables = list(variables)
+        if _caller_is_loss_scale_optimizer("build"):  # where Keras' MultiOptimizer stands between it and us
+            self.meet_outer_loss_scaling()
+        if self.inner.built and not _same(variables, self.inner._trainable_variables):
+            raise ValueError(
+                "An inner optimizer can be used for one model only. "
+                f"Received: a {type(self.inner).__name__} that was built for other variables. Make a new one."
+            )
         if not self.inner.built:
             # TensorFlow builds from inside `apply`, in a name scope of ours; paths must not depend on that.
             # Tracking stays on: Adafactor counts on it for variables that it does not use.
@@ -276,7 +283,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         # A LossScaleOptimizer assigns this to what it is put around, from its constructor, and `compile` calls that
         # constructor: there is no earlier moment. Not in the property's setter: on TensorFlow, Keras does not call
         # that where the old value is the new one.
-        if name == "loss_scale_factor" and "_inner" in self.__dict__ and _caller_is_loss_scale_optimizer():
+        if name == "loss_scale_factor" and "_inner" in self.__dict__ and _caller_is_loss_scale_optimizer("__init__"):
             self.meet_outer_loss_scaling()
         super().__setattr__(name, value)
 
@@ -302,9 +309,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         Raises:
             ValueError: if the number or a shape of the arrays does not fit. Nothing is assigned then.
         """
-        if not self.built and len(store.keys()) != len(self.inner.variables):
-            self.__dict__["_loaded"] = {key: np.array(store[key]) for key in list(store.keys())}
-            return
+        if not self.built:
+            arrays = {key: np.array(store[key]) for key in list(store.keys())}
+            # An optimizer that was never built stores its rate and a counter at 0, and fits at once.
+            fresh = len(arrays) == len(self.inner.variables) and not np.any(arrays.get("0", 0))
+            if not fresh:
+                self.__dict__["_loaded"] = arrays
+                return
         self._check_fits(store, self.inner.variables)
         self.inner.load_own_variables(store)
 
@@ -460,11 +471,12 @@ def _portable(config: Any) -> Any:
     return config
 
 
-def _caller_is_loss_scale_optimizer() -> bool:
+def _caller_is_loss_scale_optimizer(method: str) -> bool:
+    """Whether that method of a `keras.optimizers.LossScaleOptimizer` is running further out."""
     frame = sys._getframe(2)
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__init__" and isinstance(caller, keras.optimizers.LossScaleOptimizer):
+        if frame.f_code.co_name == method and isinstance(caller, keras.optimizers.LossScaleOptimizer):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

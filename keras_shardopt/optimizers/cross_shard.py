@@ -11,7 +11,7 @@ from keras import ops
 from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.reduction import Reduction, global_gradients
 from keras_shardopt.replica import Arrival, claim_reduction, framework, reduction_is_claimed
-from keras_shardopt.wrapper import OptimizerWrapper, inside
+from keras_shardopt.wrapper import OptimizerWrapper, inside, leaves
 
 # The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
 _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "sum": "sum", "weighted_mean": "mean", "weighted_sum": "sum"}
@@ -106,6 +106,7 @@ class CrossShard(OptimizerWrapper):
         if reduction_is_claimed(self):
             return grads
         replicas = framework.replicas(self.axis_name)
+        framework.check_ready(variables, leaves(self))
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
             share = replicas.start_together(self._trainable_variables, self.variables)
             grads = [None if grad is None else _share_of(grad, share) for grad in grads]
@@ -123,7 +124,9 @@ class CrossShard(OptimizerWrapper):
             "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of one "
             "replica only, so that replicas skip different steps, and diverge or wait for each other for ever. "
             'Use `CrossShard(LossScaleOptimizer(inner_optimizer))`, and under the "mixed_float16" policy '
-            "`model.compile(optimizer=CrossShard(LossScaleOptimizer(inner_optimizer)), auto_scale_loss=False)`."
+            "`model.compile(optimizer=CrossShard(LossScaleOptimizer(inner_optimizer)), auto_scale_loss=False)`. "
+            "A model that was saved so is read with `load_model(path, compile=False)` and compiled again, because Keras "
+            "does not store `auto_scale_loss`."
         )
 
     def get_config(self) -> dict[str, Any]:

@@ -234,6 +234,13 @@ class Framework:
         """Makes these innermost optimizers keep their own reduction off inside `claim_reduction()`."""
         del optimizers
 
+    def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
+        """Raises ValueError if updates of these variables by these innermost optimizers would go wrong.
+
+        Called before each update, or before each trace of one.
+        """
+        del variables, optimizers
+
     def place_state(self, variables: Sequence[Variable]) -> None:
         """Puts freshly built optimizer variables where the replicas of this program expect them."""
         del variables

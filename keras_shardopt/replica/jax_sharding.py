@@ -88,6 +88,11 @@ class Jax(Framework):
         else:
             return MappedAxis(axis_name)
         manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual == (_UNNAMED_PMAP_AXIS,):
+            raise ValueError(
+                "The axis of `pmap` must have a name, or gradients would not be reduced over it. "
+                f"Received: `pmap` without one. Use `jax.pmap(step, axis_name={axis_name!r})`."
+            )
         if manual:
             raise ValueError(
                 "`axis_name` must be an axis of the `shard_map` or `pmap` around the update, or gradients would not "
@@ -99,6 +104,25 @@ class Jax(Framework):
             return SingleReplica()
         # GSPMD: one program over the whole batch, which XLA divides among the devices.
         return AllReplicasAtOnce(num_replicas, jax.process_index() == 0, "under a `keras.distribution`")
+
+    def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
+        distribution = keras.distribution.distribution()
+        mesh = None if _batch_size(distribution) == 1 else distribution.device_mesh
+        for variable in variables:
+            layout = getattr(variable, "_layout", None)
+            theirs = getattr(layout, "device_mesh", None)
+            if theirs is not None and theirs.devices.size > 1 and mesh is None:
+                raise ValueError(
+                    f"`{variable.path}` was made for {theirs.devices.size} devices, but no distribution is active, so "
+                    "each device would repeat the work of all. Train before `data_parallel()` is closed, or build the "
+                    "model anew outside it."
+                )
+            if mesh is not None and (theirs is None or list(theirs.devices.flat) != list(mesh.devices.flat)):
+                made = "before" if theirs is None else f"for {theirs.devices.size} other devices than"
+                raise ValueError(
+                    f"`{variable.path}` was made {made} the active distribution over {mesh.devices.size} devices. "
+                    "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
+                )
 
     def place_state(self, variables: Sequence[Variable]) -> None:
         distribution = keras.distribution.distribution()
@@ -124,13 +148,12 @@ class Jax(Framework):
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={num_replicas}."
             )
         devices = devices[:num_replicas]
-        if len(devices) == 1:
-            yield World()
-            return
         num_processes, process_id = jax.process_count(), jax.process_index()
         before = keras.distribution.distribution()
-        # Each process feeds its own rows, on every backend alike, so Keras must not divide them once more.
-        distribution = keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False)
+        distribution = None
+        if len(devices) > 1:
+            # Each process feeds its own rows, on every backend alike, so Keras must not divide them once more.
+            distribution = keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False)
         keras.distribution.set_distribution(distribution)
         try:
             yield World(
@@ -154,6 +177,9 @@ class Jax(Framework):
             for other in others:
                 largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
         return largest
+
+
+_UNNAMED_PMAP_AXIS = "_internal_pmap_axis_name"
 
 
 def _batch_size(distribution: Any) -> int:

@@ -140,6 +140,19 @@ class TensorFlow(Framework):
             override = types.MethodType(_reduce_unless_claimed, optimizer)
             object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
+    def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
+        if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+            return
+        for optimizer in optimizers:
+            for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
+                if getattr(optimizer, argument, None):
+                    raise ValueError(
+                        f"`{argument}` of an inner optimizer cannot work under a strategy with several replicas: it "
+                        "puts a meeting of the replicas inside a condition, which TensorFlow forbids. "
+                        f"Received: {type(optimizer).__name__}({argument}={getattr(optimizer, argument)}). "
+                        f"Leave `{argument}` out."
+                    )
+
     def outside_trace(self) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()
         return scope
@@ -163,6 +176,9 @@ class TensorFlow(Framework):
         if devices[0].device_type == "TPU":
             strategy = tf.distribute.TPUStrategy()
         else:
+            # Strategies number their collectives from the same key, and TensorFlow aborts where it has seen a key with
+            # another number of devices before. Its own tests step over used keys in this way.
+            tf.distribute.MirroredStrategy._collective_key_base += 100_000
             strategy = tf.distribute.MirroredStrategy([device.name for device in devices])
         with strategy.scope():
             yield _world_of(strategy)

@@ -57,9 +57,12 @@ class Ranks(ReplicaBackend):
     @torch.compiler.disable
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
         ddp = self._ddp_owner(_tensor(variables[0]))
-        if ddp is None or not ddp.require_backward_grad_sync:
+        if ddp is None:
             return Arrival.LOCAL
-        return Arrival.GLOBAL
+        # DDP reduces what went forward through it, and nothing else. Where we do not know yet, "local" is right
+        # either way: the mean of equal gradients is the same gradient, only dearer.
+        reduced = ddp.__dict__.pop(_REDUCED_BY_DDP, False)
+        return Arrival.GLOBAL if reduced else Arrival.LOCAL
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -168,6 +171,8 @@ class Ranks(ReplicaBackend):
         if known is None or known[0]() is not parameter:
             # A parameter does not tell that DDP owns it, and Keras may wrap the model out of our sight.
             owner = next((ddp for ddp in _living(DistributedDataParallel) if _owns(ddp, parameter)), None)
+            if owner is not None:
+                owner.register_forward_pre_hook(_note_forward)
             known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
             self._ddp_of[id(parameter)] = known
         return None if known[1] is None else known[1]()
@@ -222,6 +227,14 @@ def _living(kind: type) -> Iterator[Any]:
     return (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 
 
+_REDUCED_BY_DDP = "_keras_shardopt_reduced"
+
+
+def _note_forward(ddp: DistributedDataParallel, inputs: Any) -> None:
+    if torch.is_grad_enabled():
+        ddp.__dict__[_REDUCED_BY_DDP] = ddp.require_backward_grad_sync
+
+
 def _owns(ddp: DistributedDataParallel, parameter: Tensor) -> bool:
     return any(owned is parameter for owned in ddp.parameters())
 
@@ -237,7 +250,15 @@ class Torch(Framework):
         self._num_groups = 0
 
     def replicas(self, axis_name: str) -> ReplicaBackend:
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError(
+                    "Several processes were started, but no process group is open, so each would train a model of its "
+                    f"own. Received: WORLD_SIZE={os.environ['WORLD_SIZE']}. Build and compile the model inside "
+                    "`with keras_shardopt.data_parallel():`, and do not close that before training ends."
+                )
+            return SingleReplica()
+        if dist.get_world_size() == 1:
             return SingleReplica()
         if self._ranks is None or not self._ranks.are_current():
             self._ranks = Ranks()

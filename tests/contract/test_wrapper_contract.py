@@ -13,9 +13,8 @@ from support import catalogue, problem
 
 from keras_shardopt.wrapper import innermost, leaves
 
-pairs = pytest.mark.parametrize(
-    ("wrapper", "inner"), [(wrapper, inner) for wrapper in catalogue.WRAPPERS for inner in catalogue.INNERS]
-)
+pairs = pytest.mark.parametrize(("wrapper", "inner"), catalogue.ALL_PAIRS)
+long_pairs = pytest.mark.parametrize(("wrapper", "inner"), catalogue.LONG_PAIRS)
 each_inner = pytest.mark.parametrize("inner", catalogue.INNERS)
 each_wrapper = pytest.mark.parametrize("wrapper", catalogue.WRAPPERS)
 
@@ -80,7 +79,7 @@ def test_config_round_trip(wrapper, inner):
     assert restored.get_config() == optimizer.get_config()
 
 
-@pairs
+@long_pairs
 def test_weights_files_move_between_the_wrapper_and_the_inner_optimizer(wrapper, inner):
     def load(optimizer, file):
         model = problem.model()
@@ -102,7 +101,7 @@ def test_weights_files_move_between_the_wrapper_and_the_inner_optimizer(wrapper,
     assert_equal(state, wrapped.state)
 
 
-@pairs
+@long_pairs
 def test_a_saved_model_continues_as_if_not_interrupted(wrapper, inner):
     loaded = keras.saving.load_model(catalogue.wrapped_run(wrapper, inner).model_file)
     assert type(loaded.optimizer) is type(catalogue.make(wrapper, inner))
@@ -121,6 +120,15 @@ def test_state_loaded_before_building_is_kept_until_then(wrapper):
     fresh.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
     assert_equal(fresh.get_weights(), catalogue.plain_run("Adam").continued_weights)
     assert int(catalogue.state_of(fresh.optimizer)[0]) == 5
+
+
+@each_wrapper
+def test_state_of_another_optimizer_loaded_before_building_is_an_error_when_it_is_built(wrapper):
+    model = problem.model()
+    model.compile(catalogue.make(wrapper, "Adam"), "mse")
+    model.load_weights(catalogue.plain_run("SGD").weights_file)  # as many arrays as an Adam that is not built
+    with pytest.raises(ValueError, match="must have 10 arrays"):
+        model.optimizer.build(model.trainable_variables)
 
 
 @each_wrapper

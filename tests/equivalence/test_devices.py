@@ -53,9 +53,10 @@ def test_replicas_equal_one_device(num_replicas):
     check_equals_one_device(num_replicas)
 
 
+@pytest.mark.parametrize("num_replicas", [2, 4])
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "SGD momentum"])
-def test_every_keras_optimizer(name):
-    check_equals_one_device(2, name)
+def test_every_keras_optimizer(num_replicas, name):
+    check_equals_one_device(num_replicas, name)
 
 
 def test_the_list_of_optimizers_is_complete():

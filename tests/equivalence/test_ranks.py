@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import launch, problem
 
-pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)]
 
 FOR_ALL = ["SGD momentum", "sum", "clipped", "scaled", "eager loop", "fault: dropped", "fault: summed twice"]
 OPTIMIZERS = [name for name in problem.keras_optimizers() if name != "SGD momentum"]
@@ -21,7 +21,7 @@ def ranks(tmp_path_factory):
     @functools.cache
     def run(num_replicas):
         file = tmp_path_factory.mktemp("ranks") / "results.npz"
-        names = FOR_ALL + (OPTIMIZERS if num_replicas == 2 else [])
+        names = FOR_ALL + OPTIMIZERS
         try:
             launch.torchrun("rank_fit.py", num_replicas, file, "same", *names)
         except launch.WorkersFailed as failure:
@@ -71,10 +71,11 @@ def test_the_sum_is_that_many_times_the_mean(ranks, num_replicas):
     assert difference(ranks(num_replicas), "sum", float(num_replicas)) <= problem.TOLERANCE
 
 
+@pytest.mark.parametrize("num_replicas", [2, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_keras_optimizer(ranks, name):
-    assert difference(ranks(2), name) <= problem.tolerance(name)
-    assert ranks(2)[f"{name}/difference"] == 0
+def test_every_keras_optimizer(ranks, num_replicas, name):
+    assert difference(ranks(num_replicas), name) <= problem.tolerance(name)
+    assert ranks(num_replicas)[f"{name}/difference"] == 0
 
 
 @pytest.mark.parametrize("num_replicas", [2, 4])

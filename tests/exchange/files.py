@@ -9,11 +9,12 @@ import numpy as np
 from support import catalogue, problem
 
 BACKENDS = ("jax", "tensorflow", "torch")
+WRAPPERS = [name for name in catalogue.WRAPPERS if name not in catalogue.VARIANTS]
 INNERS = ["SGD momentum", "Adam", "Adam schedule", "Adam ema", "Adafactor", "LossScaleOptimizer", "MultiOptimizer"]
 
 
 def write(folder):
-    for wrapper in catalogue.WRAPPERS:
+    for wrapper in WRAPPERS:
         for inner in INNERS:
             model = catalogue.trained(catalogue.make(wrapper, inner))
             stem = folder / f"{keras.config.backend()} {wrapper} {inner}"
@@ -41,7 +42,7 @@ def check_equal(optimizer, saved):
 def read(folder):
     x, y = problem.data(num_steps=1)
     for origin in BACKENDS:
-        for wrapper in catalogue.WRAPPERS:
+        for wrapper in WRAPPERS:
             for inner in INNERS:
                 stem = folder / f"{origin} {wrapper} {inner}"
                 model = keras.saving.load_model(f"{stem}.keras")

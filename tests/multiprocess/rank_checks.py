@@ -191,14 +191,29 @@ def what_ddp_has_reduced_is_not_reduced_again(scope):
         grads = [v.value.grad for v in model.trainable_variables]
         return counted(lambda: optimizer.apply(grads, model.trainable_variables))
 
-    first = step()  # one number, from the common start
-    assert first == [1], first
+    first = step()  # one number, from the common start, and the gradients once more while DDP is not known
+    assert len(first) == 2, first
     for weight, expected in zip(model.get_weights(), reference.get_weights()):
         np.testing.assert_allclose(weight, expected, atol=1e-6)
     assert step() == []
+    assert step() == []
     with owner.no_sync():  # DDP leaves the gradients local, so they are ours to reduce
         assert len(step()) == 1
+    assert step() == []
+    # What does not go through DDP is not reduced by it.
+    assert len(counted(lambda: optimizer.apply(gradients(model, x, y), model.trainable_variables))) == 1
     assert scope.largest_difference(model) == 0
+
+
+@check
+def a_ddp_that_fit_does_not_call_reduces_nothing(scope):
+    x, y = my_rows(scope, num_steps=3)
+    model = problem.model()
+    unused = DistributedDataParallel(model)
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    model.fit(x, y, batch_size=problem.BATCH_SIZE // scope.num_replicas, shuffle=False, verbose=0)
+    assert scope.largest_difference(model) == 0
+    del unused
 
 
 @check
@@ -275,6 +290,9 @@ def main():
     with ks.data_parallel() as scope:
         pass
     assert not dist.is_initialized()  # nothing was made inside
+    model = problem.model()
+    model.compile(ks.CrossShard("sgd"), "mse")
+    refused(lambda: model.fit(*problem.data(1), verbose=0), ValueError, "no process group is open")
     with ks.data_parallel() as scope:
         kept = ks.CrossShard("sgd")
         for name in names:

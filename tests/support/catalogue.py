@@ -57,6 +57,18 @@ if hasattr(o, "MultiOptimizer"):
 INNERS = {**SIMPLE_INNERS, **COMPOSED_INNERS}
 
 
+# The wrappers whose contract is tested with every inner optimizer down to files and continued training; on the others
+# one inner optimizer of each kind does that, and every one is trained with.
+REPRESENTATIVE = [
+    inner
+    for inner in ("SGD momentum", "Adam", "Adafactor", "Adam ema", "LossScaleOptimizer", "MultiOptimizer")
+    if inner in INNERS
+]
+VARIANTS = ("CrossShard sum", "CrossShard of CrossShard")
+ALL_PAIRS = [(w, i) for w in WRAPPERS for i in (REPRESENTATIVE if w in VARIANTS else INNERS)]
+LONG_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w == "CrossShard" else REPRESENTATIVE)]
+
+
 def make(wrapper, inner):
     """The wrapper called `wrapper` around a new inner optimizer called `inner`."""
     return WRAPPERS[wrapper](INNERS[inner]())

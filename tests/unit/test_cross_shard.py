@@ -91,3 +91,35 @@ def test_setting_the_loss_scale_factor_by_hand_still_works():
     assert optimizer.inner.loss_scale_factor == 4.0
     optimizer.loss_scale_factor = None
     assert optimizer.inner.loss_scale_factor is None
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras before 3.15 has no MultiOptimizer")
+def test_a_loss_scale_optimizer_around_a_multi_optimizer_is_refused_by_the_time_it_is_built():
+    def build():
+        multi = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(ks.CrossShard("sgd"), {}))
+        keras.optimizers.LossScaleOptimizer(multi).build(problem.model().trainable_variables)
+
+    with pytest.raises(ValueError, match=THE_RIGHT_CALL):
+        build()
+
+
+def test_a_mixed_float16_model_is_saved_and_read_as_the_message_says(tmp_path):
+    with mixed_float16():
+        model = problem.model()
+        inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1), initial_scale=8.0)
+        model.compile(ks.CrossShard(inner), "mse", auto_scale_loss=False)
+        x, y = problem.data(num_steps=2)
+        model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
+        model.save(tmp_path / "model.keras")
+        with pytest.raises(ValueError, match=r"load_model\(path, compile=False\)"):
+            keras.saving.load_model(tmp_path / "model.keras")
+        loaded = keras.saving.load_model(tmp_path / "model.keras", compile=False)
+    for a, b in zip(loaded.get_weights(), model.get_weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_inner_optimizer_of_another_model_is_refused():
+    inner = keras.optimizers.SGD()
+    ks.CrossShard(inner).build(problem.model().trainable_variables)
+    with pytest.raises(ValueError, match="one model only"):
+        ks.CrossShard(inner).build(problem.model().trainable_variables)

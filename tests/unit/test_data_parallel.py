@@ -1,4 +1,5 @@
 import sys
+import warnings
 
 import keras
 import pytest
@@ -66,6 +67,35 @@ def test_jax_keeps_the_distribution_for_fit_after_the_block_until_closed():
     scope.close()
     assert keras.distribution.distribution() is None
     scope.close()  # once is enough, twice does no harm
+    model.compile(model.optimizer, "mse")  # a new trace
+    with pytest.raises(ValueError, match="no distribution is active"):
+        model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
+
+
+@pytest.mark.backends("jax")
+def test_jax_scopes_follow_each_other_without_being_closed():
+    x, y = problem.data(num_steps=1)
+    models = []
+    for num_replicas in (4, 2, 1):
+        with ks.data_parallel(num_replicas) as scope:
+            models.append(problem.model())
+            models[-1].compile(ks.CrossShard("sgd"), "mse")
+        models[-1].fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
+        assert len(models[-1].trainable_variables[0].value.devices()) == scope.num_replicas == num_replicas
+    scope.close()
+    assert keras.distribution.distribution() is None
+
+
+@pytest.mark.backends("jax")
+def test_jax_a_model_that_was_made_elsewhere_is_refused_with_the_reason():
+    x, y = problem.data(num_steps=1)
+    model = problem.model()
+    with ks.data_parallel(2) as scope:
+        model.compile(ks.CrossShard("sgd"), "mse")
+        with warnings.catch_warnings(), pytest.raises(ValueError, match="was made before the active distribution"):
+            warnings.simplefilter("ignore")  # newer Keras suspects it too
+            model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
+    scope.close()
 
 
 @pytest.mark.backends("tensorflow")
