@@ -32,7 +32,6 @@ def pytest_report_header():
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "xdist_group(name): runs in one worker with the others of that name")
     config.addinivalue_line("markers", "backends(*names): the test is about these backends and skips on others")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import launch, problem
 
-pytestmark = [pytest.mark.backends("torch"), pytest.mark.xdist_group("ranks"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(400)]
 
 FOR_ALL = ["SGD momentum", "sum", "clipped", "scaled", "eager loop", "fault: dropped", "fault: summed twice"]
 OPTIMIZERS = [name for name in problem.keras_optimizers() if name != "SGD momentum"]

@@ -10,7 +10,7 @@ from support import launch
 BACKENDS = ("jax", "tensorflow", "torch")
 TESTS = pathlib.Path(__file__).parents[1]
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("files")]
+pytestmark = pytest.mark.timeout(600)
 
 
 def run(backend, what, folder):

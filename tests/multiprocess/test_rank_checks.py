@@ -8,7 +8,7 @@ import pathlib
 import pytest
 from support import launch
 
-pytestmark = [pytest.mark.backends("torch"), pytest.mark.xdist_group("checks"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
 
 SOURCE = pathlib.Path(__file__).with_name("rank_checks.py")
 # Read, not imported: the file is for workers.
