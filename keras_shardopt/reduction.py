@@ -12,6 +12,7 @@ from typing import Literal
 from keras import ops
 
 from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
+from keras_shardopt.numerics import is_next_value
 from keras_shardopt.replica.base import Arrival, ReplicaBackend
 
 Reduction = Literal["mean", "sum"]
@@ -47,14 +48,14 @@ def global_gradients(
     if arrival is Arrival.GLOBAL or arrival is Arrival.SUMMED:
         factor = _factor(arrival, reduction, replicas.num_replicas)
         return [
-            grad if grad is None or _is_next_value(variable) else _scaled(grad, factor)
+            grad if grad is None or is_next_value(variable) else _scaled(grad, factor)
             for grad, variable in zip(grads, variables)
         ]
     reduced: list[Tensor | None] = list(grads)
-    next_values = [i for i, v in enumerate(variables) if grads[i] is not None and _is_next_value(v)]
+    next_values = [i for i, v in enumerate(variables) if grads[i] is not None and is_next_value(v)]
     for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max")):
         reduced[i] = value
-    plain = [i for i, v in enumerate(variables) if not _is_next_value(v)]
+    plain = [i for i, v in enumerate(variables) if not is_next_value(v)]
     op = _collective(arrival, reduction)
     factor = replicas.num_replicas if arrival is Arrival.LOCAL_PRESCALED and reduction == "sum" else 1
     results = _reduce_some([grads[i] for i in plain], [variables[i] for i in plain], replicas, op)
@@ -97,10 +98,6 @@ def _reduce_some(
         return list(sums)  # without looking at the counts, which would wait for the device
     anywhere = ops.convert_to_numpy(ops.cast(counts, "float32")) > 0
     return [grad if has else None for grad, has in zip(sums, anywhere)]
-
-
-def _is_next_value(variable: Variable) -> bool:
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _scaled(grad: Tensor, factor: float) -> Tensor:
