@@ -1,6 +1,6 @@
 """Learning-rate policies as Keras schedules, and schedules made of schedules."""
 
-from keras_shardopt.schedules.composition import Join, ScaledByReplicas, Warmup
+from keras_shardopt.schedules.composition import Join, PerUpdate, ScaledByReplicas, Warmup
 from keras_shardopt.schedules.policies import (
     CosineDecay,
     ExpDecay,
@@ -18,6 +18,7 @@ __all__ = [
     "FixedLR",
     "InvPolyDecay",
     "Join",
+    "PerUpdate",
     "PiecewiseConstant",
     "PolyDecay",
     "ScaledByReplicas",

@@ -43,20 +43,20 @@ def duration(name: str, value: Any) -> Number:
     return int(value) if length == int(length) else length
 
 
-def counts(name: str, values: Any, fix: str = "") -> list[int]:
-    """A list of ints of at least 0 that do not decrease."""
-    whole = [count(name, value, 0, fix) for value in sequence(name, values)]
+def counts(name: str, values: Any, fix: str = "", at_least: int = 1) -> list[int]:
+    """A list of `at_least` so many ints of at least 0 that do not decrease."""
+    whole = [count(name, value, 0, fix) for value in sequence(name, values, at_least)]
     if whole != sorted(whole):
         raise ValueError(_message(f"`{name}` must not decrease", name, values, fix or "Sort them."))
     return whole
 
 
-def sequence(name: str, values: Any) -> list[Any]:
-    """A list of at least one item."""
+def sequence(name: str, values: Any, at_least: int = 1) -> list[Any]:
+    """A list of `at_least` so many items."""
     if isinstance(values, (str, bytes)) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
         raise TypeError(_message(f"`{name}` must be a list", name, values))
     items = list(values)
-    if not items:
+    if len(items) < at_least:
         raise ValueError(_message(f"`{name}` must not be empty", name, values))
     return items
 

@@ -1,6 +1,7 @@
 """Schedules made of schedules.
 
-Wherever one is wanted, a number stands for that fixed rate, and a config for the schedule that it describes.
+Wherever one is wanted, a number stands for that fixed rate, and a config for the schedule that it describes. Where a
+schedule of Keras' own is inside, a step must be a scalar if that schedule wants one, and is as exact as it takes it.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Join(Schedule):
 
     def __init__(self, schedules: Sequence[Any], boundaries: Sequence[int]) -> None:
         self.schedules = [get(schedule) for schedule in check.sequence("schedules", schedules)]
-        self.boundaries = check.counts("boundaries", boundaries, "Give them as ints, in updates.")
+        self.boundaries = check.counts("boundaries", boundaries, "Give them as ints, in updates.", at_least=0)
         if len(self.boundaries) != len(self.schedules) - 1:
             raise ValueError(
                 "`boundaries` must be one less than `schedules`. Received: "
@@ -165,6 +166,44 @@ class ScaledByReplicas(Schedule):
         """The scaled rate."""
         factor = float(self.num_replicas) if self.rule == "linear" else math.sqrt(self.num_replicas)
         return _ramp(1.0, factor, self.warmup_steps, steps) * _rate(self.schedule, steps)
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class PerUpdate(Schedule):
+    r"""A schedule that counts updates inside an optimizer of Keras' own that accumulates gradients.
+
+    With `gradient_accumulation_steps` $= k$ Keras hands a schedule the number of micro-steps, so that it runs $k$ times
+    too fast. With the schedule $f$ the rate at micro-step $s$ is $f(\lfloor s / k \rfloor)$: update $n$ happens in
+    micro-step $n k + k - 1$, with the rate $f(n)$.
+
+    Args:
+        schedule: any Keras schedule, or a number for a fixed rate, or a config.
+        gradient_accumulation_steps: int >= 1. That of the optimizer.
+
+    Returns (from a call): a tensor of the step's shape in `keras.config.floatx()`.
+
+    Raises:
+        ValueError: if `gradient_accumulation_steps` is out of its range, infinite or NaN.
+        TypeError: if `schedule` is not a schedule, or `gradient_accumulation_steps` not a number.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> schedule = ks.schedules.PerUpdate(ks.schedules.PolyDecay(1.0, decay_steps=4), 3)
+        >>> optimizer = keras.optimizers.SGD(schedule, gradient_accumulation_steps=3)
+        >>> [float(schedule(micro_step)) for micro_step in (2, 5, 8)]
+        [1.0, 0.75, 0.5]
+
+    References:
+        OpenSeq2Seq's `iter_size`, with which schedules count updates.
+    """
+
+    def __init__(self, schedule: Any, gradient_accumulation_steps: int) -> None:
+        self.schedule = get(schedule)
+        self.gradient_accumulation_steps = check.count("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+
+    def rate_at(self, steps: StepCount) -> Tensor:
+        """The rate of the schedule at the number of whole windows."""
+        return _rate(self.schedule, steps.periods(self.gradient_accumulation_steps)[0])
 
 
 def _ramp(start: float, end: float, length: int, steps: StepCount) -> Tensor:

@@ -63,9 +63,8 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         steps = [num_steps * i // 1000 for i in range(1000)] if num_steps > 1000 else list(range(num_steps))
         ax = plt.gca() if ax is None else ax
         # One at a time, because schedules of Keras' own inside this one may want a scalar.
-        ax.plot(
-            steps, [float(ops.convert_to_numpy(self(step))) for step in steps], **{"label": type(self).__name__, **line}
-        )
+        rates = [float(ops.convert_to_numpy(ops.cast(self(step), "float32"))) for step in steps]
+        ax.plot(steps, rates, **{"label": type(self).__name__, **line})
         ax.set_xlabel("update")
         ax.set_ylabel("learning rate")
         return ax
@@ -197,11 +196,17 @@ def at_least_float32(dtype: str) -> str:
     return dtype if dtype == "float64" else "float32"
 
 
+_PACKAGE = __name__.rpartition(".")[0]
+
+
 def _named(name: str) -> Any:
     classes = [*Schedule.__subclasses__(), *Policy.__subclasses__()]
-    ours = {cls.__name__.lower(): cls for cls in classes if cls is not Policy}
+    # Not a user's own class of the same name.
+    classes = [cls for cls in classes if cls is not Policy and cls.__module__.startswith(_PACKAGE)]
+    ours = {cls.__name__.lower(): cls for cls in classes}
+    name = name.removeprefix("keras_shardopt>")
     found = ours.get(name.replace("_", "").lower()) or getattr(keras.optimizers.schedules, name, None)
-    if not inspect.isclass(found):
+    if not inspect.isclass(found) or found is keras.optimizers.schedules.LearningRateSchedule:
         names = sorted(cls.__name__ for cls in ours.values())
         raise ValueError(f"The name of a schedule must be one of {names} or one of Keras'. Received: {name!r}")
     return found

@@ -171,11 +171,16 @@ def repeated_squares(base: float) -> list[float]:
 def _integers(step: Any) -> Any:
     if step is None:
         raise ValueError("`step` must be given: an int or an integer tensor, such as `optimizer.iterations`.")
+    if type(step) is int and 0 <= step <= _INT32_MAX:
+        # A tensor that torch.compile can trace; made by addition, because a constant would be compiled anew each time.
+        return ops.zeros((), dtype="int32") + step
     if isinstance(step, (int, float, list, tuple, np.generic, np.ndarray)):
         array = np.asarray(step)
         if array.dtype.kind in "iu":
             if np.min(array, initial=0) < 0:
                 raise ValueError(f"`step` must not be negative. Received: step={step!r}")
+            if np.max(array, initial=0) > _LARGEST["int64"]:
+                raise ValueError(f"`step` must be less than 2**63. Received: step={step!r}")
             return array.astype("int64")
     else:
         array = ops.convert_to_tensor(step)

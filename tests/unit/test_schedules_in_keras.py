@@ -119,6 +119,8 @@ def test_plot_draws_the_rates(monkeypatch):
     assert (len(ax.steps), ax.steps[1], ax.steps[-1], ax.line["label"]) == (1000, 1000, 999_000, "mine")
     with pytest.raises(ValueError, match="`num_steps` must be a whole number, at least 1"):
         schedule.plot(0, ax)
+    low = ks.schedules.TransformerPolicy(1.0, 8, 4, dtype="bfloat16").plot(3, FakeAxes())
+    assert len(low.values) == 3
 
 
 def test_keras_own_accumulation_counts_batches_as_the_docs_say():
@@ -128,3 +130,51 @@ def test_keras_own_accumulation_counts_batches_as_the_docs_say():
     for _ in range(2):
         optimizer.apply([keras.ops.convert_to_tensor([1.0])], [weight])
     assert float(optimizer.learning_rate) == 0.25  # after one update, schedule(1) would be 0.5
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, ks.CrossShard], ids=["alone", "CrossShard"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ks.schedules.PiecewiseConstant(1.0, [2], [0.5]),
+        ks.schedules.PolyDecay(1.0, 4, begin_decay_at=2, warmup_steps=2),
+        keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5),
+    ],
+    ids=["PiecewiseConstant", "PolyDecay", "Keras' ExponentialDecay"],
+)
+def test_per_update_counts_updates_where_keras_accumulates(schedule, wrap):
+    per_update = ks.schedules.PerUpdate(schedule, 3)
+    optimizer = wrap(keras.optimizers.SGD(per_update, gradient_accumulation_steps=3))
+    weight = keras.Variable([0.0])
+    for update in range(6):
+        before = float(keras.ops.convert_to_numpy(weight)[0])
+        for _ in range(3):
+            optimizer.apply([keras.ops.convert_to_tensor([1.0])], [weight])
+        moved = before - float(keras.ops.convert_to_numpy(weight)[0])
+        assert moved == pytest.approx(float(keras.ops.convert_to_numpy(schedule(update))), abs=1e-6)
+
+
+@pytest.mark.backends("torch")
+def test_steps_that_are_python_ints_are_traced_by_torch_compile():
+    import torch
+
+    schedule = ks.schedules.PolyDecay(1.0, 10)
+    compiled = torch.compile(schedule, backend="eager", fullgraph=True)
+    for step in (0, 5, 10, 11):
+        assert float(compiled(step)) == float(schedule(step))
+    torch._dynamo.reset()
+
+
+def test_one_schedule_can_be_joined_with_none():
+    assert float(ks.schedules.Join([0.5], [])(7)) == 0.5
+
+
+@pytest.mark.parametrize("name", ["PolyDecay", "poly_decay", "keras_shardopt>PolyDecay"])
+def test_get_knows_the_registered_name(name):
+    config = {"class_name": name, "config": {"learning_rate": 1.0, "decay_steps": 4}}
+    assert isinstance(ks.schedules.get(config), ks.schedules.PolyDecay)
+
+
+def test_a_step_that_no_integer_holds_is_refused():
+    with pytest.raises(ValueError, match=r"less than 2\*\*63"):
+        ks.schedules.PolyDecay(0.1, 10)(2**63)
