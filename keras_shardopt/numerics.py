@@ -123,7 +123,7 @@ def clip_by_global_norm(
         )
     if isinstance(clip_norm, (int, float)) and not clip_norm >= 0:
         raise ValueError(f"`clip_norm` must be >= 0. Received: clip_norm={clip_norm}")
-    found = global_norm(t_list) if use_norm is None else ops.convert_to_tensor(use_norm)
+    found = global_norm(t_list) if use_norm is None else in_float32(ops.convert_to_tensor(use_norm))
     factor = factor_within(found, ops.cast(clip_norm, dtype_of(found)))
     return [None if t is None else map_values(lambda value: _times(value, factor), t) for t in t_list], found
 

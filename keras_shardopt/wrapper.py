@@ -70,7 +70,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
 
     makes_gradients_global: bool = False
-    """Whether the gradients inside it are those of all replicas together."""
+    """Whether the gradients inside it are those of all replicas, or all towers, together."""
 
     _iterations = _of_innermost("_iterations", None)
     use_ema = _of_innermost("use_ema", False)
@@ -421,13 +421,15 @@ def _slot_prefix(variable: Variable) -> str:
 
 
 def _refuse_local_gradients(outer: OptimizerWrapper, inner: Any) -> None:
-    for optimizer in [inner, *inside(inner)]:
-        if isinstance(optimizer, OptimizerWrapper) and optimizer.makes_gradients_global:
-            name, other = type(outer).__name__, type(optimizer).__name__
-            raise ValueError(
-                f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one replica only. "
-                f"Received: inner_optimizer={_described(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
-            )
+    if isinstance(inner, OptimizerWrapper) and inner.makes_gradients_global:
+        name, other = type(outer).__name__, type(inner).__name__
+        raise ValueError(
+            f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one part of the batch "
+            f"only. Received: inner_optimizer={_described(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
+        )
+    further = _inner_of(inner)
+    for optimizer in getattr(inner, "optimizers", []) if further is None else [further]:
+        _refuse_local_gradients(outer, optimizer)
 
 
 def _inner_of(optimizer: Any) -> Any:

@@ -170,6 +170,8 @@ class Tower(OptimizerWrapper):
         call `scale_loss`.
     """
 
+    makes_gradients_global = True
+
     def __init__(self, optimizer_or_optimizer_fn: Any, name: str | None = None) -> None:
         self.__dict__["_factory"] = None
         self.__dict__["_is_in_loss_scaling"] = False
@@ -187,8 +189,8 @@ class Tower(OptimizerWrapper):
         """The wrapped optimizer, made now if it was given as a function."""
         _mark_used()
         if self.__dict__["_factory"] is not None:
-            factory, self.__dict__["_factory"] = self.__dict__["_factory"], None
-            self.__dict__["_inner"] = (get_optimizer(factory(), "Tower", "optimizer_or_optimizer_fn"),)
+            made = get_optimizer(self.__dict__["_factory"](), "Tower", "optimizer_or_optimizer_fn")
+            self.__dict__["_inner"], self.__dict__["_factory"] = (made,), None
         return self.__dict__["_inner"][0]
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
@@ -358,6 +360,11 @@ def _is_scalar(outputs: Any) -> bool:
 
 def _parts(batch: Any, num_towers: int) -> list[Any]:
     """The batch of each tower."""
+    if num_towers > 1 and not any(getattr(leaf, "shape", ()) for leaf in tree.flatten(batch)):
+        raise ValueError(
+            "A batch must have rows that `num_towers` towers can share. "
+            f"Received: {batch!r}, which holds no array with a first dimension. Pass arrays or tensors."
+        )
     split = [_split(leaf, num_towers) for leaf in tree.flatten(batch)]
     return [tree.pack_sequence_as(batch, [parts[k] for parts in split]) for k in range(num_towers)]
 

@@ -119,7 +119,13 @@ class VariableClipping(OptimizerWrapper):
         for key, dims in self._keys:
             if not isinstance(key, str) or key in paths:
                 variable = self._named(key, variables, paths)
-                found[self._var_key(variable)] = _checked_dims(dims, variable)
+                var_key = self._var_key(variable)
+                if var_key in found:
+                    raise ValueError(
+                        "`vars_to_clip_dims` must name each variable once. "
+                        f"Received: `{_path(variable)}` twice. Leave one of its entries out."
+                    )
+                found[var_key] = _checked_dims(dims, variable)
         named = set(found)
         for expression, dims in expressions:
             matching = [v for v, path in zip(variables, paths) if re.fullmatch(expression, path)]

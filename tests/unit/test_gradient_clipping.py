@@ -152,3 +152,9 @@ def test_next_values_of_float8_scales_are_no_gradients():
     optimizer.apply([ops.convert_to_tensor(100.0), ops.convert_to_tensor([0.3, 0.4])], [scale, weight])
     golden.assert_close(scale, 100.0)
     golden.assert_close(weight, [-0.3, -0.4])
+
+
+@pytest.mark.parametrize("use_norm", [5, 5.0])
+def test_a_norm_that_is_given_as_a_number(use_norm):
+    clipped, _ = ks.clip_by_global_norm([keras.ops.convert_to_tensor([3.0, 4.0])], 0.5, use_norm=use_norm)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(clipped[0]), [0.3, 0.4], rtol=1e-6)

@@ -470,3 +470,29 @@ def test_wrong_arguments_are_refused(arguments, error, message):
 def test_devices_are_for_tensorflow():
     with pytest.raises(ValueError, match=r"TensorFlow only.*data_parallel"):
         ks.replicate(print, 2, devices=["cpu:0", "cpu:1"])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: ks.GradientClipping(inner, 1.0),
+        lambda inner: ks.LARC(inner, larc_eta=0.1),
+        lambda inner: ks.VariableClipping(inner, {".*": [0]}, 1.0),
+    ],
+)
+def test_what_looks_at_whole_gradients_may_not_be_around_a_tower(wrap):
+    with pytest.raises(ValueError, match="must be inside `Tower`"):
+        wrap(ks.Tower(keras.optimizers.SGD()))
+
+
+def test_a_factory_that_fails_is_asked_again():
+    answers = [None, keras.optimizers.SGD()]
+    tower = ks.Tower(lambda: answers.pop(0))
+    with pytest.raises(TypeError, match="`optimizer_or_optimizer_fn`"):
+        tower.inner  # noqa: B018
+    assert isinstance(tower.inner, keras.optimizers.SGD)
+
+
+def test_a_batch_without_rows_is_refused():
+    with pytest.raises(ValueError, match="must have rows"):
+        ks.replicate(lambda batch: None, 2)([1.0, 2.0])

@@ -260,3 +260,10 @@ def test_only_the_rows_that_an_embedding_looks_up_are_clipped(run_eagerly):
     model.fit(np.array([[1, 1], [4, 1]]), np.zeros((2, 8)), verbose=0)
     norms = np.linalg.norm(model.get_weights()[0], axis=1)
     np.testing.assert_allclose(norms, [4, 1, 4, 4, 1, 4], rtol=1e-6)
+
+
+def test_a_variable_and_its_path_may_not_both_be_keys():
+    variable = keras.Variable(np.ones((2, 2), "float32"), name="twice")
+    optimizer = ks.VariableClipping(keras.optimizers.SGD(), [(variable, [0]), (variable.path, [1])], 1.0)
+    with pytest.raises(ValueError, match="name each variable once"):
+        optimizer.build([variable])
