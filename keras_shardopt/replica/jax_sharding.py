@@ -107,20 +107,19 @@ class Jax(Framework):
 
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         distribution = keras.distribution.distribution()
-        mesh = None if _batch_size(distribution) == 1 else distribution.device_mesh
+        active = [] if _batch_size(distribution) == 1 else _devices_of(distribution)
         for variable in variables:
-            layout = getattr(variable, "_layout", None)
-            theirs = getattr(layout, "device_mesh", None)
-            if theirs is not None and theirs.devices.size > 1 and mesh is None:
+            theirs = _devices_of(variable._layout)
+            if len(theirs) > 1 and not active:
                 raise ValueError(
-                    f"`{variable.path}` was made for {theirs.devices.size} devices, but no distribution is active, so "
+                    f"`{variable.path}` was made for {len(theirs)} devices, but no distribution is active, so "
                     "each device would repeat the work of all. Train before `data_parallel()` is closed, or build the "
                     "model anew outside it."
                 )
-            if mesh is not None and (theirs is None or list(theirs.devices.flat) != list(mesh.devices.flat)):
-                made = "before" if theirs is None else f"for {theirs.devices.size} other devices than"
+            if active and theirs != active:
+                made = f"for {len(theirs)} other devices than" if theirs else "before"
                 raise ValueError(
-                    f"`{variable.path}` was made {made} the active distribution over {mesh.devices.size} devices. "
+                    f"`{variable.path}` was made {made} the active distribution over {len(active)} devices. "
                     "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
                 )
 
@@ -180,6 +179,13 @@ class Jax(Framework):
 
 
 _UNNAMED_PMAP_AXIS = "_internal_pmap_axis_name"
+
+
+def _devices_of(layout: Any) -> list[str]:
+    """The devices, as Keras names them, of a distribution, of its layouts, or of a sharding of JAX's own."""
+    mesh = getattr(layout, "device_mesh", None) or getattr(layout, "mesh", None)
+    devices = [] if mesh is None else mesh.devices.flat
+    return [d if isinstance(d, str) else f"{d.platform}:{d.id}" for d in devices]
 
 
 def _batch_size(distribution: Any) -> int:
