@@ -248,23 +248,11 @@ def test_a_mapped_axis_compiles_to_one_all_reduce():
 def test_the_moves():
     from keras_shardopt.replica import framework
 
-    groups = [[0, 2], [1, 3]]
-
     def on_replica():
         replicas = framework.replicas("batch")
         mine = jax.numpy.arange(4.0) + 10.0 * replicas.replica_id
-        found = {
-            "sum": replicas.all_reduce([mine], "sum"),
-            "mean": replicas.all_reduce([mine], "mean"),
-            "max": replicas.all_reduce([mine], "max"),
-            "group mean": replicas.all_reduce([mine], "mean", groups),
-            "scatter": replicas.reduce_scatter([mine], "mean"),
-            "group scatter": replicas.reduce_scatter([mine], "sum", groups),
-            "gather": replicas.all_gather([mine[:1]]),
-            "group gather": replicas.all_gather([mine[:1]], groups),
-            "broadcast": replicas.broadcast([mine], root=2),
-        }
-        return {name: value[0][None] for name, value in found.items()}
+        found = problem.moves(replicas, mine)
+        return {name: value[None] for name, value in found.items()}
 
     mapped = jax.shard_map(on_replica, mesh=mesh(4), in_specs=(), out_specs=P("batch"), check_vma=False)
     problem.check_moves({name: np.asarray(value) for name, value in jax.jit(mapped)().items()})

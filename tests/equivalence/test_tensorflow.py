@@ -224,29 +224,18 @@ def test_the_moves(strategy):
     from keras_shardopt.replica import framework
 
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
-    groups = [[0, 2], [1, 3]]
 
     @tf.function
     def moves():
         def on_replica():
             replicas = framework.replicas("batch")
             mine = tf.range(4.0) + 10.0 * tf.cast(replicas.replica_id, tf.float32)
-            return {
-                "sum": replicas.all_reduce([mine], "sum"),
-                "mean": replicas.all_reduce([mine], "mean"),
-                "max": replicas.all_reduce([mine], "max"),
-                "group mean": replicas.all_reduce([mine], "mean", groups),
-                "scatter": replicas.reduce_scatter([mine], "mean"),
-                "group scatter": replicas.reduce_scatter([mine], "sum", groups),
-                "gather": replicas.all_gather([mine[:1]]),
-                "group gather": replicas.all_gather([mine[:1]], groups),
-                "broadcast": replicas.broadcast([mine], root=2),
-            }
+            return problem.moves(replicas, mine)
 
         return strategy.run(on_replica)
 
     found = {
-        name: [np.asarray(copy) for copy in strategy.experimental_local_results(value[0])]
+        name: [np.asarray(copy) for copy in strategy.experimental_local_results(value)]
         for name, value in moves().items()
     }
     problem.check_moves(found)

@@ -121,6 +121,23 @@ def trained_in_numpy(update=None, rate=0.1, momentum=0.9):
     return weights
 
 
+def moves(replicas, mine):
+    """What one of four replicas gets from each move of its `mine`, `arange(4) + 10 * id`."""
+    groups = [[0, 2], [1, 3]]
+    found = {
+        "sum": replicas.all_reduce([mine], "sum"),
+        "mean": replicas.all_reduce([mine], "mean"),
+        "max": replicas.all_reduce([mine], "max"),
+        "group mean": replicas.all_reduce([mine], "mean", groups),
+        "scatter": replicas.reduce_scatter([mine], "mean"),
+        "group scatter": replicas.reduce_scatter([mine], "sum", groups),
+        "gather": replicas.all_gather([mine[:1]]),
+        "group gather": replicas.all_gather([mine[:1]], groups),
+        "broadcast": replicas.broadcast([mine], root=2),
+    }
+    return {name: value for name, (value,) in found.items()}
+
+
 def check_moves(found):
     """Whether four replicas with `arange(4) + 10 * id` each got what the moves promise, in groups [0, 2], [1, 3]."""
     mine = [np.arange(4.0) + 10 * replica for replica in range(4)]
