@@ -3,7 +3,7 @@
 from keras_shardopt import schedules
 from keras_shardopt.numerics import clip_by_global_norm, clip_gradients_by_norm
 from keras_shardopt.optimizers import LARC, CrossShard, GradientClipping, NovoGrad, Tower, VariableClipping, replicate
-from keras_shardopt.parallel import data_parallel
+from keras_shardopt.parallel import data_parallel, prepare
 
 __version__ = "0.1.0.dev0"
 
@@ -17,6 +17,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_gradients_by_norm",
     "data_parallel",
+    "prepare",
     "replicate",
     "schedules",
 ]

@@ -8,7 +8,11 @@ import operator
 from types import TracebackType
 from typing import Any
 
+import keras
+
+from keras_shardopt.optimizers import CrossShard
 from keras_shardopt.replica import World, framework
+from keras_shardopt.wrapper import inside
 
 # The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.
 _lingering: data_parallel | None = None
@@ -135,3 +139,63 @@ class data_parallel:
         `BatchNormalization` are each replica's own on TensorFlow and PyTorch. All processes must call it together.
         """
         return framework.largest_difference(model.trainable_weights)
+
+
+def prepare(model: Any) -> Any:
+    """Makes the model's `fit` do what one process with the whole batch would do, whatever each replica's part of it is.
+
+    `CrossShard` averages gradients, and sees neither batches nor metrics. After `prepare` the calls `fit`, `evaluate`,
+    `train_on_batch` and `test_on_batch` are exact where replicas have unequal parts of a batch: it does not divide by
+    the number of replicas, a process has fewer rows or none left, or sample weights, class weights and masks are
+    spread unevenly. Losses divide by what all replicas have together (rows, sum of weights, mask), so the update is
+    that of one process, and so are losses and metrics.
+
+    | backend | what it changes for this model |
+    |---|---|
+    | TensorFlow | steps exchange numbers of rows and of weights, one small all-reduce for the batch and for each loss |
+    | JAX | a batch that does not divide is put on every device whole; processes tell each other their numbers of rows. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass then run in a `shard_map` over the replicas |
+    | PyTorch | before each batch ranks tell each other their numbers of rows, and a rank without a batch left goes along; at the start of `fit` all take rank 0's weights, state and seeds; metrics and moving statistics are those of all ranks at the end of an epoch; only rank 0 prints; the DDP of Keras 3.16 stays off |
+
+    From then on all processes must make these calls together, with equal `epochs` and validation; where they do not,
+    all of them raise. With one replica nothing changes. A loaded or cloned model must be prepared again; doing it
+    twice changes nothing.
+
+    Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a `train_step` of your own, and
+    penalties on weights and activities. A loss function that returns a scalar, or an `add_loss`, counts by the number
+    of its replica's rows; other arithmetic of your own on the batch (`ops.mean(...)`) stays a mean of means. A
+    `BatchNormalization` normalises with its own replica's rows, except on JAX without per-replica gradients, where
+    those are all rows. Metrics are combined as their variables' `aggregation` says: "sum" for those of Keras.
+
+    Args:
+        model: a `keras.Model`, compiled with an optimizer that is or contains a `CrossShard`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: if `model` is not a `keras.Model`.
+        ValueError: if it is not compiled, or without a `CrossShard`.
+
+    Example:
+        >>> import keras, numpy as np, keras_shardopt as ks
+        >>> with ks.data_parallel() as replicas:
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer=ks.CrossShard(keras.optimizers.Adam()), loss="mse")
+        >>> model = ks.prepare(model)
+        >>> history = model.fit(np.ones((7, 4)), np.ones((7, 1)), batch_size=4, verbose=0)
+        >>> replicas.close()
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
+    if getattr(model, "optimizer", None) is None or not _cross_shards(model.optimizer):
+        raise ValueError(
+            "`model` must be compiled with a `CrossShard`, which averages the gradients of the replicas. "
+            f"Received: optimizer={getattr(model, 'optimizer', None)!r}. "
+            "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)` before `prepare(model)`."
+        )
+    framework.prepare(model, _cross_shards)
+    return model
+
+
+def _cross_shards(optimizer: Any) -> list[Any]:
+    return [part for part in [optimizer, *inside(optimizer)] if isinstance(part, CrossShard)]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
@@ -182,6 +183,44 @@ def reduction_is_claimed(optimizer: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """This replica's part of the global batch of the step that is running."""
+
+    num_rows: Any
+    """How many rows of the batch here count: an int, or a scalar tensor where it differs within one program."""
+
+    num_rows_of_all: Any
+    """How many rows the replicas' parts have together."""
+
+    replicas: ReplicaBackend
+    """With whom the batch is shared."""
+
+    losses_are_divided: bool = False
+    """Whether the gradients of the replicas are summed (`Arrival.LOCAL_PRESCALED`) rather than averaged."""
+
+    ends_early: bool = False
+    """Whether rows beyond `num_rows` may be there too, as padding that must not count."""
+
+
+_part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)
+
+
+@contextlib.contextmanager
+def part_of_batch(part: Part) -> Iterator[None]:
+    """Says, for the time of the block, which part of the global batch this replica works on."""
+    token = _part.set(part)
+    try:
+        yield
+    finally:
+        _part.reset(token)
+
+
+def current_part() -> Part | None:
+    """What `part_of_batch` said last, or None where nobody knows."""
+    return _part.get()
+
+
+@dataclasses.dataclass(frozen=True)
 class World:
     """Which replicas and processes this program consists of."""
 
@@ -269,6 +308,15 @@ class Framework:
                 f"Received: num_replicas={num_replicas}. Use the tensorflow, jax or torch backend."
             )
         yield World()
+
+    def prepare(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+        """Makes the model's trainer aware of replicas where it is not. See `keras_shardopt.prepare`.
+
+        Args:
+            model: a compiled `keras.Model`.
+            reducers_of: finds each `CrossShard` that an optimizer consists of, from the outside in.
+        """
+        del model, reducers_of
 
     def largest_difference(self, variables: Sequence[Variable]) -> float:
         """The largest absolute difference between any two replicas' copies of these variables."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ class Jax(Framework):
                 f"be reduced. Received: axis_name={axis_name!r}, axes here: {tuple(manual)}. "
                 f"Use `CrossShard(..., axis_name={manual[0]!r})`."
             )
-        num_replicas = _batch_size(keras.distribution.distribution())
+        num_replicas = batch_size_of(keras.distribution.distribution())
         if num_replicas == 1:
             return SingleReplica()
         # GSPMD: one program over the whole batch, which XLA divides among the devices.
@@ -107,7 +107,7 @@ class Jax(Framework):
 
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         distribution = keras.distribution.distribution()
-        active = [] if _batch_size(distribution) == 1 else _devices_of(distribution)
+        active = [] if batch_size_of(distribution) == 1 else _devices_of(distribution)
         for variable in variables:
             theirs = _devices_of(variable._layout)
             if len(theirs) > 1 and not active:
@@ -166,6 +166,11 @@ class Jax(Framework):
             if keras.distribution.distribution() is distribution:
                 keras.distribution.set_distribution(before)
 
+    def prepare(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+        from keras_shardopt.replica import jax_fit  # it builds on this module
+
+        jax_fit.prepare(model, reducers_of)
+
     def largest_difference(self, variables: Sequence[Variable]) -> float:
         largest = 0.0
         for variable in variables:
@@ -188,7 +193,7 @@ def _devices_of(layout: Any) -> list[str]:
     return [d if isinstance(d, str) else f"{d.platform}:{d.id}" for d in devices]
 
 
-def _batch_size(distribution: Any) -> int:
+def batch_size_of(distribution: Any) -> int:
     """Into how many parts the distribution divides a batch."""
     if distribution is None or distribution.batch_dim_name is None:
         return 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -182,6 +182,11 @@ class TensorFlow(Framework):
             strategy = tf.distribute.MirroredStrategy([device.name for device in devices])
         with strategy.scope():
             yield _world_of(strategy)
+
+    def prepare(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+        from keras_shardopt.replica import tf_fit  # it builds on this module
+
+        tf_fit.prepare(model)
 
     def largest_difference(self, variables: Sequence[Variable]) -> float:
         largest = 0.0

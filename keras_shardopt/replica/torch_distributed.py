@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -116,6 +116,12 @@ class Ranks(ReplicaBackend):
             for i, part in zip(indices, flat.split(sizes)):
                 result[i] = part.clone().view(tensors[i].dtype).view(tensors[i].shape)
         return result
+
+    def broadcast_object(self, thing: Any, root: int) -> Any:
+        """Every rank gets rank `root`'s `thing`, whatever it is."""
+        things = [thing]
+        dist.broadcast_object_list(things, root)
+        return things[0]
 
     @torch.compiler.disable
     def start_together(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
@@ -298,6 +304,11 @@ class Torch(Framework):
                 dist.destroy_process_group()
             if device is not None:
                 torch.cuda.set_device(device)
+
+    def prepare(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+        from keras_shardopt.replica import torch_fit  # it builds on this module
+
+        torch_fit.prepare(model, self)
 
     def largest_difference(self, variables: Sequence[Variable]) -> float:
         if isinstance(self.replicas(""), SingleReplica) or not variables:

@@ -17,6 +17,9 @@ MAY_IMPORT_A_FRAMEWORK = {
     "keras_shardopt.replica.tf_distribute": {"tensorflow"},
     "keras_shardopt.replica.jax_sharding": {"jax"},
     "keras_shardopt.replica.torch_distributed": {"torch"},
+    "keras_shardopt.replica.tf_fit": {"tensorflow"},
+    "keras_shardopt.replica.jax_fit": {"jax"},
+    "keras_shardopt.replica.torch_fit": {"torch"},
 }
 # From the top down. A module imports from its own layer or below.
 LAYERS = [
@@ -25,7 +28,7 @@ LAYERS = [
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
     {"keras_shardopt.wrapper", "keras_shardopt.reduction"},
     {"keras_shardopt.replica"},
-    {"keras_shardopt.replica.base", "keras_shardopt.partition", "keras_shardopt.numerics"},
+    {"keras_shardopt.replica.base", "keras_shardopt.partition", "keras_shardopt.numerics", "keras_shardopt.whole_batch"},
     {"keras_shardopt._typing"},
 ]
 

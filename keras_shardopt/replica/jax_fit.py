@@ -1,0 +1,227 @@
+"""What `prepare(model)` changes in Keras' JAX trainer.
+
+Under a `keras.distribution` one program runs on the whole batch, so gradients, metrics and batch statistics are those
+of the whole batch anyway. Two things are missing: a batch that the devices cannot divide equally, and each replica's
+own gradients for an optimizer that wants to see them. The first is put on every device whole. For the second, forward
+and backward pass run in a `shard_map`, up to the reduced gradients; the update and the metrics stay outside.
+
+With several processes each feeds its own rows. They tell each other how many before every batch: processes with
+different numbers of rows, or of batches, would otherwise wait for each other for ever.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.jax.trainer._distribute_data` - puts a batch on the devices.
+    `keras.src.backend.jax.trainer.JAXEpochIterator` - what `fit` and `evaluate` iterate over.
+    `JAXEpochIterator._get_distributed_iterator`, `EpochIterator._num_batches` - its batches, and how many they are.
+    `JAXTrainer.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of its step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from keras.src.backend.jax import trainer as jax_trainer
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.replica.base import Part, claim_reduction, part_of_batch
+from keras_shardopt.replica.jax_sharding import MappedAxis, batch_size_of
+from keras_shardopt.replica.trainer import arguments_of, num_rows, stand_in
+from keras_shardopt.whole_batch import share_losses
+
+
+def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+    """Lets batches be uneven, and gives the model a step that shows its optimizer each replica's gradients."""
+    if jax_trainer._distribute_data is _distribute_in_keras:
+        jax_trainer._distribute_data = _distribute_data
+        jax_trainer.JAXEpochIterator = _EpochIterator
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        vars(distribution)[_TAKES_UNEVEN] = True
+    object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
+    stand_in(model, "train_step", _train_step)
+    for name in ("fit", "evaluate", "predict"):
+        stand_in(model, name, _silent_unless_chief)
+
+
+def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    arguments = arguments_of(real, *args, **kwargs)
+    keywords = arguments.pop("kwargs", {})
+    if jax.process_index() > 0:
+        arguments["verbose"] = 0
+    return real(**arguments, **keywords)
+
+
+# -- batches that the devices cannot divide ------------------------------------------------------------------------
+
+_TAKES_UNEVEN = "_keras_shardopt_takes_uneven"
+
+_distribute_in_keras = jax_trainer._distribute_data
+_KerasEpochIterator = jax_trainer.JAXEpochIterator
+
+
+def _takes_uneven(distribution: Any) -> bool:
+    return distribution is not None and _TAKES_UNEVEN in vars(distribution) and batch_size_of(distribution) > 1
+
+
+def _distribute_data(data: Any, layouts: Any = None) -> Any:
+    """Stands in for Keras' function of that name. `data` is None where this process has no batch left."""
+    distribution = keras.distribution.distribution()
+    if not _takes_uneven(distribution):
+        return _distribute_in_keras(data, layouts)
+    rows = 0 if data is None else num_rows(data)
+    everywhere = [rows]
+    if jax.process_count() > 1:
+        everywhere = multihost_utils.process_allgather(np.array([rows])).reshape(-1).tolist()
+    if not any(everywhere):
+        return None
+    if len(set(everywhere)) > 1 or sum(everywhere) % batch_size_of(distribution):
+        return _on_all_devices(data if len(everywhere) == 1 else _joined(data, rows), distribution)
+    # Without the entries that are None (no sample weights), on which Keras fails here.
+    structure = jax.tree.structure(data)
+    leaves = [_distribute_in_keras(leaf) for leaf in jax.tree.leaves(data)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _on_all_devices(data: Any, distribution: Any) -> Any:
+    """Every device gets all rows, and repeats the work of the others: right, and rare."""
+    everywhere = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
+
+    def put(leaf: Any) -> Tensor:
+        leaf = np.asarray(leaf)
+        return jax.make_array_from_callback(leaf.shape, everywhere, lambda index: leaf[index])
+
+    return jax.tree.map(put, data)
+
+
+def _joined(data: Any, num_rows: int) -> Any:
+    """The rows of all processes, in the order of their ids. Some may have no batch, and not know what one looks like."""
+    message = np.frombuffer(pickle.dumps(jax.tree.map(np.asarray, data) if num_rows else None), "uint8")
+    lengths = multihost_utils.process_allgather(np.array([len(message)])).reshape(-1)
+    padded = np.zeros(lengths.max(), "uint8")
+    padded[: len(message)] = message
+    messages = multihost_utils.process_allgather(padded)
+    parts = [pickle.loads(m[:length].tobytes()) for m, length in zip(messages, lengths)]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *[part for part in parts if part is not None])
+
+
+class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
+    """Ends on all processes together: one without a batch left goes on with the rows of the others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._agree_on_length()
+
+    def reset(self) -> None:
+        super().reset()
+        self._agree_on_length()
+
+    def _agree_on_length(self) -> None:
+        if jax.process_count() > 1 and _takes_uneven(keras.distribution.distribution()):
+            lengths = multihost_utils.process_allgather(np.array([self._num_batches or -1]))
+            self._num_batches = None if lengths.min() < 0 else int(lengths.max())
+
+    def _get_distributed_iterator(self, distribution: Any) -> Iterator[Any]:
+        if not _takes_uneven(distribution):
+            yield from super()._get_distributed_iterator(distribution)
+            return
+        batches = iter(self.data_adapter.get_jax_iterator())
+        while (batch := _distribute_data(next(batches, None))) is not None:
+            yield batch
+
+
+# -- gradients of each replica -------------------------------------------------------------------------------------
+
+
+def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
+    """The trainer's step, unless the optimizer wants to see each replica's own gradients."""
+    reducers = model._keras_shardopt_reducers_of(model.optimizer)
+    distribution = keras.distribution.distribution()
+    if batch_size_of(distribution) == 1 or not any(reducer.needs_local_gradients for reducer in reducers):
+        return real(state, data)
+    if type(model).train_step is not jax_trainer.JAXTrainer.train_step:
+        raise ValueError(
+            "A `train_step` of your own cannot be taken apart to show the optimizer each replica's gradients. "
+            f"Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
+            "`optimizer.stateless_apply` inside a `jax.shard_map` of your own."
+        )
+    weights, others, optimizer_state, metrics = state
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    share_losses(model)
+    grads, loss, y_pred, new_others = _per_replica(model, reducers[0], distribution, state, (x, y, sample_weight))
+    with claim_reduction(reducers):
+        new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
+    # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
+    _, (_, _, metrics) = model.stateless_compute_loss(
+        weights, others, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+    )
+    logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+    return logs, (new_weights, new_others, optimizer_state, metrics)
+
+
+def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any) -> tuple[Any, ...]:
+    """Forward and backward pass of each replica on its rows.
+
+    Returns:
+        The reduced gradients, the loss of the whole batch, the predictions of all rows, and the variables that are not
+        trained: moving statistics are the mean of the replicas', as each normalises with its own rows.
+    """
+    axis = distribution.batch_dim_name
+    num_replicas = batch_size_of(distribution)
+    all_rows = num_rows(data)
+    rows = -(-all_rows // num_replicas)
+    num_missing = rows * num_replicas - all_rows
+    variables = model.trainable_variables
+    is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
+
+    def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, data: Any) -> Any:
+        index = jax.lax.axis_index(axis)
+        mine = jax.numpy.clip(all_rows - index * rows, 0, rows) if num_missing else rows
+        # Another seed on each replica, or their dropout masks would be the same.
+        apart = jax.numpy.array([1, 0], "uint32") * index.astype("uint32") * np.uint32(0x9E3779B1)
+        inputs = [v + apart if seed else v for v, seed in zip(others, is_seed)]
+        part = Part(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))
+        step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
+        with part_of_batch(part):
+            (_, (loss, y_pred, changed, _)), grads = step(
+                weights, inputs, metrics, *data, training=True, optimizer_variables=optimizer_state
+            )
+            with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
+                grads = reducer.reduce_gradients(grads, variables)
+
+        def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
+            if seed:
+                return after - apart
+            if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
+                return after
+            # The mean of changes, so that what no replica changes keeps every bit; none where there were no rows.
+            change = jax.numpy.where(mine > 0, after - before, 0) * (mine / all_rows)
+            return before + jax.lax.psum(change, axis).astype(before.dtype)
+
+        changed = [joined(*each) for each in zip(others, changed, is_seed)]
+        return grads, jax.lax.pmean(loss, axis), y_pred, changed
+
+    whole, divided = PartitionSpec(), PartitionSpec(axis)
+    run = jax.shard_map(
+        local,
+        mesh=distribution.device_mesh.backend_mesh,
+        in_specs=(whole, whole, whole, whole, divided),
+        out_specs=(whole, whole, divided, whole),
+        check_vma=False,
+    )
+    grads, loss, y_pred, changed = run(*state, _padded(data, num_missing))
+    return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], y_pred), changed
+
+
+def _padded(data: Any, num_missing: int) -> Any:
+    """The batch with its first row repeated at the end. (A row of zeros may be outside of what the model can take.)"""
+    if not num_missing:
+        return data
+    return jax.tree.map(
+        lambda leaf: jax.numpy.concatenate([leaf, jax.numpy.repeat(leaf[:1], num_missing, axis=0)]), data
+    )

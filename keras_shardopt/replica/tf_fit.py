@@ -1,0 +1,59 @@
+"""What `prepare(model)` changes in Keras' TensorFlow trainer: parts of a batch need not be equal.
+
+Private names of Keras touched here (a test holds each of them):
+    `TensorFlowTrainer._maybe_symbolic_build` - builds the model from the first batch, before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_shardopt.replica.base import Part, part_of_batch
+from keras_shardopt.replica.tf_distribute import ReplicaContext
+from keras_shardopt.replica.trainer import num_rows, stand_in
+from keras_shardopt.whole_batch import share_losses
+
+
+def prepare(model: Any) -> None:
+    """Gives the model steps that know which part of the batch they have."""
+    stand_in(model, "train_step", _step)
+    stand_in(model, "test_step", _step)
+    stand_in(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+
+
+def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync == 1:
+        return real(data)
+    share_losses(model)
+    replicas = ReplicaContext(strategy, tf.distribute.get_replica_context())
+    mine = tf.convert_to_tensor(num_rows(data))
+    (all_rows,) = replicas.all_reduce([mine], "sum")
+    # A layer that looks at its batch (BatchNormalization) keeps a NaN from a part without rows.
+    floats = [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
+    before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in floats]
+    with part_of_batch(Part(mine, all_rows, replicas, losses_are_divided=True)):
+        logs = real(data)
+    for variable, value in zip(floats, before):
+        variable.assign(tf.where(mine > 0, keras.ops.convert_to_tensor(variable), value))
+    return logs
+
+
+def _maybe_symbolic_build(
+    model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None
+) -> None:
+    # Keras takes the mean of the replicas' parts of the first batch to get at their shapes, which fails where the
+    # parts are not equal. Those of one replica tell as much.
+    strategy = model.distribute_strategy
+    if iterator is not None and strategy.num_replicas_in_sync > 1:
+        for _, _, batches in iterator:
+            data_batch = keras.tree.map_structure(
+                lambda value: strategy.experimental_local_results(value)[0], next(batches)
+            )
+            break
+        iterator = None
+    real(iterator=iterator, data_batch=data_batch)

@@ -1,0 +1,308 @@
+"""What `prepare(model)` changes in Keras' torch trainer, which knows nothing of ranks.
+
+Ranks meet before every batch and tell each other how many rows they have, so that unequal batches weigh what they
+should, and a rank that runs out of batches goes along with empty ones. They meet again at the end of an epoch, for
+the metrics. Every meeting starts with the same message, so ranks that want different things (one stops, others go on)
+notice, and all of them raise.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over.
+    `EpochIterator.__iter__`, `__next__` - start an epoch; give the first and last step, and their batches.
+    `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
+    `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
+    `Trainer._flatten_metrics_in_order` - the form in which `train_on_batch` returns logs.
+    `TorchTrainer._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
+    `keras.src.utils.python_utils.pythonify_logs` - makes Python numbers of logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import torch
+from keras.src.backend.torch import trainer as torch_trainer
+from keras.src.trainers.trainer import Trainer
+from keras.src.utils.python_utils import pythonify_logs
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.replica.base import Part, SingleReplica, part_of_batch
+from keras_shardopt.replica.torch_distributed import Ranks, Torch
+from keras_shardopt.replica.trainer import arguments_of, num_rows, stand_in
+from keras_shardopt.whole_batch import share_losses
+
+
+def prepare(model: Any, framework: Torch) -> None:
+    """Makes `fit`, `evaluate` and the calls on one batch work on all ranks together."""
+    if _SESSION not in vars(model):
+        object.__setattr__(model, _SESSION, _Session(model, framework))
+    if torch_trainer.TorchEpochIterator is _KerasEpochIterator:
+        torch_trainer.TorchEpochIterator = _EpochIterator
+    stand_in(model, "fit", _fit)
+    stand_in(model, "evaluate", _run)
+    stand_in(model, "predict", _run)
+    stand_in(model, "train_on_batch", _train_on_batch)
+    stand_in(model, "test_on_batch", _test_on_batch)
+    stand_in(model, "train_step", _train_step)
+    stand_in(model, "test_step", _step)
+    stand_in(model, "_symbolic_build", _symbolic_build)
+    stand_in(model, "_get_metrics_result_or_logs", _metrics_result_or_logs)
+    if hasattr(model, "_initialize_ddp"):
+        stand_in(model, "_initialize_ddp", _without_ddp)
+        # From the release that has DDP on, this sums metrics over ranks at every step.
+        object.__setattr__(model, "get_metrics_result", Trainer.get_metrics_result.__get__(model))
+
+
+_SESSION = "_keras_shardopt_session"
+
+
+class _Phase(enum.IntEnum):
+    """What a rank is about to do when it meets the others."""
+
+    TRAIN_BATCH = 1
+    TEST_BATCH = 2
+    END_OF_EPOCH = 3
+    END_OF_FIT = 4
+
+
+_DOES = {
+    _Phase.TRAIN_BATCH: "trains",
+    _Phase.TEST_BATCH: "evaluates",
+    _Phase.END_OF_EPOCH: "ends an epoch",
+    _Phase.END_OF_FIT: "leaves `fit`",
+}
+
+
+class _Session:
+    """What the ranks have agreed on, for one model."""
+
+    def __init__(self, model: Any, framework: Torch) -> None:
+        self._framework = framework
+        self._last_batch: dict[_Phase, Any] = {}
+        self.model = model
+        self.has_started = False
+        """Whether the ranks have begun the running `fit` with equal weights."""
+        self.rows: list[int] | None = None
+        """How many rows each rank has in the batch that comes next; None if they have not met for it."""
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks, if there are several."""
+        replicas = self._framework.replicas("")
+        return None if isinstance(replicas, SingleReplica) else replicas  # type: ignore[return-value]
+
+    def meet(self, phase: _Phase, *message: int) -> list[list[int]]:
+        """Tells the other ranks a message, and returns what each of them tells.
+
+        Raises:
+            ValueError: on every rank, if they are in different phases.
+        """
+        assert self.ranks is not None
+        padded = [phase, *message, 0, 0][:3]
+        (gathered,) = self.ranks.all_gather([torch.tensor(padded, device=_device())])
+        messages = gathered.view(-1, 3).tolist()
+        phases = [_Phase(told[0]) for told in messages]
+        if len(set(phases)) > 1:
+            listed = ", ".join(f"rank {rank} {_DOES[phase]}" for rank, phase in enumerate(phases))
+            raise ValueError(
+                "All ranks must make the same calls, with the same `epochs` and validation, and stop together. "
+                f"Received: {listed}. Let what stops training depend on an epoch's logs, which are equal on all ranks."
+            )
+        return [told[1:] for told in messages]
+
+    def next_batch(self, data: Any, phase: _Phase) -> Any:
+        """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
+        mine = 0 if data is None else int(num_rows(data))
+        if mine:
+            self._last_batch[phase] = data
+        told = self.meet(phase, mine, phase in self._last_batch)
+        rows = [row for row, _ in told]
+        if not any(rows):
+            return None
+        if not all(has_any for _, has_any in told):
+            # A rank that never had a row needs some batch to go through the model with.
+            giver = next(rank for rank, row in enumerate(rows) if row)
+            assert self.ranks is not None
+            given = self.ranks.broadcast_object(data, giver)
+            self._last_batch.setdefault(phase, given)
+        self.rows = rows
+        return self._last_batch[phase]
+
+
+def _device() -> Any:
+    return keras.ops.zeros(()).device
+
+
+_running: contextvars.ContextVar[_Session | None] = contextvars.ContextVar("running", default=None)
+
+
+def _session_of(model: Any) -> _Session:
+    session: _Session = vars(model)[_SESSION]
+    return session
+
+
+@contextlib.contextmanager
+def _run_of(session: _Session | None) -> Iterator[None]:
+    """Within it batches are those that all ranks agree on (None: each rank's own)."""
+    token = _running.set(session)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def _run(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`evaluate` and `predict`: only the chief prints."""
+    session = _session_of(model)
+    arguments = arguments_of(real, *args, **kwargs)
+    keywords = arguments.pop("kwargs", {})
+    if session.ranks is not None and not session.ranks.is_chief:
+        arguments["verbose"] = 0
+    with _run_of(session):
+        return real(**arguments, **keywords)
+
+
+def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    session = _session_of(model)
+    session.has_started = False
+    history = _run(model, real, *args, **kwargs)
+    if session.ranks is not None:
+        session.meet(_Phase.END_OF_FIT)
+    return history
+
+
+def _symbolic_build(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with _run_of(None):  # it may look at a batch, but trains on none
+        real(*args, **kwargs)
+
+
+_KerasEpochIterator = torch_trainer.TorchEpochIterator
+
+
+class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
+    """Ends on all ranks together: one without a batch left repeats its last one, of which no row counts then."""
+
+    def __iter__(self) -> Any:
+        self._has_ended = False
+        self._step = -1
+        return super().__iter__()
+
+    def __next__(self) -> Any:
+        session = _running.get()
+        if session is None or session.ranks is None:
+            return super().__next__()
+        batches = [None]
+        if not self._has_ended:
+            try:
+                self._step, _, batches = super().__next__()
+            except StopIteration:
+                self._has_ended = True
+        if self._has_ended:
+            self._step += 1
+        phase = _Phase.TRAIN_BATCH if session.model.training else _Phase.TEST_BATCH
+        data = session.next_batch(batches[0], phase)
+        if data is None:
+            raise StopIteration
+        return self._step, self._step, [data]
+
+
+def _train_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _on_batch(model, real, _Phase.TRAIN_BATCH, arguments_of(real, *args, **kwargs))
+
+
+def _test_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _on_batch(model, real, _Phase.TEST_BATCH, arguments_of(real, *args, **kwargs))
+
+
+def _on_batch(model: Any, real: Callable[..., Any], phase: _Phase, arguments: dict[str, Any]) -> Any:
+    """Every rank gives its own rows, perhaps none, and gets the logs of all."""
+    session = _session_of(model)
+    return_dict = arguments.pop("return_dict", False)
+    if session.ranks is None:
+        return real(**arguments, return_dict=return_dict)
+    batch = tuple(arguments.pop(name, None) for name in ("x", "y", "sample_weight"))
+    batch = session.next_batch(batch, phase)
+    if batch is None:
+        raise ValueError("`x` must have rows on some rank. Received: none on any.")
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    logs = real(x=x, y=y, sample_weight=sample_weight, **arguments, return_dict=True)
+    with _run_of(session):
+        logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    session = _session_of(model)
+    if session.ranks is not None and session.rows is not None and not session.has_started:
+        session.ranks.start_together(model.trainable_variables, model.optimizer.variables)
+        session.has_started = True
+    return _step(model, real, data)
+
+
+# Not compiled itself, as it talks to other ranks; what it calls is.
+@torch.compiler.disable(recursive=False)
+def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    """A step on this rank's part of the batch that the ranks have agreed on."""
+    session = _session_of(model)
+    ranks, rows = session.ranks, session.rows
+    if ranks is None or rows is None:
+        return real(data)
+    session.rows = None
+    mine = rows[ranks.replica_id]
+    share_losses(model)
+    kept = [] if mine else [(tensor, tensor.clone()) for tensor in _counted(model)]
+    with part_of_batch(Part(mine, sum(rows), ranks, ends_early=not mine)):
+        logs = real(data)
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
+    return logs
+
+
+def _counted(model: Any) -> list[Tensor]:
+    """What a step without rows must leave as it is: metrics and moving statistics. (Seeds stay in step.)"""
+    return [v.value for v in model.metrics_variables] + _statistics(model)
+
+
+def _statistics(model: Any) -> list[Tensor]:
+    return [v.value for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
+
+
+def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -> Any:
+    """The metrics of all ranks together, each variable summed or averaged as the metric has declared it."""
+    session = _session_of(model)
+    ranks = session.ranks
+    if ranks is None or _running.get() is not session:
+        return real(logs)
+    session.meet(_Phase.END_OF_EPOCH)
+    with torch.no_grad():
+        if model.training:
+            _average_statistics(model, ranks)
+        mine = [v.value for v in model.metrics_variables]
+        before = [tensor.clone() for tensor in mine]
+        for how in ("sum", "mean"):
+            chosen = [v.value for v in model.metrics_variables if v.aggregation == how]
+            for tensor, value in zip(chosen, ranks.all_reduce(chosen, how)):  # type: ignore[arg-type]
+                tensor.copy_(value)
+        result = real(logs)
+        for tensor, value in zip(mine, before):
+            tensor.copy_(value)
+    return result
+
+
+def _average_statistics(model: Any, ranks: Ranks) -> None:
+    """Makes moving statistics, which each rank has of its own rows, the mean of all ranks'."""
+    mine = _statistics(model)
+    roots = ranks.broadcast(mine)
+    # By the mean of differences: frozen weights, which are among them and equal, keep every bit.
+    differences = ranks.all_reduce([tensor - root for tensor, root in zip(mine, roots)], "mean")
+    for tensor, root, difference in zip(mine, roots, differences):
+        tensor.copy_(root + difference)
+
+
+def _without_ddp(model: Any, real: Callable[[], None]) -> None:
+    """Leaves the parameters to the optimizer: DDP would reduce gradients before they are weighed."""

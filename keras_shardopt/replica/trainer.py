@@ -1,0 +1,32 @@
+"""What the three `*_fit.py` share: one model's own stand-ins for methods of its trainer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+
+def stand_in(model: Any, name: str, function: Callable[..., Any]) -> None:
+    """Lets `model.name(...)` call `function(model, real, ...)`, where `real` is the method that it replaces.
+
+    Doing it twice changes nothing.
+    """
+    real = getattr(model, name)
+    if not (isinstance(real, functools.partial) and real.func is function):
+        # Past Keras' attribute tracking, and torch's.
+        object.__setattr__(model, name, functools.partial(function, model, real))
+
+
+def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call, by name."""
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
+def num_rows(data: Any) -> Any:
+    """How many rows a batch has: a batch is what `train_step` gets, `(x, y, sample_weight)` or less."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    return keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))[0]

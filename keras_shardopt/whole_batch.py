@@ -1,0 +1,154 @@
+"""The loss of the whole batch, from replicas that each see a part of it.
+
+Keras divides a loss by what its own replica has (rows, sum of weights, mask), and the mean of such means is not the
+mean over the whole batch as soon as parts differ. Inside `part_of_batch()` the losses of `compile(loss=...)`, and
+every `keras.losses.Loss` called there, divide by what all replicas have together.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.losses.loss.reduce_weighted_values` - what `Loss.__call__` makes a scalar of its values with.
+    `keras.src.losses.loss.squeeze_or_expand_to_same_rank`, `standardize_reduction` - its two helpers.
+    `Trainer._loss_tracker`, `Trainer._compile_loss` - the metrics that hold mean losses.
+    `Trainer._aggregate_additional_loss` - what makes a scalar of a regulariser or an `add_loss`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+from keras import ops
+from keras.src.losses import loss as keras_loss
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.numerics import dtype_of
+from keras_shardopt.replica.base import Part, current_part
+
+
+def share_losses(model: Any) -> None:
+    """Lets `model` compute the loss of the whole batch wherever `part_of_batch()` says what its part is.
+
+    May be called again at any time, and must be once the model is compiled and its losses are built.
+    """
+    if keras_loss.reduce_weighted_values is _reduce_in_keras:
+        keras_loss.reduce_weighted_values = _reduce_weighted_values
+    compiled = getattr(model._compile_loss, "metrics", None) or []
+    for tracker in [model._loss_tracker, *compiled]:
+        if tracker is not None and "update_state" not in vars(tracker):
+            object.__setattr__(tracker, "update_state", functools.partial(_update_mean_loss, tracker))
+    if "_aggregate_additional_loss" not in vars(model):
+        object.__setattr__(model, "_aggregate_additional_loss", functools.partial(_share_additional_loss, model))
+
+
+_reduce_in_keras = keras_loss.reduce_weighted_values
+
+
+def _reduce_weighted_values(
+    values: Tensor,
+    sample_weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Tensor:
+    """Stands in for Keras' function of that name."""
+    part = current_part()
+    reduction = keras_loss.standardize_reduction(reduction)
+    if part is None or reduction in (None, "none"):
+        return _reduce_in_keras(values, sample_weight, mask, reduction, dtype)
+    values = ops.convert_to_tensor(values, dtype=dtype)
+    if len(values.shape) == 0:
+        # The values are lost, so the mean over the rows of this part is the best guess at what it is.
+        return values * ops.cast(_share(part) * _factor(part) / part.replicas.num_replicas, dtype_of(values))
+    return _loss_of_whole_batch(values, sample_weight, mask, reduction, part)
+
+
+def _loss_of_whole_batch(
+    values: Tensor, sample_weight: Tensor | None, mask: Tensor | None, reduction: str | None, part: Part
+) -> Tensor:
+    r"""The sum over this part, divided by what all parts have, so that parts add up to the loss of the whole.
+
+    With $v$ the values, $w$ the sample weights and $m$ the mask (1 where there is none), sums over this part and
+    $\Sigma$ over all parts, it is $F \sum v w m / d$, where $F$ undoes a later mean over replicas, and $d$ is
+
+    - 1 for "sum",
+    - $\Sigma 1 \cdot \frac{\Sigma m}{\Sigma 1_m}$ for "sum_over_batch_size" and "mean" (the second factor is the part
+      of the mask that is set),
+    - $\Sigma w m$ for "mean_with_sample_weight".
+    """
+    dtype = dtype_of(values)
+    weight = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
+    wide = "float64" if dtype == "float64" else "float32"  # a float16 cannot count beyond 65504
+    counts = [_size(values, part, wide)]
+    if mask is not None:
+        mask = ops.convert_to_tensor(mask, dtype=dtype)
+        counts += [ops.sum(ops.cast(_rows_that_count(mask, part), wide)), _size(mask, part, wide)]
+        if weight is None:
+            weight = mask
+        else:
+            mask, weight = keras_loss.squeeze_or_expand_to_same_rank(mask, weight)
+            weight = weight * mask
+    if weight is not None:
+        values, weight = keras_loss.squeeze_or_expand_to_same_rank(values, weight)
+        values = values * weight
+    total = ops.sum(_rows_that_count(values, part)) * ops.cast(_factor(part), dtype)
+    if reduction == "sum":
+        return total
+    if reduction == "mean_with_sample_weight" and weight is not None:
+        counts = [ops.sum(ops.cast(_rows_that_count(weight, part), wide))]
+    elif reduction == "mean_with_sample_weight":
+        counts = counts[:1]
+    (counts,) = part.replicas.all_reduce([ops.stop_gradient(ops.stack(counts))], "sum")
+    divisor = counts[0] if counts.shape[0] == 1 else counts[0] * ops.divide_no_nan(counts[1], counts[2])
+    return ops.cast(ops.divide_no_nan(ops.cast(total, wide), divisor), dtype)
+
+
+def _rows_that_count(values: Tensor, part: Part) -> Tensor:
+    """`values` with zeros in the rows that are there as padding only."""
+    if not part.ends_early:
+        return values
+    rows = ops.reshape(ops.arange(values.shape[0]), [-1] + [1] * (len(values.shape) - 1))
+    return ops.where(rows < part.num_rows, values, ops.zeros_like(values))
+
+
+def _size(values: Tensor, part: Part, dtype: str) -> Tensor:
+    """How many elements of `values` count."""
+    shape = ops.shape(values)
+    if part.ends_early:
+        shape = (part.num_rows, *shape[1:])
+    return functools.reduce(ops.multiply, [ops.cast(size, dtype) for size in shape])
+
+
+def _factor(part: Part) -> int:
+    """By what a loss is multiplied because the gradients of the replicas will be averaged."""
+    return 1 if part.losses_are_divided else part.replicas.num_replicas
+
+
+def _share(part: Part) -> Any:
+    """The rows of this part, in units of an equal part: 1 where all parts are equal."""
+    return _ratio(part.num_rows * part.replicas.num_replicas, part.num_rows_of_all)
+
+
+def _ratio(count: Any, total: Any) -> Any:
+    if isinstance(count, int) and isinstance(total, int):
+        return count / max(total, 1)
+    return ops.cast(count, "float32") / ops.cast(ops.maximum(total, 1), "float32")
+
+
+def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) -> None:
+    """Stands in for `update_state` of a metric that holds a mean loss.
+
+    The mean of the replicas' losses is the loss of the whole batch, so each counts for an equal part of its rows.
+    """
+    part = current_part()
+    if part is not None:
+        sample_weight = _ratio(part.num_rows_of_all, part.replicas.num_replicas)
+    type(tracker).update_state(tracker, value, sample_weight=sample_weight)
+
+
+def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
+    """Stands in for `_aggregate_additional_loss`: exact for weight penalties, and for means over rows."""
+    loss = type(model)._aggregate_additional_loss(model, loss)
+    part = current_part()
+    if part is None:
+        return loss
+    return loss * ops.cast(_share(part), keras.backend.standardize_dtype(loss.dtype))
