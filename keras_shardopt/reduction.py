@@ -1,21 +1,163 @@
 """From gradients as they arrive to gradients that are global.
 
-Hides which of the ways of arriving needs which collective and which factor. It knows no framework, so a fake with
-any number of replicas tests every row.
+Hides which of the ways of arriving needs which collective and which factor, and in which units a replica's own
+gradient arrives. It knows no framework, so a fake with any number of replicas tests every row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from keras import ops
 
-from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
-from keras_shardopt.numerics import is_next_value
+from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.numerics import clip_by_global_norm, dtype_of, in_float32, is_next_value, is_sparse, map_values
 from keras_shardopt.replica.base import Arrival, ReplicaBackend
 
 Reduction = Literal["mean", "sum"]
+
+LocalTransform = Callable[[list[Any], list[Variable]], Sequence[Any]]
+"""`(grads, variables) -> grads`, for the gradients of one replica."""
+
+
+def group_assignment_of(groups: Any) -> list[list[int]] | None:
+    """The groups as lists of ints, or None where there are none (None or an empty list).
+
+    Raises:
+        ValueError: if they are not lists of equal length in a list, in which each of the ids 0, 1, ... stands once.
+    """
+    if groups is None or (isinstance(groups, (list, tuple)) and not groups):
+        return None
+    received = f"Received: group_assignment={groups!r}"
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise ValueError(f"`group_assignment` must be a list of lists of replica ids. {received}")
+    ids = [replica for group in groups for replica in group]
+    for replica in ids:
+        if not isinstance(replica, (int, float)) and not hasattr(replica, "__index__"):
+            raise ValueError(
+                f"`group_assignment` must hold replica ids, which are ints. {received}, with {replica!r} in it"
+            )
+    twice = sorted({replica for replica in ids if ids.count(replica) > 1})
+    if twice:
+        raise ValueError(
+            f"`group_assignment` must name every replica once. {received}, in which {twice} stand more than once"
+        )
+    if set(ids) != set(range(len(ids))):
+        raise ValueError(
+            f"`group_assignment` must name every replica, from 0 to the number of replicas - 1. {received}, "
+            f"which names {len(ids)} replicas, but not {sorted(set(range(len(ids))) - set(ids))}"
+        )
+    if len({len(group) for group in groups}) > 1:
+        raise ValueError(
+            f"`group_assignment` must have groups of one size. {received}, with sizes {[len(g) for g in groups]}"
+        )
+    return [[int(replica) for replica in group] for group in groups]
+
+
+def check_groups(groups: Groups | None, replicas: ReplicaBackend) -> None:
+    """Raises ValueError unless the groups are those of as many replicas as there are."""
+    num_named = 0 if groups is None else sum(map(len, groups))
+    if groups is not None and num_named != replicas.num_replicas:
+        raise ValueError(
+            "`group_assignment` must name each replica of the program once. "
+            f"Received: group_assignment={[list(g) for g in groups]}, with {num_named} replicas, where there are "
+            f"{replicas.num_replicas}. Leave `group_assignment` out to average over all of them."
+        )
+
+
+def transformed_gradients(
+    grads: Gradients,
+    variables: Sequence[Variable],
+    num_replicas: int,
+    arrival: Arrival,
+    loss_scale: Any = 1.0,
+    clipnorm: float | None = None,
+    transform: LocalTransform | None = None,
+) -> list[Tensor | None]:
+    r"""Changes this replica's gradients by themselves: first by `transform`, then clipped by their own global norm.
+
+    Both are in units of the replica's own mean loss. With $s$ the loss scale, and $u = s / N$ where gradients arrive
+    prescaled and $u = s$ elsewhere, a gradient arrives as $u \, g_r$. `transform` sees $g_r$ (of half precision in
+    float32), and the clipping makes it $g_r \min(1, c / \lVert g_r \rVert)$. The result has the units and dtypes in
+    which the gradients arrived.
+
+    Args:
+        grads: one tensor or None per variable: this replica's own, so `arrival` is local or prescaled unless there is
+            one replica only.
+        variables: the variables of `grads`. The next values of those with `overwrite_with_gradient` are left alone.
+        num_replicas: the $N$ that prescaled gradients are divided by.
+        arrival: how the gradients arrive.
+        loss_scale: a number or scalar tensor, by which the loss was multiplied.
+        clipnorm: float or None. The largest global norm.
+        transform: a function or None.
+
+    Raises:
+        ValueError: if `transform` returns another number of gradients, or one of another shape than its variable.
+    """
+    result = list(grads)
+    plain = [i for i, variable in enumerate(variables) if not is_next_value(variable)]
+    # As numbers where they are known: a factor of 1 then costs nothing and changes no bit.
+    unit = loss_scale / num_replicas if arrival is Arrival.LOCAL_PRESCALED and num_replicas > 1 else loss_scale
+    if transform is not None:
+        arrived = [grads[i] for i in plain]
+        own = [None if g is None else map_values(lambda v: _in_units(in_float32(v), 1 / unit), g) for g in arrived]
+        owners = [variables[i] for i in plain]
+        for i, grad in zip(plain, _checked(transform(own, owners), owners)):
+            dtype = dtype_of(variables[i] if grads[i] is None else grads[i])
+            result[i] = None if grad is None else map_values(functools.partial(_arriving, unit=unit, dtype=dtype), grad)
+    if clipnorm is not None:
+        # The limit in the units of the gradients, not the other way round: within it they keep every bit.
+        clipped, _ = clip_by_global_norm([result[i] for i in plain], clipnorm * unit)
+        for i, grad in zip(plain, clipped):
+            result[i] = grad
+    return result
+
+
+def _arriving(value: Tensor, unit: Any, dtype: str) -> Tensor:
+    return ops.cast(_in_units(value, unit), dtype)
+
+
+def _in_units(value: Tensor, unit: Any) -> Tensor:
+    if isinstance(unit, float) and unit == 1:
+        return value
+    return ops.multiply(value, ops.cast(unit, dtype_of(value)))
+
+
+def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None]:
+    """What a transform has returned, if that can be gradients of `variables`."""
+    rule = "`replica_transform` must return a list with one gradient, or None, for each that it is given."
+    if not isinstance(returned, (list, tuple)):
+        raise ValueError(f"{rule} Received: {returned!r} (of type {type(returned).__name__})")
+    if len(returned) != len(variables):
+        raise ValueError(f"{rule} Received: {len(returned)} gradients for {len(variables)} variables")
+    grads = [g if g is None or is_sparse(g) else ops.convert_to_tensor(g) for g in returned]
+    for grad, variable in zip(grads, variables):
+        if grad is not None and not is_sparse(grad) and tuple(grad.shape) != tuple(variable.shape):
+            raise ValueError(
+                "`replica_transform` must return gradients of the shapes of their variables. Received: shape "
+                f"{tuple(grad.shape)} for `{getattr(variable, 'path', variable)}` of shape {tuple(variable.shape)}"
+            )
+    return grads
+
+
+def weighted_gradients(grads: Gradients, variables: Sequence[Variable], weight: Any) -> Gradients:
+    """Gradients times the weight with which their replica counts; zeros for a weight of 0, whatever they hold."""
+    if isinstance(weight, (int, float)) and weight == 1:
+        return grads
+    return [
+        grad if grad is None or is_next_value(variable) else map_values(lambda v: _weighted(v, weight), grad)
+        for grad, variable in zip(grads, variables)
+    ]
+
+
+def _weighted(value: Tensor, weight: Any) -> Tensor:
+    # Not times zero: a gradient of no rows, or of foreign weights, may hold anything, also NaN.
+    if isinstance(weight, (int, float)):
+        return ops.zeros_like(value) if weight == 0 else ops.multiply(value, weight)
+    product = ops.multiply(value, ops.cast(weight, dtype_of(value)))
+    return ops.where(ops.equal(weight, 0), ops.zeros_like(value), product)
 
 
 def global_gradients(
@@ -24,11 +166,13 @@ def global_gradients(
     replicas: ReplicaBackend,
     reduction: Reduction = "mean",
     arrival: Arrival | None = None,
+    groups: Groups | None = None,
 ) -> list[Tensor | None]:
-    r"""Reduces the gradients of all replicas to the one that every replica then applies.
+    r"""Reduces the gradients of all replicas (of a group) to the one that every replica (of it) then applies.
 
     With $N$ replicas and $g_r$ the gradient of the mean loss of replica $r$, the result is
-    $\frac{1}{N} \sum_r g_r$ for `"mean"` and $\sum_r g_r$ for `"sum"`.
+    $\frac{1}{N} \sum_r g_r$ for `"mean"` and $\sum_r g_r$ for `"sum"`; with groups, the mean or sum over the
+    replicas of the group that this one is in.
 
     Args:
         grads: one tensor or None per variable. A variable that has a gradient on some replicas only counts as
@@ -38,10 +182,11 @@ def global_gradients(
             accumulates.
         replicas: who exchanges what.
         reduction: "mean" or "sum".
-        arrival: how the gradients arrive; None asks `replicas`.
+        arrival: how the gradients arrive; None asks `replicas`. With groups, it must be local or prescaled.
+        groups: lists of replica ids that together name every replica once; None for all in one.
 
     Returns:
-        A list like `grads`, equal on all replicas.
+        A list like `grads`, equal on all replicas (of a group).
     """
     if arrival is None:
         arrival = replicas.arrival(grads, variables)
@@ -53,12 +198,12 @@ def global_gradients(
         ]
     reduced: list[Tensor | None] = list(grads)
     next_values = [i for i, v in enumerate(variables) if grads[i] is not None and is_next_value(v)]
-    for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max")):
+    for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max", groups)):
         reduced[i] = value
     plain = [i for i, v in enumerate(variables) if not is_next_value(v)]
     op = _collective(arrival, reduction)
-    factor = replicas.num_replicas if arrival is Arrival.LOCAL_PRESCALED and reduction == "sum" else 1
-    results = _reduce_some([grads[i] for i in plain], [variables[i] for i in plain], replicas, op)
+    factor = _rescaling(reduction, replicas.num_replicas, groups) if arrival is Arrival.LOCAL_PRESCALED else 1
+    results = _reduce_some([grads[i] for i in plain], [variables[i] for i in plain], replicas, op, groups)
     for i, result in zip(plain, results):
         reduced[i] = None if result is None else _scaled(result, factor)
     return reduced
@@ -69,6 +214,14 @@ def _collective(arrival: Arrival, reduction: Reduction) -> ReduceOp:
     return "mean" if arrival is Arrival.LOCAL and reduction == "mean" else "sum"
 
 
+def _rescaling(reduction: Reduction, num_replicas: int, groups: Groups | None) -> float:
+    """What to multiply the sum of prescaled gradients with."""
+    if reduction == "sum":
+        return num_replicas
+    # Each is divided by the number of all replicas, also where only those of a group are added.
+    return 1 if groups is None else num_replicas / len(groups[0])
+
+
 def _factor(arrival: Arrival, reduction: Reduction, num_replicas: int) -> float:
     """What to multiply gradients with that no collective has to touch."""
     if arrival is Arrival.SUMMED:
@@ -77,13 +230,13 @@ def _factor(arrival: Arrival, reduction: Reduction, num_replicas: int) -> float:
 
 
 def _reduce_some(
-    grads: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend, op: ReduceOp
+    grads: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend, op: ReduceOp, groups: Groups | None
 ) -> list[Tensor | None]:
     """Reduces gradients of which some are None."""
     if replicas.runs_one_program:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         result: list[Tensor | None] = [None] * len(grads)
-        for i, grad in zip(present, replicas.all_reduce([grads[i] for i in present], op)):
+        for i, grad in zip(present, replicas.all_reduce([grads[i] for i in present], op, groups)):
             result[i] = grad
         return result
     # Each replica ran its own program: a branch taken on one and not on another leaves None where others have a
@@ -93,7 +246,7 @@ def _reduce_some(
     if not filled:
         return []
     presence = ops.convert_to_tensor([grad is not None for grad in grads], dtype=filled[0].dtype)
-    *sums, counts = replicas.all_reduce([*filled, presence], op)
+    *sums, counts = replicas.all_reduce([*filled, presence], op, groups)
     if all(grad is not None for grad in grads):
         return list(sums)  # without looking at the counts, which would wait for the device
     anywhere = ops.convert_to_numpy(ops.cast(counts, "float32")) > 0
@@ -102,4 +255,4 @@ def _reduce_some(
 
 def _scaled(grad: Tensor, factor: float) -> Tensor:
     # Not `grad * 1`: alone, a replica must cost nothing and change no bit.
-    return grad if factor == 1 else ops.multiply(grad, factor)
+    return grad if factor == 1 else map_values(lambda value: ops.multiply(value, factor), grad)

@@ -427,9 +427,14 @@ def _refuse_local_gradients(outer: OptimizerWrapper, inner: Any) -> None:
             f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one part of the batch "
             f"only. Received: inner_optimizer={_described(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
         )
-    further = _inner_of(inner)
-    for optimizer in getattr(inner, "optimizers", []) if further is None else [further]:
+    for optimizer in parts(inner):
         _refuse_local_gradients(outer, optimizer)
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizer right inside `optimizer`: several in a `MultiOptimizer`, none in one with an update rule."""
+    inner = _inner_of(optimizer)
+    return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
 
 
 def _inner_of(optimizer: Any) -> Any:

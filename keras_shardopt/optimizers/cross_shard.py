@@ -6,12 +6,19 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
-from keras import ops
 
-from keras_shardopt._typing import Gradients, Variable
-from keras_shardopt.reduction import Reduction, global_gradients
-from keras_shardopt.replica import Arrival, claim_reduction, framework, reduction_is_claimed
-from keras_shardopt.wrapper import OptimizerWrapper, inside, leaves
+from keras_shardopt._typing import Gradients, Groups, Variable
+from keras_shardopt.reduction import (
+    LocalTransform,
+    Reduction,
+    check_groups,
+    global_gradients,
+    group_assignment_of,
+    transformed_gradients,
+    weighted_gradients,
+)
+from keras_shardopt.replica import Arrival, ReplicaBackend, claim_reduction, framework, reduction_is_claimed
+from keras_shardopt.wrapper import OptimizerWrapper, inside, leaves, parts
 
 # The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
 _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "sum": "sum", "weighted_mean": "mean", "weighted_sum": "sum"}
@@ -77,8 +84,11 @@ class CrossShard(OptimizerWrapper):
         self,
         inner_optimizer: Any,
         reduction: Literal["mean", "sum", "weighted_mean", "weighted_sum"] = "mean",
+        group_assignment: Sequence[Sequence[int]] | None = None,
         *,
         gradients: Literal["auto", "local", "prescaled", "summed", "global"] = "auto",
+        replica_clipnorm: float | None = None,
+        replica_transform: LocalTransform | None = None,
         axis_name: str = "batch",
         name: str | None = None,
     ) -> None:
@@ -92,14 +102,33 @@ class CrossShard(OptimizerWrapper):
             raise ValueError(f"`gradients` must be one of {list(arrivals)}. Received: gradients={gradients!r}")
         if not isinstance(axis_name, str):
             raise TypeError(f"`axis_name` must be a str. Received: axis_name={axis_name!r}")
+        _check_clipnorm(replica_clipnorm)
+        if replica_transform is not None and not callable(replica_transform):
+            raise TypeError(
+                "`replica_transform` must be a function `(grads, variables) -> grads`, or None. "
+                f"Received: replica_transform={replica_transform!r}"
+            )
+        groups = group_assignment_of(group_assignment)
         super().__init__(inner_optimizer, name=name)
+        _refuse_inside(self.inner)
         self.reduction = _REDUCTIONS[reduction]
         self.gradients = gradients
         self.axis_name = axis_name
+        self.replica_clipnorm = None if replica_clipnorm is None else float(replica_clipnorm)
+        # Past Keras' tracking, which would turn lists into lists of its own.
+        self.__dict__["group_assignment"] = groups
+        self.__dict__["replica_transform"] = replica_transform
         self.__dict__["_arrival"] = arrivals[gradients]
         # The torch ranks that this optimizer has started together with.
         self.__dict__["_peers"] = None
         framework.notice(self)
+
+    @property
+    def needs_local_gradients(self) -> bool:
+        """Whether it does something that needs each replica's own gradients, before they are reduced."""
+        return (
+            self.replica_clipnorm is not None or self.replica_transform is not None or self.group_assignment is not None
+        )
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Makes the gradients global."""
@@ -107,11 +136,85 @@ class CrossShard(OptimizerWrapper):
             return grads
         replicas = framework.replicas(self.axis_name)
         framework.check_ready(variables, leaves(self))
+        share = 1.0
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
-            share = replicas.start_together(self._trainable_variables, self.variables)
-            grads = [None if grad is None else _share_of(grad, share) for grad in grads]
+            share = replicas.start_together(self._trainable_variables, self.variables, self._groups(replicas))
             self.__dict__["_peers"] = replicas
-        return global_gradients(grads, variables, replicas, self.reduction, self.__dict__["_arrival"])
+        return self.reduce_gradients(grads, variables, share)
+
+    def reduce_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
+        """Transforms and clips this replica's gradients, as the constructor was told, and reduces them. No more.
+
+        For training steps that reduce by themselves, and then update inside `claim_reduction([optimizer])`. All
+        replicas must call it. Where the inner optimizer scales the loss, the gradients are those of the scaled loss.
+
+        Args:
+            grads: one tensor or None per variable, as they arrive.
+            variables: the trainable variables of `grads`, in the same order.
+            weight: a number or scalar tensor: how much this replica counts in the mean, after its gradients have been
+                clipped. The weights of all replicas (of a group) should have the mean 1. Of a replica with weight 0
+                nothing counts, also not a NaN.
+
+        Returns:
+            A list like `grads`.
+
+        Raises:
+            ValueError: if the gradients of several replicas are not local here but must be; if `group_assignment`
+                names other replicas than there are.
+        """
+        replicas = framework.replicas(self.axis_name)
+        groups = self._groups(replicas)
+        arrival = self.__dict__["_arrival"] or replicas.arrival(grads, variables)
+        if self.replica_clipnorm is not None or self.replica_transform is not None or groups is not None:
+            self._check_local(arrival, replicas)
+            grads = transformed_gradients(
+                grads,
+                variables,
+                replicas.num_replicas,
+                arrival,
+                self.loss_scale(),
+                self.replica_clipnorm,
+                self.replica_transform,
+            )
+        grads = weighted_gradients(grads, variables, weight)
+        return global_gradients(grads, variables, replicas, self.reduction, arrival, groups)
+
+    def _groups(self, replicas: ReplicaBackend) -> Groups | None:
+        """The groups that average, each ascending; None where all replicas are in one."""
+        groups: list[list[int]] | None = self.group_assignment
+        check_groups(groups, replicas)
+        return None if groups is None or len(groups) == 1 else [sorted(group) for group in groups]
+
+    def _check_local(self, arrival: Arrival, replicas: ReplicaBackend) -> None:
+        """Refuses gradients that are reduced already where each replica's own are needed."""
+        is_reduced = arrival is Arrival.GLOBAL or arrival is Arrival.SUMMED
+        if replicas.num_replicas == 1 or not (is_reduced or replicas.arrival_is_a_guess):
+            return
+        given = [
+            f"{name}={getattr(self, name)!r}"
+            for name in ("group_assignment", "replica_clipnorm", "replica_transform")
+            if getattr(self, name) is not None
+        ]
+        rule = f"`{given[0].partition('=')[0]}` needs the gradients of each replica, before they are reduced."
+        if arrival is Arrival.SUMMED:
+            received = "gradients that `shard_map` has summed over the replicas already"
+            advice = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, axis_name, to='varying')` on weights."
+        else:
+            received = f"gradients that are global already, with {replicas.num_replicas} replicas"
+            if self.group_assignment is not None:
+                # One program with replicated weights cannot hold weights that differ between groups.
+                advice = (
+                    "The weights of groups drift apart, so on JAX give each replica its own in a loop of your own "
+                    "inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`; `model.fit` has one copy for all. "
+                    "On PyTorch train without `DistributedDataParallel`."
+                )
+            else:
+                advice = (
+                    "Call `keras_shardopt.prepare(model)` after `compile` and before `fit`; in a loop of your own use "
+                    "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on "
+                    "PyTorch."
+                )
+        raise ValueError(f"{rule} Received: {', '.join(given)}, and {received}. {advice}")
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients that nobody inside may reduce again."""
@@ -134,16 +237,50 @@ class CrossShard(OptimizerWrapper):
         return {
             **super().get_config(),
             "reduction": self.reduction,
+            "group_assignment": self.group_assignment,
             "gradients": self.gradients,
+            "replica_clipnorm": self.replica_clipnorm,
+            "replica_transform": keras.saving.serialize_keras_object(self.replica_transform),
             "axis_name": self.axis_name,
         }
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
+        """The reverse of `get_config`. `config` is left as it is."""
+        transform = config.get("replica_transform")
+        if isinstance(transform, dict):
+            transform = keras.saving.deserialize_keras_object(transform, custom_objects=custom_objects)
+            config = {**config, "replica_transform": transform}
+        return super().from_config(config, custom_objects)
+
     def _repr_arguments(self) -> str:
-        return f", reduction={self.reduction!r}"
+        given = [f", reduction={self.reduction!r}"]
+        given += [
+            f", {name}={getattr(self, name)!r}"
+            for name in ("group_assignment", "replica_clipnorm", "replica_transform")
+            if getattr(self, name) is not None
+        ]
+        return "".join(given)
 
 
-def _share_of(grad: Any, share: float) -> Any:
-    if share == 1:
-        return grad
-    # Not times zero: a gradient of foreign weights may hold anything, also NaN.
-    return ops.zeros_like(grad) if share == 0 else ops.multiply(grad, share)
+def _refuse_inside(optimizer: Any) -> None:
+    """Refuses a `CrossShard` inside another one that would wait in vain for local gradients."""
+    if isinstance(optimizer, CrossShard) and optimizer.needs_local_gradients:
+        raise ValueError(
+            "`group_assignment`, `replica_clipnorm` and `replica_transform` need the gradients of each replica, and "
+            f"inside another `CrossShard` they are global already. Received: inner_optimizer={optimizer!r}. "
+            "Give these arguments to the outer `CrossShard`."
+        )
+    for inner in parts(optimizer):
+        _refuse_inside(inner)
+
+
+def _check_clipnorm(replica_clipnorm: Any) -> None:
+    if replica_clipnorm is None:
+        return
+    if isinstance(replica_clipnorm, bool) or not isinstance(replica_clipnorm, (int, float)):
+        raise TypeError(f"`replica_clipnorm` must be a float or None. Received: replica_clipnorm={replica_clipnorm!r}")
+    if not replica_clipnorm > 0:
+        raise ValueError(
+            f"`replica_clipnorm` must be > 0. Received: replica_clipnorm={replica_clipnorm}. Leave it out to not clip."
+        )

@@ -57,6 +57,9 @@ class ReplicaBackend(abc.ABC):
     runs_one_program: bool = True
     """Whether one program (traced once) serves all replicas, so that a `None` gradient is `None` on all of them."""
 
+    arrival_is_a_guess: bool = False
+    """Whether the last answer of `arrival` was "local" because that does no harm, and not because it was known."""
+
     @abc.abstractmethod
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
         """Tells how these gradients arrive."""
@@ -77,23 +80,29 @@ class ReplicaBackend(abc.ABC):
         """Joins the replicas' flat tensors in the order of their ids (within the group)."""
 
     @abc.abstractmethod
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
-        """Every replica gets the tensors of replica `root`."""
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
+        """Every replica gets the tensors of replica `root` (of the one at position `root` in its group)."""
 
-    def start_together(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
+    def start_together(
+        self,
+        variables: Sequence[Variable],
+        optimizer_variables: Sequence[Variable],
+        groups: Groups | None = None,
+    ) -> float:
         """Makes weights, optimizer state and seed state equal to replica 0's, before the first update.
 
-        The default does nothing, which is right wherever the framework itself mirrors variables.
+        With groups, those of a group become equal to its first replica's. The default does nothing, which is right
+        wherever the framework itself mirrors variables.
 
         Returns:
-            The factor for this replica's first gradients. It is 1 where all replicas computed them with equal
-            weights; otherwise 0 on a replica whose weights were not replica 0's, and larger than 1 on the others,
-            so that the mean is one of gradients of the weights that all replicas now have.
+            The factor for this replica's first gradients. It is 1 where all replicas (of the group) computed them
+            with equal weights; otherwise 0 on a replica whose weights were not the first one's, and larger than 1 on
+            the others, so that the mean is one of gradients of the weights that all replicas now have.
 
         Raises:
             ValueError: on every replica, if the variables' shapes or dtypes differ between replicas.
         """
-        del variables, optimizer_variables
+        del variables, optimizer_variables, groups
         return 1.0
 
 
@@ -116,7 +125,7 @@ class SingleReplica(ReplicaBackend):
     def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
         return list(tensors)
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
         return list(tensors)
 
 
@@ -148,7 +157,7 @@ class AllReplicasAtOnce(ReplicaBackend):
     def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
         self._refuse()
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
         self._refuse()
 
 

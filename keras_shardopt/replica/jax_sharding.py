@@ -68,10 +68,11 @@ class MappedAxis(ReplicaBackend):
     def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
         return [jax.lax.all_gather(t, self._axis, axis_index_groups=groups, tiled=True) for t in tensors]
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
-        from_root = self.replica_id == root
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
+        roots = jax.numpy.array([root] if groups is None else [group[root] for group in groups])
+        from_root = (self.replica_id == roots).any()
         chosen = [jax.numpy.where(from_root, t, jax.numpy.zeros_like(t)) for t in tensors]
-        return list(jax.lax.psum(chosen, self._axis))
+        return self.all_reduce(chosen, "sum", groups)
 
 
 class Jax(Framework):

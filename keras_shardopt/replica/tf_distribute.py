@@ -74,8 +74,9 @@ class ReplicaContext(ReplicaBackend):
         members = self._members(groups)
         return [tf.reshape(tf.gather(stack, members), [-1]) for stack in self._stacks(tensors)]
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
-        return [stack[root] for stack in self._stacks(tensors)]
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
+        position = root if groups is None else self._members(groups)[root]
+        return [tf.gather(stack, position) for stack in self._stacks(tensors)]
 
     def _stacks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor of all replicas, stacked along a new first axis."""

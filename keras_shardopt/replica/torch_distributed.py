@@ -56,6 +56,7 @@ class Ranks(ReplicaBackend):
 
     @torch.compiler.disable
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+        self.arrival_is_a_guess = False
         ddp = self._ddp_owner(_tensor(variables[0]))
         if ddp is None:
             return Arrival.LOCAL
@@ -106,12 +107,14 @@ class Ranks(ReplicaBackend):
 
     @torch.compiler.disable
     @torch.no_grad()
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
+        group, _ = self._group(groups)
+        source = root if group is None else dist.get_global_rank(group, root)
         result: list[Tensor] = [None] * len(tensors)
         for indices in _buckets(tensors):
             # As bytes: every dtype travels, and bits stay what they are.
             flat = torch.cat([tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in indices])
-            dist.broadcast(flat, root)
+            dist.broadcast(flat, source, group=group)
             sizes = [tensors[i].numel() * tensors[i].element_size() for i in indices]
             for i, part in zip(indices, flat.split(sizes)):
                 result[i] = part.clone().view(tensors[i].dtype).view(tensors[i].shape)
@@ -124,7 +127,12 @@ class Ranks(ReplicaBackend):
         return things[0]
 
     @torch.compiler.disable
-    def start_together(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
+    def start_together(
+        self,
+        variables: Sequence[Variable],
+        optimizer_variables: Sequence[Variable],
+        groups: Groups | None = None,
+    ) -> float:
         weights = [_tensor(v) for v in variables]
         state = [_tensor(v) for v in optimizer_variables]
         others = self._model_and_seed_state(weights)
@@ -138,20 +146,21 @@ class Ranks(ReplicaBackend):
                         f"All replicas must have the same {what}. Received on rank 0: {theirs[0][position]}, "
                         f"on rank {rank}: {signature[position]}. Build the same model and optimizer on every rank."
                     )
-        equal = self._take_from_root(weights)
-        self._take_from_root(state)
+        equal = self._take_from_root(weights, groups)
+        self._take_from_root(state, groups)
         # Which other models are alive is each rank's own affair, so these follow only where all ranks agree.
         if all(signature[2] == theirs[0][2] for signature in theirs):
-            self._take_from_root(others)
+            self._take_from_root(others, groups)
+        group, size = self._group(groups)
         num_equal = torch.tensor(float(equal), device=weights[0].device)
-        dist.all_reduce(num_equal)
-        return self.num_replicas / float(num_equal) if equal else 0.0
+        dist.all_reduce(num_equal, group=group)
+        return size / float(num_equal) if equal else 0.0
 
-    def _take_from_root(self, tensors: Sequence[Tensor]) -> bool:
-        """Overwrites `tensors` with rank 0's values. Returns whether they had been equal, bit for bit."""
+    def _take_from_root(self, tensors: Sequence[Tensor], groups: Groups | None) -> bool:
+        """Overwrites `tensors` with the first rank's values. Returns whether they had been equal, bit for bit."""
         equal = True
         with torch.no_grad():
-            for mine, roots in zip(tensors, self.broadcast(tensors)):
+            for mine, roots in zip(tensors, self.broadcast(tensors, groups=groups)):
                 if not torch.equal(_bytes(mine), _bytes(roots)):
                     equal = False
                     mine.copy_(roots)
@@ -179,6 +188,7 @@ class Ranks(ReplicaBackend):
             owner = next((ddp for ddp in _living(DistributedDataParallel) if _owns(ddp, parameter)), None)
             if owner is not None:
                 owner.register_forward_pre_hook(_note_forward)
+                self.arrival_is_a_guess = True  # whether the forward pass before went through it
             known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
             self._ddp_of[id(parameter)] = known
         return None if known[1] is None else known[1]()

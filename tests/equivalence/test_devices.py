@@ -142,12 +142,12 @@ def _unreduced(grads, variables, replicas, *_):
     return grads
 
 
-def _reduced_twice(grads, variables, replicas, reduction="mean", arrival=None):
+def _reduced_twice(grads, variables, replicas, reduction="mean", arrival=None, groups=None):
     once = real_global_gradients(grads, variables, replicas, reduction, arrival)
     return real_global_gradients(once, variables, replicas, reduction, arrival)
 
 
-def _taken_for_summed(grads, variables, replicas, reduction="mean", arrival=None):
+def _taken_for_summed(grads, variables, replicas, reduction="mean", arrival=None, groups=None):
     return real_global_gradients(grads, variables, replicas, reduction, Arrival.SUMMED)
 
 

@@ -147,7 +147,7 @@ def test_a_dropped_reduction_turns_the_check_red(way, one_device, monkeypatch):
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_a_second_reduction_turns_the_check_red(one_device, monkeypatch, op):
-    def wrong(grads, variables, replicas, reduction="mean", arrival=None):
+    def wrong(grads, variables, replicas, reduction="mean", arrival=None, groups=None):
         once = replicas.all_reduce(grads, "sum")
         return once if op == "sum" else [g / 16 for g in once]
 

@@ -51,8 +51,9 @@ class FakeReplicas(ReplicaBackend):
         columns = zip(*[everyones[r] for r in self._peers(groups)])
         return [keras.ops.convert_to_tensor(np.concatenate(column)) for column in columns]
 
-    def broadcast(self, tensors, root=0):
-        return [keras.ops.convert_to_tensor(t) for t in self._exchange(tensors)[root]]
+    def broadcast(self, tensors, root=0, groups=None):
+        source = list(self._peers(groups))[root]
+        return [keras.ops.convert_to_tensor(t) for t in self._exchange(tensors)[source]]
 
 
 class FakeWorld:

@@ -134,6 +134,7 @@ def moves(replicas, mine):
         "gather": replicas.all_gather([mine[:1]]),
         "group gather": replicas.all_gather([mine[:1]], groups),
         "broadcast": replicas.broadcast([mine], root=2),
+        "group broadcast": replicas.broadcast([mine], root=1, groups=groups),
     }
     return {name: value for name, (value,) in found.items()}
 
@@ -155,6 +156,7 @@ def check_moves(found):
             "gather": np.array([m[0] for m in mine]),
             "group gather": np.array([p[0] for p in peers]),
             "broadcast": mine[2],
+            "group broadcast": peers[1],
         }
         assert expected.keys() == found.keys()
         for name, value in expected.items():
