@@ -162,7 +162,8 @@ def prepare(model: Any) -> Any:
 
     Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a `train_step` of your own, and
     penalties on weights and activities. A loss function that returns a scalar, or an `add_loss`, counts by the number
-    of its replica's rows; other arithmetic of your own on the batch (`ops.mean(...)`) stays a mean of means. A
+    of its replica's rows; other arithmetic of your own on the batch (`ops.mean(...)`) stays a mean of means. Where JAX
+    runs a `shard_map`, penalties on activities, scalar losses and `add_loss` need batches that divide. A
     `BatchNormalization` normalises with its own replica's rows, except on JAX without per-replica gradients, where
     those are all rows. Metrics are combined as their variables' `aggregation` says: "sum" for those of Keras.
 
@@ -193,6 +194,7 @@ def prepare(model: Any) -> Any:
             f"Received: optimizer={getattr(model, 'optimizer', None)!r}. "
             "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)` before `prepare(model)`."
         )
+    framework.notice(model.optimizer)
     framework.prepare(model, _cross_shards)
     return model
 

@@ -32,12 +32,17 @@ def share_losses(model: Any) -> None:
     """
     if keras_loss.reduce_weighted_values is _reduce_in_keras:
         keras_loss.reduce_weighted_values = _reduce_weighted_values
-    compiled = getattr(model._compile_loss, "metrics", None) or []
-    for tracker in [model._loss_tracker, *compiled]:
-        if tracker is not None and "update_state" not in vars(tracker):
+    for tracker in mean_losses(model):
+        if "update_state" not in vars(tracker):
             object.__setattr__(tracker, "update_state", functools.partial(_update_mean_loss, tracker))
     if "_aggregate_additional_loss" not in vars(model):
         object.__setattr__(model, "_aggregate_additional_loss", functools.partial(_share_additional_loss, model))
+
+
+def mean_losses(model: Any) -> list[Any]:
+    """The metrics of a model that hold mean losses: the total, and one for each of several outputs."""
+    of_outputs = getattr(model._compile_loss, "metrics", None) or []
+    return [tracker for tracker in [model._loss_tracker, *of_outputs] if tracker is not None]
 
 
 _reduce_in_keras = keras_loss.reduce_weighted_values
@@ -57,8 +62,14 @@ def _reduce_weighted_values(
         return _reduce_in_keras(values, sample_weight, mask, reduction, dtype)
     values = ops.convert_to_tensor(values, dtype=dtype)
     if len(values.shape) == 0:
+        if part.ends_early and not isinstance(part.num_rows, int):
+            raise ValueError(
+                "A loss function must return one value for each row where the batch does not divide by the number of "
+                f"replicas. Received: a scalar, for {part.num_rows_of_all} rows on {part.replicas.num_replicas} "
+                "replicas. Leave out the mean over rows, or use batches that divide."
+            )
         # The values are lost, so the mean over the rows of this part is the best guess at what it is.
-        return values * ops.cast(_share(part) * _factor(part) / part.replicas.num_replicas, dtype_of(values))
+        return values * ops.cast(part.share * _factor(part) / part.replicas.num_replicas, dtype_of(values))
     return _loss_of_whole_batch(values, sample_weight, mask, reduction, part)
 
 
@@ -123,17 +134,6 @@ def _factor(part: Part) -> int:
     return 1 if part.losses_are_divided else part.replicas.num_replicas
 
 
-def _share(part: Part) -> Any:
-    """The rows of this part, in units of an equal part: 1 where all parts are equal."""
-    return _ratio(part.num_rows * part.replicas.num_replicas, part.num_rows_of_all)
-
-
-def _ratio(count: Any, total: Any) -> Any:
-    if isinstance(count, int) and isinstance(total, int):
-        return count / max(total, 1)
-    return ops.cast(count, "float32") / ops.cast(ops.maximum(total, 1), "float32")
-
-
 def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) -> None:
     """Stands in for `update_state` of a metric that holds a mean loss.
 
@@ -141,7 +141,7 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
     """
     part = current_part()
     if part is not None:
-        sample_weight = _ratio(part.num_rows_of_all, part.replicas.num_replicas)
+        sample_weight = part.equal_part
     type(tracker).update_state(tracker, value, sample_weight=sample_weight)
 
 
@@ -151,4 +151,4 @@ def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
     part = current_part()
     if part is None:
         return loss
-    return loss * ops.cast(_share(part), keras.backend.standardize_dtype(loss.dtype))
+    return loss * ops.cast(part.share, keras.backend.standardize_dtype(loss.dtype))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
+from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, Variable
 from keras_shardopt.reduction import (
@@ -17,7 +18,14 @@ from keras_shardopt.reduction import (
     transformed_gradients,
     weighted_gradients,
 )
-from keras_shardopt.replica import Arrival, ReplicaBackend, claim_reduction, framework, reduction_is_claimed
+from keras_shardopt.replica import (
+    Arrival,
+    ReplicaBackend,
+    claim_reduction,
+    current_part,
+    framework,
+    reduction_is_claimed,
+)
 from keras_shardopt.wrapper import OptimizerWrapper, inside, leaves, parts
 
 # The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
@@ -165,6 +173,8 @@ class CrossShard(OptimizerWrapper):
         replicas = framework.replicas(self.axis_name)
         groups = self._groups(replicas)
         arrival = self.__dict__["_arrival"] or replicas.arrival(grads, variables)
+        # A replica's loss counts by the rows it has; what looks at its gradients wants those of its own mean loss.
+        share = 1.0 if (part := current_part()) is None else part.share
         if self.replica_clipnorm is not None or self.replica_transform is not None or groups is not None:
             self._check_local(arrival, replicas)
             grads = transformed_gradients(
@@ -172,11 +182,11 @@ class CrossShard(OptimizerWrapper):
                 variables,
                 replicas.num_replicas,
                 arrival,
-                self.loss_scale(),
+                self.loss_scale() * share,
                 self.replica_clipnorm,
                 self.replica_transform,
             )
-        grads = weighted_gradients(grads, variables, weight)
+        grads = weighted_gradients(grads, variables, _none_without_rows(weight, share))
         return global_gradients(grads, variables, replicas, self.reduction, arrival, groups)
 
     def _groups(self, replicas: ReplicaBackend) -> Groups | None:
@@ -261,6 +271,12 @@ class CrossShard(OptimizerWrapper):
             if getattr(self, name) is not None
         ]
         return "".join(given)
+
+
+def _none_without_rows(weight: Any, share: Any) -> Any:
+    if isinstance(share, float):
+        return weight if share else 0.0
+    return ops.where(share > 0, weight, 0.0)
 
 
 def _refuse_inside(optimizer: Any) -> None:

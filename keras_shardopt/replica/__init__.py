@@ -13,6 +13,7 @@ from keras_shardopt.replica.base import (
     SingleReplica,
     World,
     claim_reduction,
+    current_part,
     reduction_is_claimed,
 )
 
@@ -23,6 +24,7 @@ __all__ = [
     "SingleReplica",
     "World",
     "claim_reduction",
+    "current_part",
     "framework",
     "reduction_is_claimed",
 ]

@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from keras import ops
+
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 
 
@@ -209,6 +211,20 @@ class Part:
 
     ends_early: bool = False
     """Whether rows beyond `num_rows` may be there too, as padding that must not count."""
+
+    @property
+    def equal_part(self) -> Any:
+        """How many rows each replica would have if all had as many."""
+        if isinstance(self.num_rows_of_all, int):
+            return self.num_rows_of_all / self.replicas.num_replicas
+        return ops.cast(self.num_rows_of_all, "float32") / self.replicas.num_replicas
+
+    @property
+    def share(self) -> Any:
+        """The rows here in units of an equal part: 1 where all replicas have as many, 0 where there are none."""
+        if isinstance(self.num_rows, int) and isinstance(self.num_rows_of_all, int):
+            return self.num_rows / self.equal_part
+        return ops.cast(self.num_rows, "float32") / self.equal_part
 
 
 _part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)

@@ -13,6 +13,7 @@ Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.jax.trainer.JAXEpochIterator` - what `fit` and `evaluate` iterate over.
     `JAXEpochIterator._get_distributed_iterator`, `EpochIterator._num_batches` - its batches, and how many they are.
     `JAXTrainer.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of its step.
+    `Layer._flatten_layers` - all layers of a model.
 """
 
 from __future__ import annotations
@@ -176,6 +177,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     all_rows = num_rows(data)
     rows = -(-all_rows // num_replicas)
     num_missing = rows * num_replicas - all_rows
+    if num_missing:
+        _refuse_penalties_on_activities(model, all_rows, num_replicas)
     variables = model.trainable_variables
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
@@ -216,6 +219,17 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     )
     grads, loss, y_pred, changed = run(*state, _padded(data, num_missing))
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], y_pred), changed
+
+
+def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int) -> None:
+    for layer in model._flatten_layers():
+        if getattr(layer, "activity_regularizer", None) is not None:
+            raise ValueError(
+                "`activity_regularizer` counts all rows that a layer sees, also those that fill up a batch which does "
+                "not divide by the number of replicas, where the optimizer wants each replica's gradients. Received: "
+                f"layer {layer.name!r}, with {num_rows} rows on {num_replicas} replicas. Use batches that divide, "
+                "or leave out `replica_clipnorm` and `replica_transform`."
+            )
 
 
 def _padded(data: Any, num_missing: int) -> Any:

@@ -31,6 +31,11 @@ BUCKET_BYTES = 25 * 2**20
 """Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
 
 
+# The names since PyTorch 2.13, which warns about the older ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Ranks(ReplicaBackend):
     """The ranks of the default process group."""
 
@@ -90,7 +95,7 @@ class Ranks(ReplicaBackend):
         result = []
         for tensor in tensors:
             part = tensor.new_empty(tensor.numel() // size)
-            dist.reduce_scatter_tensor(part, tensor.contiguous(), dist.ReduceOp.SUM, group=group)
+            _reduce_scatter(part, tensor.contiguous(), dist.ReduceOp.SUM, group=group)
             result.append(part.div_(size) if op == "mean" else part)
         return result
 
@@ -101,7 +106,7 @@ class Ranks(ReplicaBackend):
         result = []
         for tensor in tensors:
             whole = tensor.new_empty(tensor.numel() * size)
-            dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
+            _all_gather(whole, tensor.contiguous(), group=group)
             result.append(whole)
         return result
 

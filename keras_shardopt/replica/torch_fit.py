@@ -33,7 +33,7 @@ from keras_shardopt._typing import Tensor
 from keras_shardopt.replica.base import Part, SingleReplica, part_of_batch
 from keras_shardopt.replica.torch_distributed import Ranks, Torch
 from keras_shardopt.replica.trainer import arguments_of, num_rows, stand_in
-from keras_shardopt.whole_batch import share_losses
+from keras_shardopt.whole_batch import mean_losses, share_losses
 
 
 def prepare(model: Any, framework: Torch) -> None:
@@ -264,8 +264,9 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
 
 
 def _counted(model: Any) -> list[Tensor]:
-    """What a step without rows must leave as it is: metrics and moving statistics. (Seeds stay in step.)"""
-    return [v.value for v in model.metrics_variables] + _statistics(model)
+    """What a step without rows must leave as it is. Seeds stay in step, and mean losses know about shares."""
+    shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
+    return [v.value for v in model.metrics_variables if id(v) not in shared] + _statistics(model)
 
 
 def _statistics(model: Any) -> list[Tensor]:
