@@ -150,11 +150,15 @@ def prepare(model: Any) -> Any:
     spread unevenly. Losses divide by what all replicas have together (rows, sum of weights, mask), so the update is
     that of one process, and so are losses and metrics.
 
-    | backend | what it changes for this model |
-    |---|---|
-    | TensorFlow | steps exchange numbers of rows and of weights, one small all-reduce for the batch and for each loss |
-    | JAX | a batch that does not divide is put on every device whole; processes tell each other their numbers of rows. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass then run in a `shard_map` over the replicas |
-    | PyTorch | before each batch ranks tell each other their numbers of rows, and a rank without a batch left goes along; at the start of `fit` all take rank 0's weights, state and seeds; metrics and moving statistics are those of all ranks at the end of an epoch; only rank 0 prints; the DDP of Keras 3.16 stays off |
+    What changes for this model:
+
+    - TensorFlow: steps exchange numbers of rows and of weights: one small all-reduce for the batch, one for each loss.
+    - JAX: a batch that does not divide is put on every device whole; processes tell each other their numbers of rows;
+      only process 0 prints. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass
+      then run in a `shard_map` over the replicas.
+    - PyTorch: before each batch ranks tell each other their numbers of rows, and a rank without a batch left goes
+      along. At the start of `fit` all take rank 0's weights, state and seeds. At the end of an epoch metrics and moving
+      statistics are those of all ranks. Only rank 0 prints. The DDP of Keras 3.16 stays off.
 
     From then on all processes must make these calls together, with equal `epochs` and validation; where they do not,
     all of them raise. With one replica nothing changes. A loaded or cloned model must be prepared again; doing it

@@ -101,7 +101,7 @@ def _on_all_devices(data: Any, distribution: Any) -> Any:
 
 
 def _joined(data: Any, num_rows: int) -> Any:
-    """The rows of all processes, in the order of their ids. Some may have no batch, and not know what one looks like."""
+    """The rows of all processes, in the order of their ids. One may have no batch, and not know what one looks like."""
     message = np.frombuffer(pickle.dumps(jax.tree.map(np.asarray, data) if num_rows else None), "uint8")
     lengths = multihost_utils.process_allgather(np.array([len(message)])).reshape(-1)
     padded = np.zeros(lengths.max(), "uint8")
@@ -233,7 +233,7 @@ def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int
 
 
 def _padded(data: Any, num_missing: int) -> Any:
-    """The batch with its first row repeated at the end. (A row of zeros may be outside of what the model can take.)"""
+    """The batch with its first row repeated at the end. A row of zeros may be outside of what the model can take."""
     if not num_missing:
         return data
     return jax.tree.map(

@@ -43,9 +43,7 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     return logs
 
 
-def _maybe_symbolic_build(
-    model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None
-) -> None:
+def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
     # Keras takes the mean of the replicas' parts of the first batch to get at their shapes, which fails where the
     # parts are not equal. Those of one replica tell as much.
     strategy = model.distribute_strategy

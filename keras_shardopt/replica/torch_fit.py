@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -63,13 +63,15 @@ _SESSION = "_keras_shardopt_session"
 class _Phase(enum.IntEnum):
     """What a rank is about to do when it meets the others."""
 
-    TRAIN_BATCH = 1
-    TEST_BATCH = 2
-    END_OF_EPOCH = 3
-    END_OF_FIT = 4
+    BUILD = 1
+    TRAIN_BATCH = 2
+    TEST_BATCH = 3
+    END_OF_EPOCH = 4
+    END_OF_FIT = 5
 
 
 _DOES = {
+    _Phase.BUILD: "builds the model",
     _Phase.TRAIN_BATCH: "trains",
     _Phase.TEST_BATCH: "evaluates",
     _Phase.END_OF_EPOCH: "ends an epoch",
@@ -125,12 +127,21 @@ class _Session:
             return None
         if not all(has_any for _, has_any in told):
             # A rank that never had a row needs some batch to go through the model with.
-            giver = next(rank for rank, row in enumerate(rows) if row)
-            assert self.ranks is not None
-            given = self.ranks.broadcast_object(data, giver)
-            self._last_batch.setdefault(phase, given)
+            self._last_batch.setdefault(phase, self._given(data, rows))
         self.rows = rows
         return self._last_batch[phase]
+
+    def any_batch(self, data: Any) -> Any:
+        """`data`, or where this rank has none (None) that of another rank."""
+        has_data = [has for has, _ in self.meet(_Phase.BUILD, data is not None)]
+        if not any(has_data):
+            raise ValueError("`x` must have a batch on some rank. Received: none on any.")
+        return data if all(has_data) else self._given(data, has_data)
+
+    def _given(self, data: Any, owners: Sequence[int]) -> Any:
+        """What the first rank that has something gives to all."""
+        assert self.ranks is not None
+        return self.ranks.broadcast_object(data, next(rank for rank, has in enumerate(owners) if has))
 
 
 def _device() -> Any:
@@ -175,9 +186,28 @@ def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return history
 
 
-def _symbolic_build(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    with _run_of(None):  # it may look at a batch, but trains on none
-        real(*args, **kwargs)
+class _Unbuilt(Exception):
+    pass
+
+
+class _Asked:
+    """Stands for batches, to find out whether anyone wants to see one."""
+
+    def __iter__(self) -> Any:
+        raise _Unbuilt
+
+
+def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
+    session = _session_of(model)
+    if iterator is None or session.ranks is None:
+        real(iterator=iterator, data_batch=data_batch)
+        return
+    try:
+        real(iterator=_Asked())
+    except _Unbuilt:
+        with _run_of(None):  # it looks at a batch, and trains on none
+            batch = next((batches[0] for _, _, batches in iterator), None)
+        real(data_batch=session.any_batch(batch))
 
 
 _KerasEpochIterator = torch_trainer.TorchEpochIterator

@@ -1,0 +1,65 @@
+"""PyTorch: after `prepare(model)` ranks with unequal parts of a batch train like one process with the whole batch."""
+
+import functools
+
+import numpy as np
+import pytest
+from support import launch, problem, uneven
+
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(400)]
+
+DIVISIONS = [(name, "divided") for name in uneven.CASES]
+DIVISIONS += [("plain", "some_without"), ("mask", "some_without"), ("divided by weights", "all_on_the_last")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What rank_prepare.py wrote on 3 ranks."""
+    file = tmp_path_factory.mktemp("prepare") / "results.npz"
+    launch.torchrun("rank_prepare.py", 3, file)
+    return np.load(file)
+
+
+def weights(results, key):
+    return [results[f"{key}/weight{i}"] for i in range(sum(name.startswith(f"{key}/weight") for name in results.files))]
+
+
+@functools.cache
+def alone(case):
+    return uneven.run(case, 1)
+
+
+@pytest.mark.parametrize("case, division", DIVISIONS)
+def test_update_and_metrics_are_those_of_one_process(results, case, division):
+    key = f"{case}/{division}"
+    logs = {name: results[f"{key}/log/{name}"] for name in alone(case)[1]}
+    uneven.assert_same((weights(results, key), logs), alone(case), uneven.start_of(case))
+    assert results[f"{key}/difference"] == 0
+    assert results[f"{key}/same logs"]
+
+
+def test_replica_clipnorm_is_that_of_numpy(results):
+    expected, num_clipped = uneven.clipped_in_numpy(lambda batch: np.split(batch, [4, 8]), 0.9)
+    assert 2 <= num_clipped <= 10, "the limit must bite on some ranks only"
+    assert problem.relative_difference(weights(results, "clipped"), expected) <= problem.TOLERANCE
+
+
+def test_one_batch_at_a_time(results):
+    model = uneven.compiled()
+    for start in range(0, uneven.NUM_ROWS, uneven.BATCH_SIZE):
+        model.train_on_batch(*uneven.rows_of({}, slice(start, start + uneven.BATCH_SIZE)))
+    assert problem.relative_difference(weights(results, "on_batch"), model.get_weights()) <= problem.TOLERANCE
+    assert results["on_batch/same logs"]
+    expected = model.evaluate(*uneven.rows_of({}), batch_size=15, verbose=0)
+    np.testing.assert_allclose(results["on_batch/evaluated"], expected, rtol=1e-5)
+
+
+def test_state_that_is_not_trained(results):
+    assert results["same statistics"]
+    assert results["prints"]
+
+
+def test_ranks_that_want_different_things_all_raise(results):
+    assert "rank 0 ends an epoch, rank 1 trains, rank 2 trains" in str(results["stopped"])
+    assert "rank 0 trains, rank 1 leaves `fit`, rank 2 leaves `fit`" in str(results["epochs"])
+    assert results["all raised"]
