@@ -13,7 +13,10 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -140,14 +143,29 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
     The mean of the replicas' losses is the loss of the whole batch, so each counts for an equal part of its rows.
     """
     part = current_part()
-    if part is not None:
+    # On TensorFlow the losses of several outputs come without: then each batch counts once, however many rows it has.
+    if part is not None and sample_weight is not None:
         sample_weight = part.equal_part
     type(tracker).update_state(tracker, value, sample_weight=sample_weight)
 
 
+_own_losses: contextvars.ContextVar[Iterator[Tensor] | None] = contextvars.ContextVar("own_losses", default=None)
+
+
+@contextlib.contextmanager
+def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
+    """Makes these a model's additional losses for the block, whatever its layers hold by the time it asks them."""
+    token = _own_losses.set(iter(list(losses)))
+    try:
+        yield
+    finally:
+        _own_losses.reset(token)
+
+
 def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
     """Stands in for `_aggregate_additional_loss`: exact for weight penalties, and for means over rows."""
-    loss = type(model)._aggregate_additional_loss(model, loss)
+    own = _own_losses.get()
+    loss = type(model)._aggregate_additional_loss(model, loss if own is None else next(own))
     part = current_part()
     if part is None:
         return loss

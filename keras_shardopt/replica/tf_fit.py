@@ -15,13 +15,14 @@ import tensorflow as tf
 from keras_shardopt.replica.base import Part, part_of_batch
 from keras_shardopt.replica.tf_distribute import ReplicaContext
 from keras_shardopt.replica.trainer import num_rows, stand_in
-from keras_shardopt.whole_batch import share_losses
+from keras_shardopt.whole_batch import own_additional_losses, share_losses
 
 
 def prepare(model: Any) -> None:
     """Gives the model steps that know which part of the batch they have."""
     stand_in(model, "train_step", _step)
     stand_in(model, "test_step", _step)
+    stand_in(model, "compute_loss", _compute_loss)
     stand_in(model, "_maybe_symbolic_build", _maybe_symbolic_build)
 
 
@@ -41,6 +42,13 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     for variable, value in zip(floats, before):
         variable.assign(tf.where(mine > 0, keras.ops.convert_to_tensor(variable), value))
     return logs
+
+
+def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Replicas are threads that take turns wherever they exchange something, and the layers keep the losses of the
+    # latest forward pass. So each takes its own before the losses of `compile` exchange their counts.
+    with own_additional_losses(model.losses):
+        return real(*args, **kwargs)
 
 
 def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:

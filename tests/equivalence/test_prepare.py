@@ -17,7 +17,7 @@ def alone(case):
     return uneven.run(case, 1)
 
 
-@pytest.mark.parametrize("num_replicas", [4])
+@pytest.mark.parametrize("num_replicas", [2])
 @pytest.mark.parametrize("case", uneven.CASES)
 def test_update_and_metrics_are_those_of_one_process(case, num_replicas):
     uneven.assert_same(uneven.run(case, num_replicas), alone(case), uneven.start_of(case))

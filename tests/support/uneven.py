@@ -114,7 +114,7 @@ def run(case, num_replicas, prepared=True, rows=slice(None), **more):
         if prepared:
             assert ks.prepare(ks.prepare(model)) is model
     given = {"batch_size": BATCH_SIZE, "shuffle": False, "verbose": 0, **case.get("fit", {})}
-    history = model.fit(x, y, sample_weight=weights[0] if weights else None, validation_data=(x, y), **given)
+    history = model.fit(x, y, sample_weight=weights[0] if weights else None, validation_data=(x, y, *weights), **given)
     replicas.close()
     return model.get_weights(), history.history
 
