@@ -121,6 +121,26 @@ class TensorFlow(Framework):
         scope: contextlib.AbstractContextManager[Any] = tf.device(device)
         return scope
 
+    def divide_rows(self, tensor: Tensor, num_parts: int) -> list[Tensor]:
+        if isinstance(tensor, tf.SparseTensor):
+            return list(tf.sparse.split(sp_input=tensor, num_split=num_parts, axis=0))
+        if tensor.shape[0] is not None:
+            return super().divide_rows(tensor, num_parts)
+        if isinstance(tensor, tf.RaggedTensor):
+            size = tensor.nrows() // num_parts
+            return [tensor[k * size : (k + 1) * size] for k in range(num_parts)]
+        # XLA drops assertions, but fails with the name of the operation before anything runs.
+        return list(tf.split(tensor, num_parts, name="num_towers_must_divide_the_batch"))
+
+    @contextlib.contextmanager
+    def running_if_divisible(self, tensors: Sequence[Tensor], divisor: int, rule: str, remedy: str) -> Iterator[None]:
+        assertions = []
+        for tensor in tensors:
+            size = tensor.dense_shape[0] if isinstance(tensor, tf.SparseTensor) else _num_rows(tensor)
+            assertions.append(tf.debugging.Assert(tf.equal(size % divisor, 0), [rule, size, remedy]))
+        with tf.variable_creator_scope(_created_anyway), tf.control_dependencies(assertions):
+            yield
+
     def replicas(self, axis_name: str) -> ReplicaBackend:
         strategy = tf.distribute.get_strategy()
         if strategy.num_replicas_in_sync == 1:
@@ -191,6 +211,16 @@ class TensorFlow(Framework):
             for other in others:
                 largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
         return largest
+
+
+def _created_anyway(create: Any, **arguments: Any) -> Any:
+    # An initial value that waits for an assertion cannot be computed outside the function, which XLA needs.
+    with tf.control_dependencies(None):
+        return create(**arguments)
+
+
+def _num_rows(tensor: Tensor) -> Tensor:
+    return tensor.nrows() if isinstance(tensor, tf.RaggedTensor) else tf.shape(tensor)[0]
 
 
 def _world_of(strategy: tf.distribute.Strategy) -> World:

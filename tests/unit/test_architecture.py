@@ -25,7 +25,7 @@ LAYERS = [
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
     {"keras_shardopt.wrapper", "keras_shardopt.reduction"},
     {"keras_shardopt.replica"},
-    {"keras_shardopt.replica.base", "keras_shardopt.partition", "keras_shardopt.numerics"},
+    {"keras_shardopt.replica.base", "keras_shardopt.partition", "keras_shardopt.numerics", "keras_shardopt.slots"},
     {"keras_shardopt._typing"},
 ]
 
