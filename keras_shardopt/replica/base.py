@@ -272,6 +272,14 @@ class Framework:
         del tensors, divisor, rule, remedy
         return contextlib.nullcontext()
 
+    def process(self) -> tuple[int, int]:
+        """How many processes feed data, and which of them this is, also outside `world()`."""
+        return 1, 0
+
+    def gathered(self, fact: Any) -> list[Any]:
+        """This plain object of every process that can be reached now; all of them call it together."""
+        return [fact]
+
     outlives_its_block: bool = False
     """Whether `model.fit` needs what `world()` sets up even when it is called after the `with` block."""
 

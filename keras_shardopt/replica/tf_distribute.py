@@ -177,6 +177,12 @@ class TensorFlow(Framework):
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()
         return scope
 
+    def process(self) -> tuple[int, int]:
+        if tf.distribute.has_strategy():
+            return _process_of(tf.distribute.get_strategy().cluster_resolver)
+        # Also outside the scope of the strategy, where a worker is known by its environment alone.
+        return _process_of(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
     @contextlib.contextmanager
     def world(self, num_replicas: int | None) -> Iterator[World]:
         if tf.distribute.has_strategy():
@@ -224,11 +230,7 @@ def _num_rows(tensor: Tensor) -> Tensor:
 
 
 def _world_of(strategy: tf.distribute.Strategy) -> World:
-    resolver = strategy.cluster_resolver
-    num_processes, process_id = 1, 0
-    if resolver is not None and resolver.task_type is not None:
-        num_processes = resolver.cluster_spec().num_tasks(resolver.task_type)
-        process_id = resolver.task_id
+    num_processes, process_id = _process_of(strategy.cluster_resolver)
     local = strategy.num_replicas_in_sync // num_processes
     return World(
         num_replicas=strategy.num_replicas_in_sync,
@@ -237,6 +239,14 @@ def _world_of(strategy: tf.distribute.Strategy) -> World:
         num_processes=num_processes,
         process_id=process_id,
     )
+
+
+def _process_of(resolver: Any) -> tuple[int, int]:
+    """How many tasks of the cluster train, and which of them this is."""
+    spec = {} if resolver is None else resolver.cluster_spec().as_dict()
+    tasks = [(kind, i) for kind in ("chief", "worker") for i in range(len(spec.get(kind, [])))]
+    me = None if resolver is None else (resolver.task_type, resolver.task_id)
+    return (len(tasks), tasks.index(me)) if me in tasks else (1, 0)
 
 
 def _devices(num_replicas: int | None) -> list[Any]:

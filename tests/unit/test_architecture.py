@@ -21,7 +21,13 @@ MAY_IMPORT_A_FRAMEWORK = {
 # From the top down. A module imports from its own layer or below.
 LAYERS = [
     {"keras_shardopt"},
-    {"keras_shardopt.training", "keras_shardopt.callbacks", "keras_shardopt.parallel", "keras_shardopt.summaries"},
+    {
+        "keras_shardopt.data",
+        "keras_shardopt.training",
+        "keras_shardopt.callbacks",
+        "keras_shardopt.parallel",
+        "keras_shardopt.summaries",
+    },
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
     {"keras_shardopt.wrapper", "keras_shardopt.reduction"},
     {"keras_shardopt.replica"},
