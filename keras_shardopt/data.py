@@ -450,7 +450,7 @@ class _PartOfSampler:
 
     def __iter__(self) -> Iterator[Any]:
         found = (self._sampler, getattr(self._sampler, "sampler", None))
-        generators = [owner.generator for owner in found if getattr(owner, "generator", None) is not None]
+        generators = [g for owner in found if (g := getattr(owner, "generator", None)) is not None]
         epoch, self._epoch = self._epoch, self._epoch + 1
         with _drawing_alike(self._seed, epoch, generators=generators):
             drawn = list(self._sampler)

@@ -1,5 +1,6 @@
 """`shard_data` with a process id that is made up; tests/multiprocess has ranks that exist."""
 
+import contextlib
 import json
 import pickle
 import random
@@ -197,6 +198,18 @@ def test_py_dataset(process, shuffles, shuffle, num_processes):
             assert together(epochs) == in_order(2 * num_processes)
         seen.append(epochs)
     assert (seen[1] != seen[2]) == (shuffle or shuffles)
+
+
+@pytest.mark.parametrize("make", [lambda: Numbers(shuffles=True), lambda: loader("shuffled")])
+def test_without_common_random_numbers_rows_are_lost(process, monkeypatch, make):
+    """That the tests above can fail."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(data, "_drawing_alike", lambda *key, generators=(): contextlib.nullcontext())
+    parts = parts_of(process, 2, make)
+    for _ in range(2):
+        epochs = [epoch_of(part) for part in parts]
+    with pytest.raises(AssertionError):
+        assert_each_row_once(epochs)
 
 
 def test_py_dataset_keeps_its_settings_and_may_have_no_end(process):
