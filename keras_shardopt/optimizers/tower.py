@@ -277,9 +277,10 @@ def replicate(
         step: the function to run.
         num_towers: int >= 1. With 1 the step runs unchanged, also without a `Tower`.
         loss_reduction: "mean" (default) averages the towers' gradients: with losses that are means over the batch, as
-            Keras' are ("sum_over_batch_size"), towers then make the update of one run of the whole batch. "sum" adds
-            them, which is right for losses that are sums over the batch, and with a mean makes `num_towers` times
-            that update. TensorFlow 1's names are accepted; all but "weighted_sum" mean "mean".
+            Keras' are ("sum_over_batch_size"), towers then make the update of one run of the whole batch (not with
+            masks, or means over weights, that differ between towers). "sum" adds them, which is right for losses that
+            are sums over the batch, and with a mean makes `num_towers` times that update. TensorFlow 1's names are
+            accepted; all but "weighted_sum" mean "mean".
         devices: names of devices on TensorFlow, such as `["GPU:0", "GPU:1"]`; tower k runs on the k-th, starting
             over at the end, and the weights stay where they are. None runs all towers where the step would run.
             Elsewhere it must be None: on JAX the devices of one compiled step share all of it, and on PyTorch a tower

@@ -78,7 +78,7 @@ def each_row_once(scope):
             epochs.append(everybodys(epoch_of(data)))
             rows = sorted(row for epoch in epochs[-1] for batch in epoch for row in batch)
             assert rows == list(range(NUM_ROWS)), (name, epochs[-1])
-        new_order = "shuffled" in name and "tensor" not in name or name in ("PyDataset", "DataLoader of batches")
+        new_order = ("shuffled" in name and "tensor" not in name) or name in ("PyDataset", "DataLoader of batches")
         assert (epochs[0] != epochs[1]) == new_order, (name, epochs)
 
 

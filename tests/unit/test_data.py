@@ -529,6 +529,42 @@ def test_tensors_of_another_framework(process):
     assert ks.shard_data(ragged).to_list() == [[2, 3], [4]]
 
 
+class Table:
+    """As much of a pandas.DataFrame as is needed."""
+
+    def __init__(self, rows):
+        self.rows, self.shape = rows, (len(rows), 1)
+
+    def __getitem__(self, column):
+        raise KeyError(column)
+
+    iloc = property(lambda self: self.rows)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_of_tables_and_files(process, shuffle, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    rows = np.arange(NUM_ROWS)
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["x"] = rows
+        for data_of in (lambda: Table(rows), lambda: file["x"]):
+            parts = parts_of(process, 2, lambda data_of=data_of: (data_of(), rows), shuffle=shuffle)
+            for x, y in parts:
+                np.testing.assert_array_equal(x, y)
+        batches = parts_of(process, 2, lambda: file["x"], batch_size=2, shuffle=True)
+        assert_each_row_once([epoch_of(part) for part in batches])
+
+
+@pytest.mark.backends("jax", "tensorflow")
+def test_one_process_with_several_devices_gets_its_input():
+    x, y = np.arange(5), np.arange(5)
+    with ks.data_parallel(2) as scope:
+        assert (scope.num_replicas, scope.num_processes) == (2, 1)
+        assert all(a is b for a, b in zip(ks.shard_data(x, y), (x, y), strict=True))
+        numbers = Numbers()
+        assert ks.shard_data(numbers) is numbers
+
+
 # -- errors
 
 
