@@ -66,11 +66,11 @@ def main():
     split = train_test_split(images, labels, train_size=22 * batch_size, test_size=6 * batch_size, random_state=0)
     train_images, test_images, train_labels, test_labels = split
     # Where several processes feed data (PyTorch), each takes its own rows.
-    rows = slice(replicas.process_id, None, replicas.num_processes)
+    train_images, train_labels = ks.shard_data(train_images, train_labels)
     speed = Speed()
     model.fit(
-        train_images[rows],
-        train_labels[rows],
+        train_images,
+        train_labels,
         batch_size=batch_size // replicas.num_processes,
         epochs=arguments.epochs,
         steps_per_epoch=arguments.steps,

@@ -1,6 +1,7 @@
 """Data-parallel training for Keras 3 with one meaning on TensorFlow, JAX and PyTorch."""
 
 from keras_shardopt import schedules
+from keras_shardopt.data import shard_data
 from keras_shardopt.numerics import clip_by_global_norm, clip_gradients_by_norm
 from keras_shardopt.optimizers import LARC, CrossShard, GradientClipping, NovoGrad, Tower, VariableClipping, replicate
 from keras_shardopt.parallel import data_parallel, prepare
@@ -20,4 +21,5 @@ __all__ = [
     "prepare",
     "replicate",
     "schedules",
+    "shard_data",
 ]

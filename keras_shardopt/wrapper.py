@@ -10,7 +10,6 @@ Private names of Keras touched here (a test holds each of them):
     `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
     `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - what the optimizer was built on.
     `Optimizer._iterations` - the update counter.
-    `Optimizer.add_variable_from_reference` - names a slot of a variable by its path, an underscore and a suffix.
     `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
     `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
 """
@@ -29,6 +28,7 @@ from keras.src.utils.tracking import DotNotTrackScope
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.replica import framework
+from keras_shardopt.slots import SlotAccess
 
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
 
@@ -51,7 +51,7 @@ def _of_innermost(name: str, default: Any) -> property:
     return property(read, write)
 
 
-class OptimizerWrapper(keras.optimizers.Optimizer):
+class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     """Delegates to an inner optimizer, after giving a subclass the chance to change the gradients.
 
     Args:
@@ -226,31 +226,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """
         return self.inner.scale_loss(1.0)
 
-    # -- what TensorFlow 1's optimizers offered ------------------------------------------------------------------
-
-    def get_name(self) -> str:
-        """The name of the optimizer."""
-        return self.name
-
-    def get_slot_names(self) -> list[str]:
-        """The names of the state that is kept for each variable, sorted: for Adam `["momentum", "velocity"]`.
-
-        Empty before the optimizer is built.
-        """
-        return sorted({name for _, name, _ in _slots(self)})
-
-    def get_slot(self, variable: Variable, name: str) -> Variable | None:
-        """The inner optimizer's state of that name for a trainable variable.
-
-        Args:
-            variable: one of the variables that the optimizer was built on.
-            name: one of `get_slot_names()`.
-
-        Returns:
-            A `keras.Variable`; None, as in TensorFlow 1, if there is no such state (yet).
-        """
-        key = self._var_key(variable)
-        return next((slot for k, n, slot in _slots(self) if k == key and n == name), None)
+    def _optimizers_with_slots(self) -> Sequence[Any]:
+        return leaves(self)
 
     # -- what callbacks read and write ---------------------------------------------------------------------------
 
@@ -395,29 +372,6 @@ def leaf_of(optimizer: Any, variable: Variable) -> Any:
     if len(found) == 1:
         return found[0]
     return next(leaf for leaf in found if leaf._var_key(variable) in leaf._trainable_variables_indices)
-
-
-def _slots(optimizer: Any) -> Iterator[tuple[Any, str, Variable]]:
-    """Key of the variable, name and state, for all state that was made like a trainable variable."""
-    for leaf in leaves(optimizer):
-        # Variables may share a path; their slots are made in their order. The longest prefix is the right one:
-        # "a_b_momentum" belongs to "a/b", also where there is an "a".
-        prefixes: dict[str, list[Any]] = {}
-        for variable in leaf._trainable_variables:
-            prefixes.setdefault(_slot_prefix(variable), []).append(variable)
-        num_seen: dict[str, int] = {}
-        for slot in leaf.variables:
-            matching = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
-            if matching:
-                sharing = prefixes[max(matching, key=len)]
-                variable = sharing[min(num_seen.get(slot.name, 0), len(sharing) - 1)]
-                num_seen[slot.name] = num_seen.get(slot.name, 0) + 1
-                yield leaf._var_key(variable), slot.name[len(max(matching, key=len)) :], slot
-
-
-def _slot_prefix(variable: Variable) -> str:
-    name = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
-    return name.replace("/", "_") + "_"
 
 
 def _refuse_local_gradients(outer: OptimizerWrapper, inner: Any) -> None:

@@ -26,7 +26,10 @@ class GradientClipping(OptimizerWrapper):
     becomes NaN.) A NaN makes everything NaN.
 
     Inside `CrossShard` the gradients are global, so the norm is that of the gradient of the whole batch. The limit
-    holds for gradients of the loss itself: if the inner optimizer scales the loss, the limit is scaled alike.
+    holds for gradients of the loss itself: if the inner optimizer scales the loss, the limit is scaled alike. If the
+    inner optimizer accumulates (its `gradient_accumulation_steps`), each micro-step's gradient is clipped by itself,
+    before it is added, so that a mean of them is within the limit too, but is not the clipped mean. To clip what was
+    accumulated, use `global_clipnorm` of the inner optimizer, or `Tower` around this.
 
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.

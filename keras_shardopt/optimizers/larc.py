@@ -31,11 +31,14 @@ class LARC(OptimizerWrapper):
     A variable whose norm is 0, as a bias that was just initialised, keeps its plain gradient: $r = 1$. So does every
     variable in clip mode while $\lambda = 0$. Norms and products are taken in float32, one norm per variable, and the
     result has the dtype of the variable. None gradients stay None. Sparse ones (`tf.IndexedSlices`) become dense, the
-    rows listed twice summed. An infinite gradient stays infinite, so that a finite check further inside sees it.
+    rows listed twice summed. An infinite gradient stays infinite, so that a finite check further inside sees it (with
+    `min_update=0` it becomes NaN where it is infinite, and 0 elsewhere).
 
     $\lambda$ is that of the innermost optimizer for the variable (also one in a `MultiOptimizer`), read before the
     update, so that a schedule and `LearningRateScheduler` are followed. The gradients should be global: put LARC
-    inside `CrossShard`. Before Adam, which divides by the gradient's size, the factor mostly cancels.
+    inside `CrossShard`. If the inner optimizer accumulates (its `gradient_accumulation_steps`), the gradient of each
+    micro-step is scaled by itself, before it is added. Before Adam, which divides by the gradient's size, the factor
+    mostly cancels.
 
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one; usually SGD with momentum.

@@ -16,10 +16,11 @@ from keras import ops
 
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.numerics import dense, dtype_of, in_float32, is_next_value
+from keras_shardopt.slots import SlotAccess, slot_prefix
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
-class NovoGrad(keras.optimizers.Optimizer):
+class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
     r"""Stochastic gradient descent with layer-wise normalised gradients and decoupled weight decay.
 
     For each variable $w$ with gradient $g_t$, with $\beta_1$ = `beta1`, $\beta_2$ = `beta2`, $\epsilon$ = `epsilon`,
@@ -32,8 +33,8 @@ class NovoGrad(keras.optimizers.Optimizer):
     - $w_{t+1} = w_t - \lambda_t m_t$.
 
     $v$ starts at the first gradient of the variable that is not zero. The state of a variable is "momentum" ($m$, of
-    its shape and dtype) and "second_moment" ($v$, a float32 scalar; float64 for a float64 variable). Sparse gradients
-    (`tf.IndexedSlices`) are made dense first.
+    its shape and dtype) and "second_moment" ($v$, a float32 scalar; float64 for a float64 variable); `get_slot` gives
+    it. Sparse gradients (`tf.IndexedSlices`) are made dense first.
 
     The update is not element by element, so the state cannot be cut into slices of a variable.
 
@@ -42,8 +43,8 @@ class NovoGrad(keras.optimizers.Optimizer):
         beta1: float in [0, 1). Default 0.95.
         beta2: float in [0, 1). Default 0.98.
         epsilon: float >= 0. Default 1e-8.
-        weight_decay: float >= 0. Default 0.0. It enters the momentum, and is not multiplied by the rate first.
-            Variables named to `exclude_from_weight_decay` have none.
+        weight_decay: float >= 0, or None for none. Default 0.0. It enters the momentum, and is not multiplied by the
+            rate first. Variables named to `exclude_from_weight_decay` have none.
         grad_averaging: bool. Default False.
         faithful: bool. True follows OpenSeq2Seq's class in what it really does: it never stores $v$, so that `beta2`
             has no effect and each gradient is divided by $\sqrt{\lVert g_t \rVert^2 + \epsilon}$, its own norm.
@@ -58,7 +59,8 @@ class NovoGrad(keras.optimizers.Optimizer):
         name: str.
 
     Raises:
-        ValueError: if a number is out of range.
+        TypeError: if `beta1`, `beta2`, `epsilon` or `weight_decay` is not a number.
+        ValueError: if one is out of range.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -79,7 +81,7 @@ class NovoGrad(keras.optimizers.Optimizer):
         beta1: float = 0.95,
         beta2: float = 0.98,
         epsilon: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = 0.0,
         grad_averaging: bool = False,
         faithful: bool = False,
         clipnorm: float | None = None,
@@ -92,9 +94,14 @@ class NovoGrad(keras.optimizers.Optimizer):
         gradient_accumulation_steps: int | None = None,
         name: str = "novograd",
     ) -> None:
+        numbers = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
+        for argument, value in numbers.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number and not (argument == "weight_decay" and value is None):
+                raise TypeError(f"`{argument}` must be a float. Received: {argument}={value!r}")
         if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
             raise ValueError(f"`beta1` and `beta2` must be in [0, 1). Received: beta1={beta1}, beta2={beta2}")
-        if not (epsilon >= 0 and weight_decay >= 0):
+        if not (epsilon >= 0 and (weight_decay is None or weight_decay >= 0)):
             raise ValueError(
                 f"`epsilon` and `weight_decay` must be >= 0. Received: epsilon={epsilon}, weight_decay={weight_decay}"
             )
@@ -126,10 +133,9 @@ class NovoGrad(keras.optimizers.Optimizer):
         self._second_moments = [None if is_next_value(v) else self._add_second_moment(v) for v in variables]
 
     def _add_second_moment(self, variable: Variable) -> Variable:
-        path = getattr(variable, "path", None) or variable.name
         dtype = "float64" if dtype_of(variable) == "float64" else "float32"
         # Named as `add_optimizer_variables` names, so that it is found as a slot of the variable.
-        return self.add_variable((), dtype=dtype, name=f"{path.replace('/', '_').replace(':', '_')}_second_moment")
+        return self.add_variable((), dtype=dtype, name=f"{slot_prefix(variable)}second_moment")
 
     def update_step(self, gradient: Tensor, variable: Variable, learning_rate: Any) -> None:
         """Updates one variable and its state."""

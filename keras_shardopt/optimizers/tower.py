@@ -17,7 +17,7 @@ from keras import ops, tree
 from keras.src.backend.common import global_state
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import add, map_values
+from keras_shardopt.numerics import add, is_next_value, map_values
 from keras_shardopt.replica import framework, reduction_is_claimed
 from keras_shardopt.wrapper import OptimizerWrapper, get_optimizer
 
@@ -71,7 +71,9 @@ class _Replication:
             raise ValueError(
                 "The step of `replicate` must update with a `Tower` optimizer. Received: a step that called none in "
                 f"tower {self.tower}. Wrap the optimizer: `Tower(optimizer)`. If the step itself is compiled "
-                "(`jax.jit`, `tf.function`), compile what `replicate` returns instead."
+                '(`jax.jit`, `tf.function`), compile what `replicate` returns instead. Under the "mixed_float16" '
+                "policy, `model.compile(Tower(LossScaleOptimizer(optimizer)), ..., auto_scale_loss=False)`: around a "
+                "`Tower`, loss scaling leaves out towers that overflow."
             )
         for key, counts in self._num_calls.items():
             if counts[self.tower] != counts[0]:
@@ -106,6 +108,9 @@ class _Call:
             if grad is None:
                 self._sums.setdefault(key, None)
                 continue
+            if is_next_value(variable):
+                self._sums[key] = ops.copy(grad) if before is None else ops.maximum(before, grad)
+                continue
             # A copy in any case: PyTorch adds the next tower's gradient to the same tensor, or zeroes it.
             scaled = map_values(ops.copy if factor == 1 else lambda value: value * factor, grad)
             self._sums[key] = scaled if before is None else add(before, scaled, variable)
@@ -137,7 +142,8 @@ class Tower(OptimizerWrapper):
     in the last tower; in the others nothing is updated and `iterations` stays. A variable without a gradient in some
     towers gets the sum of the others, under the mean divided by the number of all towers; one that has none anywhere
     is passed on as None. Sparse gradients (`tf.IndexedSlices`) are joined, not added up, and become dense only where
-    another tower's is. Only the running sum is kept.
+    another tower's is. Only the running sum is kept. Of next values (variables with `overwrite_with_gradient`, the
+    scales of float8 training) the largest is taken, as over replicas.
 
     Outside `replicate`, and with one tower, everything goes straight to the inner optimizer.
 
@@ -251,7 +257,7 @@ def _mark_used() -> None:
 def replicate(
     step: Callable[..., Any],
     num_towers: int,
-    loss_reduction: str = "sum",
+    loss_reduction: str = "mean",
     devices: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """Makes a step run once per tower, on its part of the batch, with one update at the end.
@@ -260,41 +266,52 @@ def replicate(
     split along dim 0 into `num_towers` equal parts, in order (None and scalars go to every tower).
 
     - `model.train_step = ks.replicate(model.train_step, num_towers)` after `compile` lets `fit` train in towers on
-      every backend: as micro-batches, which need the memory for activations of one tower only.
+      every backend: as micro-batches, which need the memory for activations of one tower only. On TensorFlow and JAX
+      Keras keeps the step that it has compiled: after a first `fit` also call
+      `model.make_train_function(force=True)`, or `compile` again before the assignment.
     - A step of one's own is `step(batch) -> outputs`, or `step(state, batch) -> (outputs, state)`, as Keras' own on
-      JAX; the state goes from tower to tower. Compile (`jax.jit`, `tf.function`) what is returned, not the step.
+      JAX; the state goes from tower to tower, whole. Inputs and targets are one batch: `step((x, y))`. Compile
+      (`jax.jit`, `tf.function`) what is returned, not the step.
 
     Args:
         step: the function to run.
         num_towers: int >= 1. With 1 the step runs unchanged, also without a `Tower`.
-        loss_reduction: "sum" adds the towers' gradients. All else averages them: "mean", "sum_over_batch_size" (the
-            name of what Keras' losses do over a batch: with them the mean makes towers equal one run of the whole
-            batch, and the sum is `num_towers` times that), and TensorFlow 1's names of both.
+        loss_reduction: "mean" (default) averages the towers' gradients: with losses that are means over the batch, as
+            Keras' are ("sum_over_batch_size"), towers then make the update of one run of the whole batch (not with
+            masks, or means over weights, that differ between towers). "sum" adds them, which is right for losses that
+            are sums over the batch, and with a mean makes `num_towers` times that update. TensorFlow 1's names are
+            accepted; all but "weighted_sum" mean "mean".
         devices: names of devices on TensorFlow, such as `["GPU:0", "GPU:1"]`; tower k runs on the k-th, starting
-            over at the end. None runs all towers where the step would run.
+            over at the end, and the weights stay where they are. None runs all towers where the step would run.
+            Elsewhere it must be None: on JAX the devices of one compiled step share all of it, and on PyTorch a tower
+            would copy every weight to its device each time it is used.
 
     Returns:
         A function with the arguments of `step`. It returns what the last tower returned (of Keras' `train_step`
-        that is right, since metrics add up over towers), except that a scalar output counts as the loss, and is
-        summed or averaged.
+        that is right, since metrics add up over towers), except that a scalar output of a float dtype counts as the
+        loss, and is summed or averaged.
 
     Raises:
-        TypeError: if `step` cannot be called or `num_towers` is not an int.
+        TypeError: if `step` cannot be called or `num_towers` is not an int. When the step runs: if it is called with
+            two arguments, and does not return a pair with a state like the one it was given.
         ValueError: if `num_towers` or `loss_reduction` is wrong, or `devices` are given on another backend. When the
-            step runs: if `num_towers` does not divide the batch (inside a `tf.function` that does not know its size,
-            TensorFlow's InvalidArgumentError), or a tower calls an optimizer more or less often than others.
+            step runs: if `num_towers` does not divide the batch, or a tower calls an optimizer more or less often
+            than others.
+        tf.errors.InvalidArgumentError: if `num_towers` does not divide the batch inside a `tf.function` that does not
+            know its size, as in `fit` on TensorFlow with a last batch that is smaller. As with the ValueError, no
+            part of the step has run then.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> model.compile(ks.Tower(keras.optimizers.SGD(0.1)), loss="mse")
-        >>> model.train_step = ks.replicate(model.train_step, num_towers=4, loss_reduction="mean")
+        >>> model.train_step = ks.replicate(model.train_step, num_towers=4)
         >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
         >>> int(model.optimizer.iterations)
         1
 
     References:
-        `tf.contrib.estimator.replicate_model_fn` of TensorFlow 1, whose default averaged.
+        `tf.contrib.estimator.replicate_model_fn` of TensorFlow 1. Its default averaged, too.
     """
     if not callable(step):
         raise TypeError(f"`step` must be a function. Received: step={step!r}. Use for example `model.train_step`.")
@@ -310,7 +327,8 @@ def replicate(
     if devices is not None and not framework.places_towers:
         raise ValueError(
             "`devices` can be given on TensorFlow only: elsewhere the weights that a tower reads must be on its own "
-            f"device. Received: devices={devices!r}. Leave it out, and use `data_parallel()` for several devices."
+            f"device. Received: devices={devices!r}. Leave it out: towers then run one after the other on one device. "
+            "For several devices use `data_parallel()` with `CrossShard`."
         )
     if devices is not None and not devices:
         raise ValueError("`devices` must name at least one device. Received: devices=[]. Leave it out for none.")
@@ -327,16 +345,16 @@ def replicate(
             return step(*args)
         *state, batch = args
         loss: Any = 0.0
-        with _replicating(_Replication(num_towers, factor)) as replication:
-            for tower, part in enumerate(_parts(batch, num_towers)):
+        with _replicating(_Replication(num_towers, factor)) as replication, _divided(batch, num_towers) as parts:
+            for tower, part in enumerate(parts):
                 replication.tower = tower
                 with framework.place_tower(devices[tower % len(devices)]) if devices else contextlib.nullcontext():
                     returned = step(*state, part)
                 replication.end_tower()
                 outputs = returned
                 if state:
-                    outputs, state = returned[0], [returned[1]]
-                if _is_scalar(outputs):
+                    outputs, state = _outputs_and_state(returned, state[0])
+                if _is_loss(outputs):
                     outputs = loss = loss + outputs * factor
         return (outputs, *state) if state else outputs
 
@@ -354,33 +372,51 @@ def _replicating(replication: _Replication) -> Iterator[_Replication]:
         _running.replication = None
 
 
-def _is_scalar(outputs: Any) -> bool:
-    return isinstance(outputs, float) or (hasattr(outputs, "dtype") and len(outputs.shape) == 0)
+def _is_loss(outputs: Any) -> bool:
+    return isinstance(outputs, float) or (
+        hasattr(outputs, "dtype") and len(outputs.shape) == 0 and "float" in str(outputs.dtype)
+    )
 
 
-def _parts(batch: Any, num_towers: int) -> list[Any]:
-    """The batch of each tower."""
-    if num_towers > 1 and not any(getattr(leaf, "shape", ()) for leaf in tree.flatten(batch)):
+def _outputs_and_state(returned: Any, state: Any) -> tuple[Any, list[Any]]:
+    """The two parts of what a step with a state returned."""
+    if not (isinstance(returned, tuple) and len(returned) == 2 and _shapes(returned[1]) == _shapes(state)):
+        raise TypeError(
+            "A replicated step that is called with two arguments must be `step(state, batch) -> (outputs, state)`: the "
+            "state goes whole from tower to tower and keeps its shapes. Received: a state of shapes "
+            f"{_shapes(state)}, and a step that returned a {type(returned).__name__} of shapes {_shapes(returned)}. "
+            "Pass inputs and targets as one batch, `step((x, y))`."
+        )
+    return returned[0], [returned[1]]
+
+
+def _shapes(nest: Any) -> list[tuple[int, ...]]:
+    return [tuple(getattr(leaf, "shape", ())) for leaf in tree.flatten(nest)]
+
+
+_RULE = "`num_towers` must divide the batch. Received: num_towers={}, a batch of"
+_REMEDY = "Choose another batch size, and leave out a last batch that is smaller."
+
+
+@contextlib.contextmanager
+def _divided(batch: Any, num_towers: int) -> Iterator[list[Any]]:
+    """The batch of each tower, and a scope to run the towers in."""
+    leaves = tree.flatten(batch)
+    with_rows = [leaf for leaf in leaves if _has_rows(leaf)]
+    if not with_rows:
         raise ValueError(
             "A batch must have rows that `num_towers` towers can share. "
             f"Received: {batch!r}, which holds no array with a first dimension. Pass arrays or tensors."
         )
-    split = [_split(leaf, num_towers) for leaf in tree.flatten(batch)]
-    return [tree.pack_sequence_as(batch, [parts[k] for parts in split]) for k in range(num_towers)]
+    for leaf in with_rows:
+        if leaf.shape[0] is not None and int(leaf.shape[0]) % num_towers:
+            raise ValueError(f"{_RULE.format(num_towers)} {int(leaf.shape[0])}. {_REMEDY}")
+    unknown = [leaf for leaf in with_rows if leaf.shape[0] is None]
+    with framework.running_if_divisible(unknown, num_towers, _RULE.format(num_towers), _REMEDY):
+        split = [framework.divide_rows(leaf, num_towers) if _has_rows(leaf) else [leaf] * num_towers for leaf in leaves]
+        yield [tree.pack_sequence_as(batch, [parts[k] for parts in split]) for k in range(num_towers)]
 
 
-def _split(leaf: Any, num_towers: int) -> Sequence[Any]:
+def _has_rows(leaf: Any) -> bool:
     shape = getattr(leaf, "shape", None)
-    if shape is None or len(shape) == 0:
-        return [leaf] * num_towers
-    if shape[0] is None:
-        # A tf.function that serves batches of several sizes. TensorFlow checks the division when it runs.
-        parts: Sequence[Any] = ops.split(leaf, num_towers)
-        return parts
-    size, rest = divmod(int(shape[0]), num_towers)
-    if rest:
-        raise ValueError(
-            f"`num_towers` must divide the batch. Received: num_towers={num_towers}, a batch of {int(shape[0])}. "
-            "Choose another batch size, and leave out a last batch that is smaller."
-        )
-    return [leaf[k * size : (k + 1) * size] for k in range(num_towers)]
+    return shape is not None and len(shape) > 0

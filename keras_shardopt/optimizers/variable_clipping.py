@@ -29,7 +29,11 @@ class VariableClipping(OptimizerWrapper):
     `Embedding` on TensorFlow) only the rows it lists, each once; if dim 0 is among $D$ a row alone has no norm, and
     all rows are clipped. On JAX and PyTorch gradients are dense. Nothing else is read, so the cost is one pass over
     the variables clipped. With `gradient_accumulation_steps` the variables are clipped on every call, as Keras'
-    constraints are. The state of the inner optimizer is not touched.
+    constraints are. So they are on a step that an optimizer further inside skips (a `LossScaleOptimizer` that met an
+    overflow); one further outside that skips calls nothing in here, and nothing is clipped. The state of the inner
+    optimizer is not touched. With its `use_ema` the average has been taken of the weights before they are clipped, so
+    that the averaged weights may be longer than `max_norm`; what an `ema_overwrite_frequency` writes into the variables
+    is clipped in the same call.
 
     Several `VariableClipping` around each other clip in the order in which they update: the innermost first.
 
@@ -128,7 +132,7 @@ class VariableClipping(OptimizerWrapper):
                 found[var_key] = _checked_dims(dims, variable)
         named = set(found)
         for expression, dims in expressions:
-            matching = [v for v, path in zip(variables, paths) if re.fullmatch(expression, path)]
+            matching = [v for v, path in zip(variables, paths) if _matches(expression, path, paths)]
             if not matching:
                 raise ValueError(_unknown(expression, paths))
             for variable in matching:
@@ -215,6 +219,13 @@ def _checked_dims(dims: tuple[int, ...], variable: Variable) -> tuple[int, ...]:
             f"Received: {list(dims)} for `{_path(variable)}` of shape {tuple(variable.shape)}."
         )
     return positive
+
+
+def _matches(expression: str, path: str, paths: Sequence[str]) -> bool:
+    try:
+        return re.fullmatch(expression, path) is not None
+    except re.error as error:
+        raise ValueError(f"{_unknown(expression, paths)} As an expression it is wrong: {error}.") from error
 
 
 def _unknown(key: str, paths: Sequence[str]) -> str:

@@ -321,6 +321,29 @@ class Framework:
         del device
         return contextlib.nullcontext()
 
+    def divide_rows(self, tensor: Tensor, num_parts: int) -> list[Tensor]:
+        """A tensor in equal parts along its first dimension, which `num_parts` divides."""
+        size = tensor.shape[0] // num_parts
+        return [tensor[k * size : (k + 1) * size] for k in range(num_parts)]
+
+    def running_if_divisible(
+        self, tensors: Sequence[Tensor], divisor: int, rule: str, remedy: str
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A scope in which nothing runs if `divisor` does not divide the first dimension of each tensor.
+
+        For tensors of a size that a trace does not know. The error has `rule`, the size and `remedy`.
+        """
+        del tensors, divisor, rule, remedy
+        return contextlib.nullcontext()
+
+    def process(self) -> tuple[int, int]:
+        """How many processes feed data, and which of them this is, also outside `world()`."""
+        return 1, 0
+
+    def gathered(self, fact: Any) -> list[Any]:
+        """This plain object of every process that can be reached now; all of them call it together."""
+        return [fact]
+
     outlives_its_block: bool = False
     """Whether `model.fit` needs what `world()` sets up even when it is called after the `with` block."""
 

@@ -135,6 +135,9 @@ class Jax(Framework):
                 variable._layout = distribution.get_variable_layout(variable)
                 variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
 
+    def process(self) -> tuple[int, int]:
+        return jax.process_count(), jax.process_index()
+
     @contextlib.contextmanager
     def world(self, num_replicas: int | None) -> Iterator[World]:
         if num_replicas is not None:
@@ -148,7 +151,7 @@ class Jax(Framework):
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={num_replicas}."
             )
         devices = devices[:num_replicas]
-        num_processes, process_id = jax.process_count(), jax.process_index()
+        num_processes, process_id = self.process()
         before = keras.distribution.distribution()
         distribution = None
         if len(devices) > 1:

@@ -122,6 +122,26 @@ class TensorFlow(Framework):
         scope: contextlib.AbstractContextManager[Any] = tf.device(device)
         return scope
 
+    def divide_rows(self, tensor: Tensor, num_parts: int) -> list[Tensor]:
+        if isinstance(tensor, tf.SparseTensor):
+            return list(tf.sparse.split(sp_input=tensor, num_split=num_parts, axis=0))
+        if tensor.shape[0] is not None:
+            return super().divide_rows(tensor, num_parts)
+        if isinstance(tensor, tf.RaggedTensor):
+            size = tensor.nrows() // num_parts
+            return [tensor[k * size : (k + 1) * size] for k in range(num_parts)]
+        # XLA drops assertions, but fails with the name of the operation before anything runs.
+        return list(tf.split(tensor, num_parts, name="num_towers_must_divide_the_batch"))
+
+    @contextlib.contextmanager
+    def running_if_divisible(self, tensors: Sequence[Tensor], divisor: int, rule: str, remedy: str) -> Iterator[None]:
+        assertions = []
+        for tensor in tensors:
+            size = tensor.dense_shape[0] if isinstance(tensor, tf.SparseTensor) else _num_rows(tensor)
+            assertions.append(tf.debugging.Assert(tf.equal(size % divisor, 0), [rule, size, remedy]))
+        with tf.variable_creator_scope(_created_anyway), tf.control_dependencies(assertions):
+            yield
+
     def replicas(self, axis_name: str) -> ReplicaBackend:
         strategy = tf.distribute.get_strategy()
         if strategy.num_replicas_in_sync == 1:
@@ -157,6 +177,12 @@ class TensorFlow(Framework):
     def outside_trace(self) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()
         return scope
+
+    def process(self) -> tuple[int, int]:
+        if tf.distribute.has_strategy():
+            return _process_of(tf.distribute.get_strategy().cluster_resolver)
+        # Also outside the scope of the strategy, where a worker is known by its environment alone.
+        return _process_of(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
     @contextlib.contextmanager
     def world(self, num_replicas: int | None) -> Iterator[World]:
@@ -199,12 +225,18 @@ class TensorFlow(Framework):
         return largest
 
 
+def _created_anyway(create: Any, **arguments: Any) -> Any:
+    # An initial value that waits for an assertion cannot be computed outside the function, which XLA needs.
+    with tf.control_dependencies(None):
+        return create(**arguments)
+
+
+def _num_rows(tensor: Tensor) -> Tensor:
+    return tensor.nrows() if isinstance(tensor, tf.RaggedTensor) else tf.shape(tensor)[0]
+
+
 def _world_of(strategy: tf.distribute.Strategy) -> World:
-    resolver = strategy.cluster_resolver
-    num_processes, process_id = 1, 0
-    if resolver is not None and resolver.task_type is not None:
-        num_processes = resolver.cluster_spec().num_tasks(resolver.task_type)
-        process_id = resolver.task_id
+    num_processes, process_id = _process_of(strategy.cluster_resolver)
     local = strategy.num_replicas_in_sync // num_processes
     return World(
         num_replicas=strategy.num_replicas_in_sync,
@@ -213,6 +245,14 @@ def _world_of(strategy: tf.distribute.Strategy) -> World:
         num_processes=num_processes,
         process_id=process_id,
     )
+
+
+def _process_of(resolver: Any) -> tuple[int, int]:
+    """How many tasks of the cluster train, and which of them this is."""
+    spec = {} if resolver is None else resolver.cluster_spec().as_dict()
+    tasks = [(kind, i) for kind in ("chief", "worker") for i in range(len(spec.get(kind, [])))]
+    me = None if resolver is None else (resolver.task_type, resolver.task_id)
+    return (len(tasks), tasks.index(me)) if me in tasks else (1, 0)
 
 
 def _devices(num_replicas: int | None) -> list[Any]:

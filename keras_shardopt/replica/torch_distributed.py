@@ -285,6 +285,18 @@ class Torch(Framework):
             self._ranks = Ranks()
         return self._ranks
 
+    def process(self) -> tuple[int, int]:
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_world_size(), dist.get_rank()
+        return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+
+    def gathered(self, fact: Any) -> list[Any]:
+        if not (dist.is_available() and dist.is_initialized()):
+            return [fact]
+        facts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(facts, fact)
+        return facts
+
     @contextlib.contextmanager
     def world(self, num_replicas: int | None) -> Iterator[World]:
         running = dist.is_available() and dist.is_initialized()

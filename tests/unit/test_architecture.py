@@ -24,7 +24,13 @@ MAY_IMPORT_A_FRAMEWORK = {
 # From the top down. A module imports from its own layer or below.
 LAYERS = [
     {"keras_shardopt"},
-    {"keras_shardopt.training", "keras_shardopt.callbacks", "keras_shardopt.parallel", "keras_shardopt.summaries"},
+    {
+        "keras_shardopt.data",
+        "keras_shardopt.training",
+        "keras_shardopt.callbacks",
+        "keras_shardopt.parallel",
+        "keras_shardopt.summaries",
+    },
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
     {"keras_shardopt.wrapper", "keras_shardopt.reduction"},
     {"keras_shardopt.replica"},
@@ -32,6 +38,7 @@ LAYERS = [
         "keras_shardopt.replica.base",
         "keras_shardopt.partition",
         "keras_shardopt.numerics",
+        "keras_shardopt.slots",
         "keras_shardopt.whole_batch",
     },
     {"keras_shardopt._typing"},

@@ -165,3 +165,17 @@ def test_sparse_gradients_are_those_of_their_rows():
 def test_numbers_out_of_range_are_refused(arguments):
     with pytest.raises(ValueError, match=f"`{next(iter(arguments))}`"):
         ks.NovoGrad(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"beta1": "0.9"}, {"beta2": None}, {"epsilon": None}, {"weight_decay": "0"}])
+def test_what_is_no_number_is_refused(arguments):
+    with pytest.raises(TypeError, match=f"`{next(iter(arguments))}` must be a float"):
+        ks.NovoGrad(**arguments)
+
+
+def test_no_weight_decay_may_be_said_with_none():
+    weights = [keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])]
+    for weight, decay in zip(weights, (None, 0.0)):
+        optimizer = ks.NovoGrad.from_config(ks.NovoGrad(0.1, weight_decay=decay).get_config())
+        optimizer.apply([ops.ones(2)], [weight])
+    np.testing.assert_array_equal(*[ops.convert_to_numpy(weight) for weight in weights])

@@ -43,6 +43,20 @@ def test_slots_of_several_optimizers():
     assert float(optimizer.get_slot(weights[1], "momentum")[0]) < 0
 
 
+def test_slots_of_an_optimizer_that_is_not_wrapped():
+    optimizer = ks.NovoGrad(0.1, name="mine")
+    weights = [keras.Variable([1.0], name=name) for name in ("a", "a_b", "same", "same")]
+    assert optimizer.get_name() == "mine"
+    assert optimizer.get_slot_names() == []
+    assert optimizer.get_slot(weights[0], "momentum") is None
+    optimizer.build(weights)
+    assert optimizer.get_slot_names() == ["momentum", "second_moment"]
+    for i, weight in enumerate(weights):
+        assert optimizer.get_slot(weight, "momentum") is optimizer._momentums[i]
+        assert optimizer.get_slot(weight, "second_moment") is optimizer._second_moments[i]
+    assert ks.CrossShard(ks.NovoGrad(0.1)).get_name() == "cross_shard"
+
+
 def test_optimizers_without_state_have_no_slots():
     optimizer = ks.CrossShard(keras.optimizers.SGD())
     optimizer.build([keras.Variable([1.0])])

@@ -394,8 +394,182 @@ def test_a_batch_of_unknown_size_is_checked_when_it_runs():
 
     step(tf.ones(4))
     golden.assert_close(v, [-4.0])
-    with pytest.raises(tf.errors.InvalidArgumentError):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"`num_towers` must divide the batch.*=2, a batch of\] \[3\]"
+    ):
         step(tf.ones(3))
+    golden.assert_close(v, [-4.0])
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_smaller_last_batch_is_refused_before_anything_moves(jit_compile):
+    if BACKEND == "torch" and jit_compile:
+        pytest.skip("slow; test_torch_compile")
+    layers = [keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(ks.Tower(keras.optimizers.Adam(0.1)), "mse", metrics=["mae"], jit_compile=jit_compile)
+    model.train_step = ks.replicate(model.train_step, 4)
+    states = []
+
+    def state():
+        if BACKEND == "jax":
+            model.jax_state_sync()
+        everything = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+        return [ops.convert_to_numpy(variable).copy() for variable in everything]
+
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: states.append(state()))
+    error, message = ValueError, "`num_towers` must divide the batch. Received: num_towers=4, a batch of 6. Choose"
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        error = tf.errors.InvalidArgumentError
+        message = r"`num_towers` must divide the batch\. Received: num_towers=4, a batch of\] \[6\] \[Choose"
+        if jit_compile:
+            message = "num_towers_must_divide_the_batch"
+    with pytest.raises(error, match=message):
+        model.fit(np.ones((14, 2)), np.ones((14, 1)), batch_size=8, shuffle=False, verbose=0, callbacks=[note])
+    assert len(states) == 1
+    for after, before in zip(state(), states[0], strict=True):
+        np.testing.assert_array_equal(after, before)
+
+
+@pytest.mark.backends("tensorflow")
+def test_sparse_and_ragged_batches_are_divided():
+    import tensorflow as tf
+
+    v, seen = keras.Variable([0.0]), []
+    optimizer = ks.Tower(keras.optimizers.SGD(1.0))
+    optimizer.build([v])
+
+    def step(batch):
+        sparse, ragged = batch
+        seen.append((tf.sparse.to_dense(sparse), ragged.to_tensor(shape=(2, 2))))
+        optimizer.apply([tf.reduce_sum(seen[-1][0])[None]], [v])
+
+    rows = np.array([[1, 0], [0, 2], [0, 0], [0, 4]], "int32")
+    ragged = tf.ragged.constant([[1], [0, 2], [], [0, 4]])
+    batch = (tf.sparse.from_dense(tf.cast(rows, "float32")), ragged)
+    replicated = ks.replicate(step, 2, "sum")
+    compiled = tf.function(
+        lambda *batch: replicated(batch),
+        input_signature=[tf.SparseTensorSpec([None, 2], tf.float32), tf.RaggedTensorSpec([None, None], tf.int32)],
+    )
+    for call in (lambda s, r: replicated((s, r)), compiled):
+        seen.clear()
+        call(*batch)
+        assert len(seen) == 2
+    golden.assert_close(v, [-14.0])
+    seen.clear()
+    replicated(batch)
+    for tower in range(2):
+        np.testing.assert_array_equal(seen[tower][0], rows[2 * tower : 2 * tower + 2])
+        np.testing.assert_array_equal(seen[tower][1], rows[2 * tower : 2 * tower + 2])
+    three = tf.sparse.slice(batch[0], [0, 0], [3, 2]), ragged[:3]
+    with pytest.raises(ValueError, match="a batch of 3"):
+        replicated(three)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="`num_towers` must divide"):
+        compiled(*three)
+    golden.assert_close(v, [-21.0])
+
+
+def test_a_step_assigned_after_a_first_fit_is_used_when_keras_is_told():
+    x, y = problem.data(num_steps=1)
+    model, sizes = problem.model(), []
+    model.compile(ks.Tower(problem.sgd_momentum()), "mse")
+    step = model.train_step
+
+    def counting(*arguments):
+        sizes.append(arguments[-1][0].shape[0] if hasattr(arguments[-1][0], "shape") else None)
+        return step(*arguments)
+
+    arguments = {"batch_size": problem.BATCH_SIZE, "shuffle": False, "verbose": 0}
+    model.fit(x, y, **arguments)
+    model.train_step = ks.replicate(counting, 4)
+    model.fit(x, y, **arguments)
+    if BACKEND != "torch":
+        assert sizes == []  # Keras keeps what it has compiled
+    model.make_train_function(force=True)
+    model.fit(x, y, **arguments)
+    assert len(sizes) % 4 == 0 and set(sizes) <= {problem.BATCH_SIZE // 4, None} and sizes
+    reference = problem.model()
+    reference.compile(problem.sgd_momentum(), "mse")
+    reference.fit(x, y, epochs=3, **arguments)
+    assert_same(model, reference)
+
+
+def test_next_values_of_float8_scales_take_the_largest():
+    scale, weight = keras.Variable([1.0, 1.0]), keras.Variable([1.0, 1.0])
+    scale.overwrite_with_gradient = True
+    optimizer = ks.Tower(keras.optimizers.SGD(1.0))
+    optimizer.build([scale, weight])
+
+    def step(rows):
+        rows = ops.convert_to_tensor(rows)
+        optimizer.apply([rows[0], rows[0]], [scale, weight])
+
+    ks.replicate(step, 3, "mean")(np.array([[1.0, 9.0], [7.0, 2.0], [4.0, 1.0]], "float32"))
+    golden.assert_close(scale, [7.0, 9.0])
+    golden.assert_close(weight, [-3.0, -3.0])
+
+
+def test_the_default_averages():
+    model, _ = trained(ks.Tower(problem.sgd_momentum()))
+    x, y = problem.data(num_steps=6)
+    towers = problem.model()
+    towers.compile(ks.Tower(problem.sgd_momentum()), "mse")
+    towers.train_step = ks.replicate(towers.train_step, 4)
+    towers.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    assert_same(towers, model)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda x, y: ops.sum(y),
+        lambda x, y: (ops.sum(y), y),
+        lambda x, y: (ops.sum(y), y, x),
+        lambda x, y: [ops.sum(y), x],
+        lambda x, y: (ops.sum(y), [x, x]),
+        lambda x, y: None,
+    ],
+)
+def test_two_arguments_must_be_a_state_and_a_batch(returned):
+    v, x = keras.Variable([0.0]), ops.ones((4, 2))
+    optimizer = ks.Tower(keras.optimizers.SGD(1.0))
+
+    def step(x, y):
+        optimizer.apply([ops.ones(1)], [v])
+        return returned(x, y)
+
+    with pytest.raises(TypeError, match=r"`step\(state, batch\) -> .*`step\(\(x, y\)\)`"):
+        ks.replicate(step, 2)(x, ops.ones((4, 2)))
+    golden.assert_close(v, [0.0])
+    assert int(ops.convert_to_numpy(optimizer.iterations)) == 0
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("int32", 6), ("bool", True), ("float32", 4.0)])
+def test_scalar_outputs_are_losses_if_they_are_floats(dtype, expected):
+    v = keras.Variable([0.0])
+    optimizer = ks.Tower(keras.optimizers.SGD(1.0))
+
+    def step(rows):
+        optimizer.apply([ops.ones(1)], [v])
+        return ops.cast(ops.sum(rows), dtype)
+
+    returned = ks.replicate(step, 2)(ops.convert_to_tensor([2.0, 6.0]))
+    assert keras.backend.standardize_dtype(returned.dtype) == dtype
+    assert ops.convert_to_numpy(returned) == expected
+
+
+@pytest.mark.backends("torch")
+def test_towers_that_overflow_say_where_loss_scaling_belongs():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(ks.Tower(keras.optimizers.SGD(0.1)), "mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    model.train_step = ks.replicate(model.train_step, 2)
+    with pytest.raises(ValueError, match=r"Tower\(LossScaleOptimizer\(optimizer\)\), ..., auto_scale_loss=False"):
+        model.fit(np.full((4, 2), 1e4), np.zeros((4, 1)), batch_size=4, verbose=0)
 
 
 def test_none_and_scalars_go_to_every_tower():

@@ -1,0 +1,73 @@
+"""The state of an optimizer by variable and name, as TensorFlow 1's optimizers gave it.
+
+Hides that a slot is found by its name alone: `add_variable_from_reference` makes it of the variable's path.
+
+Private names of Keras touched here (test_private_names.py holds them):
+    `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
+    `Optimizer.add_variable_from_reference` - names a slot of a variable by its path, an underscore and a suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from keras_shardopt._typing import Variable
+
+
+class SlotAccess:
+    """`get_name`, `get_slot_names` and `get_slot` for a `keras.optimizers.Optimizer`, which it is mixed into."""
+
+    name: str
+    _var_key: Any
+
+    def _optimizers_with_slots(self) -> Sequence[Any]:
+        """The optimizers whose state this is: a wrapper has that of others."""
+        return [self]
+
+    def get_name(self) -> str:
+        """The name of the optimizer."""
+        return self.name
+
+    def get_slot_names(self) -> list[str]:
+        """The names of the state that is kept for each variable, sorted: for Adam `["momentum", "velocity"]`.
+
+        Empty before the optimizer is built.
+        """
+        return sorted({name for _, name, _ in self._slots()})
+
+    def get_slot(self, variable: Variable, name: str) -> Variable | None:
+        """The state of that name for a trainable variable; of a wrapper, the inner optimizer's.
+
+        Args:
+            variable: one of the variables that the optimizer was built on.
+            name: one of `get_slot_names()`.
+
+        Returns:
+            A `keras.Variable`; None, as in TensorFlow 1, if there is no such state (yet).
+        """
+        key = self._var_key(variable)
+        return next((slot for k, n, slot in self._slots() if k == key and n == name), None)
+
+    def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
+        """Key of the variable, name and state, for all state that was made like a trainable variable."""
+        for optimizer in self._optimizers_with_slots():
+            # Variables may share a path; their slots are made in their order. The longest prefix is the right one:
+            # "a_b_momentum" belongs to "a/b", also where there is an "a".
+            prefixes: dict[str, list[Any]] = {}
+            for variable in getattr(optimizer, "_trainable_variables", []):
+                prefixes.setdefault(slot_prefix(variable), []).append(variable)
+            num_seen: dict[str, int] = {}
+            for slot in optimizer.variables:
+                matching = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
+                if matching:
+                    sharing = prefixes[max(matching, key=len)]
+                    variable = sharing[min(num_seen.get(slot.name, 0), len(sharing) - 1)]
+                    num_seen[slot.name] = num_seen.get(slot.name, 0) + 1
+                    yield optimizer._var_key(variable), slot.name[len(max(matching, key=len)) :], slot
+
+
+def slot_prefix(variable: Variable) -> str:
+    """What the names of a variable's slots start with."""
+    name = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
+    return name.replace("/", "_") + "_"
