@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
@@ -249,6 +249,17 @@ class Framework:
         Called before each update, or before each trace of one.
         """
         del variables, optimizers
+
+    def gradients(
+        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
+    ) -> list[Tensor | None]:
+        """The gradients of what `loss` returns, a scalar, of this replica alone where replicas are told apart.
+
+        None for a variable that the loss does not depend on. What the loss assigns to other variables (moving
+        statistics, seeds) is assigned, once.
+        """
+        del loss, variables, axis_name
+        raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")
 
     def place_state(self, variables: Sequence[Variable]) -> None:
         """Puts freshly built optimizer variables where the replicas of this program expect them."""

@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -273,6 +273,24 @@ class Torch(Framework):
         if self._ranks is None or not self._ranks.are_current():
             self._ranks = Ranks()
         return self._ranks
+
+    def gradients(
+        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
+    ) -> list[Tensor | None]:
+        parameters = [_tensor(v) for v in variables]
+        before = [p.grad for p in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            with torch.enable_grad():
+                value = loss()
+            # Not `torch.autograd.grad`: a DDP that owns the parameters reduces in `backward` only.
+            if value.requires_grad:
+                value.backward(inputs=parameters)
+            return [p.grad for p in parameters]
+        finally:
+            for parameter, grad in zip(parameters, before):
+                parameter.grad = grad
 
     @contextlib.contextmanager
     def world(self, num_replicas: int | None) -> Iterator[World]:
