@@ -244,8 +244,8 @@ class CrossShard(OptimizerWrapper):
             var_list: the trainable variables to differentiate by; None for those that the optimizer was built on.
 
         Returns:
-            A list of (gradient, variable) pairs in the order of `var_list`. The gradient is None for a variable that
-            the loss does not depend on.
+            A list of (gradient, variable) pairs in the order of `var_list`. The gradient is None (on JAX zeros) for a
+            variable that the loss does not depend on.
 
         Raises:
             TypeError: if `loss` is not a function.
