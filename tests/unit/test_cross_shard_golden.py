@@ -204,6 +204,7 @@ def test_golden_errors_of_apply():
         ks.CrossShard("sgd", group_assignment=[[0, 1], [2]])
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_a_dropped_reduction_turns_the_goldens_red(monkeypatch):
     monkeypatch.setattr(cross_shard, "global_gradients", lambda grads, *_: grads)
     with pytest.raises(AssertionError):
