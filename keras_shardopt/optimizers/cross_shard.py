@@ -47,6 +47,12 @@ class CrossShard(OptimizerWrapper):
         inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one. It may be a
             `MultiOptimizer`, a `LossScaleOptimizer` or another wrapper.
         reduction: "mean" (default) or "sum"; "weighted_mean" and "weighted_sum", TF1's names, mean the same.
+        group_assignment: list of lists of replica ids, such as `[[0, 1], [2, 3]]`, or None for all in one group. Each
+            id from 0 to N - 1 stands once, and groups are equally large. Gradients are reduced within the group, so
+            the weights of groups drift apart: on TensorFlow each device keeps its own copy (a file holds replica
+            0's), on PyTorch each rank (which start with the weights of the first rank of their group). On JAX it
+            works inside `shard_map` and `pmap`, where weights and state have a leading axis of replicas; `model.fit`
+            holds one copy for all, and is refused.
         gradients: how the gradients arrive, where that cannot be known. "auto" (default) finds it; see the table.
 
             | value | a replica's gradient is | true of |
@@ -59,13 +65,25 @@ class CrossShard(OptimizerWrapper):
             "auto" takes the gradients of a TensorFlow strategy for "prescaled". Say "local" in a loop of your own
             whose loss is a bare `tf.reduce_mean(...)`, and for a loss function that returns a scalar: Keras does
             not divide that one.
+        replica_clipnorm: float > 0 or None. Each replica's own gradient $g_r$ becomes
+            $g_r \min(1, c / \lVert g_r \rVert)$ before it is reduced, with the norm over all variables together, so
+            that one replica's explosion cannot shrink the others. In units of the replica's mean loss on every
+            backend, also where a loss is divided by N or scaled inside. A lone replica is clipped as well. Under
+            JAX's `fit` with several replicas it needs `keras_shardopt.prepare(model)`.
+        replica_transform: a function `(grads, variables) -> grads` or None. As `replica_clipnorm`, with a rule of
+            your own; it comes before that. It gets lists (entries may be None; float16 comes as float32), and
+            returns a list with gradients of the same shapes. Where it makes or drops a gradient, it must do so on all
+            replicas. To be saved it must be registered with `keras.saving.register_keras_serializable`.
         axis_name: str. The name of the mapped axis over which JAX replicas are laid out.
         name: str or None. None makes a name of the class name.
 
     Raises:
-        TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config.
-        ValueError: if `reduction` or `gradients` is unknown; if a `LossScaleOptimizer` is put around this
-            optimizer, also by `compile` under the "mixed_float16" policy.
+        TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config; if `replica_clipnorm` is not a
+            number or `replica_transform` not a function.
+        ValueError: if `reduction` or `gradients` is unknown; if `group_assignment` breaks one of its rules, or (on
+            first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
+            `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy. At
+            the first step: if each replica's own gradients are needed where they are reduced already.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -77,7 +95,9 @@ class CrossShard(OptimizerWrapper):
 
     References:
         `tf.compat.v1.tpu.CrossShardOptimizer`, which scaled the loss by 1/N and summed gradients over TPU cores.
-        Here the gradient is averaged instead, so `reduction` means the same wherever gradients are reduced.
+        Here the gradient is averaged instead, so `reduction` means the same wherever gradients are reduced. There a
+        replica named twice in `group_assignment` passed, and clipping between `compute_gradients` and
+        `apply_gradients` saw gradients that were divided by N.
     """
 
     makes_gradients_global = True
