@@ -353,6 +353,48 @@ def test_forgotten_groups_turn_the_check_red(monkeypatch):
         test_groups_drift_apart("shard_map", None)
 
 
+# -- two phases ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_minimize_computes_local_gradients_in_shard_map(check_vma):
+    """Also where `shard_map` would sum them, so that each replica can be clipped."""
+    optimizer = clipping()
+    model = problem.model()
+    optimizer.build(model.trainable_variables)
+
+    def step(weights, state, x, y):
+        held = [*model.trainable_variables, *optimizer.variables]
+        with keras.StatelessScope(zip(held, [*weights, *state])) as scope:
+            optimizer.minimize(lambda: keras.ops.mean(keras.ops.square(model(x) - y)))
+        values = [scope.get_current_value(v) for v in held]
+        return values[: len(weights)], values[len(weights) :]
+
+    specs = dict(in_specs=(P(), P(), P("batch"), P("batch")), out_specs=(P(), P()))
+    weights = train(jax.jit(jax.shard_map(step, mesh=mesh(4), check_vma=check_vma, **specs)), model, optimizer)
+    reference = problem.replicas_in_numpy(4, problem.CLIPNORM)[0]
+    assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
+
+
+def test_minimize_under_a_distribution(one_device):
+    x, y = problem.data()
+    with ks.data_parallel(4) as replicas:
+        model = problem.model()
+        optimizer = ks.CrossShard(problem.sgd_momentum())
+        layout = keras.distribution.distribution().get_data_layout((problem.BATCH_SIZE, 1))
+        for start in range(0, len(x), problem.BATCH_SIZE):
+            rows = slice(start, start + problem.BATCH_SIZE)
+            batch = [keras.distribution.distribute_tensor(array[rows], layout) for array in (x, y)]
+
+            def loss(batch=batch):
+                return keras.ops.mean(keras.ops.square(model(batch[0]) - batch[1]))
+
+            optimizer.minimize(loss, model.trainable_variables)
+        assert replicas.largest_difference(model) == 0
+        assert problem.relative_difference(model.get_weights(), one_device) <= problem.TOLERANCE
+    replicas.close()
+
+
 def test_the_moves():
     from keras_shardopt.replica import framework
 

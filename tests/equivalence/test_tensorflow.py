@@ -390,3 +390,35 @@ def test_the_op_for_tpus_exists_and_takes_groups():
     # On this machine it has no kernel, and that is what it says.
     with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.NotFoundError), match="CrossReplicaSum"):
         tf.raw_ops.CrossReplicaSum(input=tf.ones(2), group_assignment=tf.constant([[0]]))
+
+
+@pytest.mark.parametrize("gradients", ["auto", "local"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_minimize_on_each_replica(gradients, scaled):
+    """With a loss of Keras, which divides by the number of replicas, or a bare mean."""
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(2)])
+    with strategy.scope():
+        model = problem.model()
+        inner = keras.optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=512.0 if scaled else None)
+        optimizer = ks.CrossShard(inner, gradients=gradients, replica_clipnorm=problem.CLIPNORM)
+        optimizer.build(model.trainable_variables)
+        mean_squared_error = keras.losses.MeanSquaredError()
+
+    @tf.function
+    def step(x, y):
+        def on_replica(x, y):
+            def loss():
+                outputs = model(x, training=True)
+                return mean_squared_error(y, outputs) if gradients == "auto" else tf.reduce_mean((outputs - y) ** 2)
+
+            optimizer.minimize(loss)
+
+        strategy.run(on_replica, args=(x, y))
+
+    data = tf.data.Dataset.from_tensor_slices(problem.data()).batch(problem.BATCH_SIZE)
+    for batch in strategy.experimental_distribute_dataset(data):
+        step(*batch)
+    reference = problem.replicas_in_numpy(2, problem.CLIPNORM)
+    for r in range(2):
+        mine = [np.asarray(v.value.values[r]) for v in model.trainable_variables]
+        assert problem.relative_difference(mine, reference[r]) <= problem.TOLERANCE
