@@ -166,7 +166,8 @@ def test_what_the_loss_assigns_is_assigned_once():
     before = ops.convert_to_numpy(seed).copy()
 
     def loss():
-        return squared_error(model, x + keras.random.normal(x.shape, stddev=1e-6, seed=generator), y)
+        noise = keras.random.normal(x.shape, stddev=1e-6, seed=generator)
+        return squared_error(model, ops.add(x, noise), y)
 
     optimizer.minimize(loss, model.trainable_variables)
     mean = ops.convert_to_numpy(model.layers[0].moving_mean)
