@@ -13,7 +13,15 @@ from typing import Any, Literal
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
-from keras_shardopt.numerics import clip_by_global_norm, dtype_of, in_float32, is_next_value, is_sparse, map_values
+from keras_shardopt.numerics import (
+    clip_by_global_norm,
+    dtype_of,
+    in_float32,
+    is_next_value,
+    is_sparse,
+    like_variable,
+    map_values,
+)
 from keras_shardopt.replica.base import Arrival, ReplicaBackend
 
 Reduction = Literal["mean", "sum"]
@@ -120,7 +128,7 @@ def _arriving(value: Tensor, unit: Any, dtype: str) -> Tensor:
 
 
 def _in_units(value: Tensor, unit: Any) -> Tensor:
-    if isinstance(unit, float) and unit == 1:
+    if _is_one(unit):
         return value
     return ops.multiply(value, ops.cast(unit, dtype_of(value)))
 
@@ -142,9 +150,40 @@ def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None
     return grads
 
 
+def unscaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale: Any) -> list[Tensor | None]:
+    """Gradients of a scaled loss as those of the loss itself. Where it is scaled, half precision becomes float32."""
+    if _is_one(loss_scale):
+        return list(grads)
+    return [
+        grad if grad is None or is_next_value(variable) else map_values(lambda v: _unscaled(v, loss_scale), grad)
+        for grad, variable in zip(grads, variables)
+    ]
+
+
+def scaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale: Any) -> list[Tensor | None]:
+    """The reverse of `unscaled_gradients`; each gradient then has the dtype of its variable."""
+    if _is_one(loss_scale):
+        return list(grads)
+    return [
+        grad
+        if grad is None or is_next_value(variable)
+        else like_variable(map_values(lambda v: _in_units(in_float32(v), loss_scale), grad), variable)
+        for grad, variable in zip(grads, variables)
+    ]
+
+
+def _unscaled(value: Tensor, loss_scale: Any) -> Tensor:
+    value = in_float32(value)
+    return ops.divide(value, ops.cast(loss_scale, dtype_of(value)))
+
+
+def _is_one(factor: Any) -> bool:
+    return isinstance(factor, (int, float)) and factor == 1
+
+
 def weighted_gradients(grads: Gradients, variables: Sequence[Variable], weight: Any) -> Gradients:
     """Gradients times the weight with which their replica counts; zeros for a weight of 0, whatever they hold."""
-    if isinstance(weight, (int, float)) and weight == 1:
+    if _is_one(weight):
         return grads
     return [
         grad if grad is None or is_next_value(variable) else map_values(lambda v: _weighted(v, weight), grad)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import keras
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Groups, Variable
+from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.reduction import (
     LocalTransform,
     Reduction,
     check_groups,
     global_gradients,
     group_assignment_of,
+    scaled_gradients,
     transformed_gradients,
+    unscaled_gradients,
     weighted_gradients,
 )
 from keras_shardopt.replica import (
@@ -53,6 +55,12 @@ class CrossShard(OptimizerWrapper):
         inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one. It may be a
             `MultiOptimizer`, a `LossScaleOptimizer` or another wrapper.
         reduction: "mean" (default) or "sum"; "weighted_mean" and "weighted_sum", TF1's names, mean the same.
+        group_assignment: list of lists of replica ids, such as `[[0, 1], [2, 3]]`, or None for all in one group. Each
+            id from 0 to N - 1 stands once, and groups are equally large. Gradients are reduced within the group, so
+            the weights of groups drift apart: on TensorFlow each device keeps its own copy (a file holds replica
+            0's), on PyTorch each rank (which start with the weights of the first rank of their group). On JAX it
+            works inside `shard_map` and `pmap`, where weights and state have a leading axis of replicas; `model.fit`
+            holds one copy for all, and is refused.
         gradients: how the gradients arrive, where that cannot be known. "auto" (default) finds it; see the table.
 
             | value | a replica's gradient is | true of |
@@ -65,13 +73,25 @@ class CrossShard(OptimizerWrapper):
             "auto" takes the gradients of a TensorFlow strategy for "prescaled". Say "local" in a loop of your own
             whose loss is a bare `tf.reduce_mean(...)`, and for a loss function that returns a scalar: Keras does
             not divide that one.
+        replica_clipnorm: float > 0 or None. Each replica's own gradient $g_r$ becomes
+            $g_r \min(1, c / \lVert g_r \rVert)$ before it is reduced, with the norm over all variables together, so
+            that one replica's explosion cannot shrink the others. In units of the replica's mean loss on every
+            backend, also where a loss is divided by N or scaled inside. A lone replica is clipped as well. Under
+            JAX's `fit` with several replicas it needs `keras_shardopt.prepare(model)`.
+        replica_transform: a function `(grads, variables) -> grads` or None. As `replica_clipnorm`, with a rule of
+            your own; it comes before that. It gets lists (entries may be None; float16 comes as float32), and
+            returns a list with gradients of the same shapes. Where it makes or drops a gradient, it must do so on all
+            replicas. To be saved it must be registered with `keras.saving.register_keras_serializable`.
         axis_name: str. The name of the mapped axis over which JAX replicas are laid out.
         name: str or None. None makes a name of the class name.
 
     Raises:
-        TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config.
-        ValueError: if `reduction` or `gradients` is unknown; if a `LossScaleOptimizer` is put around this
-            optimizer, also by `compile` under the "mixed_float16" policy.
+        TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config; if `replica_clipnorm` is not a
+            number or `replica_transform` not a function.
+        ValueError: if `reduction` or `gradients` is unknown; if `group_assignment` breaks one of its rules, or (on
+            first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
+            `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy. At
+            the first step: if each replica's own gradients are needed where they are reduced already.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -83,7 +103,9 @@ class CrossShard(OptimizerWrapper):
 
     References:
         `tf.compat.v1.tpu.CrossShardOptimizer`, which scaled the loss by 1/N and summed gradients over TPU cores.
-        Here the gradient is averaged instead, so `reduction` means the same wherever gradients are reduced.
+        Here the gradient is averaged instead, so `reduction` means the same wherever gradients are reduced. There a
+        replica named twice in `group_assignment` passed, and clipping between `compute_gradients` and
+        `apply_gradients` saw gradients that were divided by N.
     """
 
     makes_gradients_global = True
@@ -127,6 +149,8 @@ class CrossShard(OptimizerWrapper):
         self.__dict__["group_assignment"] = groups
         self.__dict__["replica_transform"] = replica_transform
         self.__dict__["_arrival"] = arrivals[gradients]
+        # Whether `compute_gradients`, and not the caller, has last scaled a loss: then gradients come unscaled.
+        self.__dict__["_computed"] = False
         # The torch ranks that this optimizer has started together with.
         self.__dict__["_peers"] = None
         framework.notice(self)
@@ -148,6 +172,8 @@ class CrossShard(OptimizerWrapper):
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
             share = replicas.start_together(self._trainable_variables, self.variables, self._groups(replicas))
             self.__dict__["_peers"] = replicas
+        if self.__dict__["_computed"]:
+            grads = scaled_gradients(grads, variables, self.loss_scale())
         return self.reduce_gradients(grads, variables, share)
 
     def reduce_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
@@ -225,6 +251,120 @@ class CrossShard(OptimizerWrapper):
                     "PyTorch."
                 )
         raise ValueError(f"{rule} Received: {', '.join(given)}, and {received}. {advice}")
+
+    # -- TensorFlow 1's two phases -------------------------------------------------------------------------------
+
+    def compute_gradients(
+        self, loss: Callable[[], Tensor], var_list: Sequence[Variable] | None = None
+    ) -> list[tuple[Tensor | None, Variable]]:
+        """The first phase of `minimize`: this replica's gradients, which may be changed before `apply_gradients`.
+
+        They are the gradients of what `loss` returns, before any reduction wherever replicas are told apart (under a
+        `keras.distribution`, and where DDP owns the weights, they are global). So the loss is to be the mean over
+        this replica's examples, and the gradients are in its units, also if an inner optimizer scales the loss: that
+        is done and undone here, and done again in `apply_gradients`. On TensorFlow `keras.losses` divide by the
+        number of replicas, and their gradients are as much smaller; where the loss is a bare mean, say
+        `CrossShard(..., gradients="local")`, and the units are those of the other backends.
+
+        Whatever `loss` assigns (moving statistics, seeds) is assigned once. With an inner optimizer that scales the
+        loss, call `scale_loss` before gradients of your own, as ever; it also tells the two kinds apart.
+
+        Args:
+            loss: a function without arguments that returns a scalar tensor.
+            var_list: the trainable variables to differentiate by; None for those that the optimizer was built on.
+
+        Returns:
+            A list of (gradient, variable) pairs in the order of `var_list`. The gradient is None (on JAX zeros) for a
+            variable that the loss does not depend on.
+
+        Raises:
+            TypeError: if `loss` is not a function.
+            ValueError: if `var_list` is needed and not given, or holds variables that are not trainable; if the loss
+                is not a scalar.
+
+        Example:
+            >>> import keras, keras_shardopt as ks
+            >>> weight = keras.Variable([3.0, 4.0])
+            >>> optimizer = ks.CrossShard(keras.optimizers.SGD(1.0))
+            >>> def loss():
+            ...     return keras.ops.sum(keras.ops.square(weight)) / 2
+            >>> grads_and_vars = optimizer.compute_gradients(loss, [weight])
+            >>> iterations = optimizer.apply_gradients([(grad / 2, v) for grad, v in grads_and_vars])
+            >>> [float(w) for w in keras.ops.convert_to_numpy(weight)]
+            [1.5, 2.0]
+        """
+        if not callable(loss):
+            raise TypeError(
+                "`loss` must be a function without arguments that returns a scalar: a tensor does not tell how it was "
+                f"made, so there is nothing to differentiate. Received: loss={loss!r} (of type {type(loss).__name__}). "
+                "Use for example `minimize(lambda: loss_fn(y, model(x, training=True)), model.trainable_variables)`."
+            )
+        variables = self._variables_to_differentiate(var_list)
+        framework.check_ready(variables, leaves(self))
+
+        def scaled() -> Tensor:
+            value = keras.ops.convert_to_tensor(loss())
+            if keras.ops.ndim(value):
+                raise ValueError(
+                    f"`loss` must return a scalar. Received: a tensor of shape {tuple(value.shape)}. "
+                    "Use for example `keras.ops.mean(...)` of it."
+                )
+            return self.inner.scale_loss(value)
+
+        grads = framework.gradients(scaled, variables, self.axis_name)
+        grads = unscaled_gradients(grads, variables, self.loss_scale())
+        self.__dict__["_computed"] = True
+        return list(zip(grads, variables))
+
+    def minimize(self, loss: Callable[[], Tensor], var_list: Sequence[Variable] | None = None) -> Any:
+        """Computes gradients as `compute_gradients` does, and applies them as `apply_gradients` does.
+
+        Args:
+            loss: a function without arguments that returns a scalar tensor: the mean over this replica's examples.
+            var_list: the trainable variables to update; None for those that the optimizer was built on.
+
+        Returns:
+            The update counter.
+
+        Raises:
+            TypeError: if `loss` is not a function.
+            ValueError: as `compute_gradients`.
+
+        Example:
+            >>> import keras, keras_shardopt as ks
+            >>> weight = keras.Variable(3.0)
+            >>> optimizer = ks.CrossShard(keras.optimizers.SGD(0.5))
+            >>> int(optimizer.minimize(lambda: keras.ops.square(weight), [weight]))
+            1
+            >>> float(keras.ops.convert_to_numpy(weight))
+            0.0
+        """
+        return self.apply_gradients(self.compute_gradients(loss, var_list))
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """See `keras.optimizers.Optimizer.scale_loss`."""
+        self.__dict__["_computed"] = False
+        return super().scale_loss(loss)
+
+    def _variables_to_differentiate(self, var_list: Sequence[Variable] | None) -> list[Variable]:
+        if var_list is None:
+            if not self.built:
+                raise ValueError(
+                    "`var_list` must be given, or the optimizer built before. "
+                    "Use for example `minimize(loss, model.trainable_variables)`."
+                )
+            return list(self._trainable_variables)
+        variables = list(var_list)
+        frozen = [getattr(v, "path", str(v)) for v in variables if not getattr(v, "trainable", True)]
+        if frozen or not variables:
+            raise ValueError(
+                f"`var_list` must hold trainable variables. Received: {frozen or variables}"
+                + (", which are not. " if frozen else ". ")
+                + "Use for example `model.trainable_variables`."
+            )
+        return variables
+
+    # ------------------------------------------------------------------------------------------------------------
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients that nobody inside may reduce again."""

@@ -305,6 +305,17 @@ class Framework:
         """
         del variables, optimizers
 
+    def gradients(
+        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
+    ) -> list[Tensor | None]:
+        """The gradients of what `loss` returns, a scalar, of this replica alone where replicas are told apart.
+
+        None for a variable that the loss does not depend on. What the loss assigns to other variables (moving
+        statistics, seeds) is assigned, once.
+        """
+        del loss, variables, axis_name
+        raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")
+
     def place_state(self, variables: Sequence[Variable]) -> None:
         """Puts freshly built optimizer variables where the replicas of this program expect them."""
         del variables

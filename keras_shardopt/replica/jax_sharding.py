@@ -2,6 +2,8 @@
 
 Private names of Keras touched here (a test holds each of them):
     `Variable._layout`, `Variable._value` - the sharding of a variable and the array that has it.
+    `keras.src.backend.common.stateless_scope.get_stateless_scope` - the scope that a new one opens in.
+    `StatelessScope.add_update`, `get_current_value` - how variables write to a scope and read from it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.replica.base import AllReplicasAtOnce, Arrival, Framework, ReplicaBackend, SingleReplica, World
@@ -34,7 +37,7 @@ class MappedAxis(ReplicaBackend):
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
         # shard_map(check_vma=True) knows which values vary along the axis, and sums the gradients of a weight
         # that does not. Elsewhere nothing is known to vary, not even the index along the axis.
-        if not self._varies(self.replica_id):
+        if not self._knows_what_varies:
             return Arrival.LOCAL
         varying = [self._varies(grad) for grad in grads if grad is not None]
         if all(varying):
@@ -48,6 +51,16 @@ class MappedAxis(ReplicaBackend):
             f"Use `jax.lax.pcast(w, {self._axis!r}, to='varying')` on all weights or on none."
         )
 
+    @property
+    def _knows_what_varies(self) -> bool:
+        return self._varies(self.replica_id)
+
+    def varying(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The values as if they were each replica's own, so that their gradients are."""
+        if not self._knows_what_varies:
+            return list(values)
+        return [v if self._varies(v) else jax.lax.pcast(v, (self._axis,), to="varying") for v in values]
+
     def _varies(self, value: Any) -> bool:
         aval: Any = jax.typeof(value)
         if hasattr(aval, "vma"):  # until JAX 0.9
@@ -57,8 +70,17 @@ class MappedAxis(ReplicaBackend):
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
         if not tensors:
             return []
+        if groups is not None and op != "max" and self._knows_what_varies:
+            return self._all_reduce_gathered(tensors, op, groups)
         reduce = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[op]
         return list(reduce(list(tensors), self._axis, axis_index_groups=groups))
+
+    def _all_reduce_gathered(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups) -> list[Tensor]:
+        # shard_map(check_vma=True) has no sum within groups: NotImplementedError, up to JAX 0.10 at least.
+        group_of = {replica: group for group in groups for replica in group}
+        peers = jax.numpy.array([group_of[replica] for replica in range(self.num_replicas)])[self.replica_id]
+        reduce = {"sum": jax.numpy.sum, "mean": jax.numpy.mean}[op]
+        return [reduce(jax.lax.all_gather(t, self._axis)[peers], axis=0) for t in tensors]
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
         size = self.num_replicas if groups is None else len(groups[0])
@@ -124,6 +146,26 @@ class Jax(Framework):
                     "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
                 )
 
+    def gradients(
+        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
+    ) -> list[Tensor | None]:
+        replicas = self.replicas(axis_name)
+        values = [v.value for v in variables]
+        if isinstance(replicas, MappedAxis):
+            values = replicas.varying(values)  # or shard_map(check_vma=True) would sum their gradients
+        assigned: list[Variable] = []
+
+        def of_values(values: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            with _ScopeInScope(zip(variables, values)) as scope:
+                value = loss()
+            assigned[:] = scope.assigned
+            return value, [scope.get_current_value(v) for v in assigned]
+
+        found, updates = jax.grad(of_values, has_aux=True)(values)
+        for variable, value in zip(assigned, updates):
+            variable.assign(value)
+        return list(found)
+
     def place_state(self, variables: Sequence[Variable]) -> None:
         distribution = keras.distribution.distribution()
         if distribution is None:
@@ -185,6 +227,24 @@ class Jax(Framework):
             for other in others:
                 largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
         return largest
+
+
+class _ScopeInScope(keras.StatelessScope):
+    """A scope that knows other variables as the scope around it does, and remembers which were assigned inside."""
+
+    def __init__(self, state_mapping: Any) -> None:
+        super().__init__(list(state_mapping), collect_losses=True)
+        self._outer = get_stateless_scope()
+        self.assigned: list[Variable] = []
+
+    def add_update(self, update: tuple[Variable, Tensor]) -> None:
+        super().add_update(update)
+        if not any(variable is update[0] for variable in self.assigned):
+            self.assigned.append(update[0])
+
+    def get_current_value(self, variable: Variable) -> Tensor | None:
+        value = super().get_current_value(variable)
+        return value if value is not None or self._outer is None else self._outer.get_current_value(variable)
 
 
 _UNNAMED_PMAP_AXIS = "_internal_pmap_axis_name"

@@ -32,6 +32,7 @@ class ReplicaContext(ReplicaBackend):
         self._context = context
         self.num_replicas = strategy.num_replicas_in_sync
         self.is_chief = bool(strategy.extended.should_checkpoint)
+        self._is_on_tpu = isinstance(strategy, (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy))
 
     @property
     def replica_id(self) -> Any:
@@ -46,6 +47,9 @@ class ReplicaContext(ReplicaBackend):
         if not tensors:
             return []
         if groups is not None:
+            if self._is_on_tpu and op != "max":
+                sums = [_sum_on_tpu(tensor, groups) for tensor in tensors]
+                return [_divided(tensor, len(groups[0])) for tensor in sums] if op == "mean" else sums
             members = self._members(groups)
             gathered = [tf.gather(stack, members) for stack in self._stacks(tensors)]
             return [_REDUCE[op](stack, axis=0) for stack in gathered]
@@ -92,6 +96,12 @@ class ReplicaContext(ReplicaBackend):
 
 
 _REDUCE = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "max": tf.reduce_max}
+
+
+def _sum_on_tpu(tensor: Tensor, groups: Groups) -> Tensor:
+    # The op that `tf.compat.v1.tpu.cross_replica_sum` makes. It has no kernel elsewhere.
+    assignment = tf.constant([list(group) for group in groups], tf.int32)
+    return tf.raw_ops.CrossReplicaSum(input=tf.convert_to_tensor(tensor), group_assignment=assignment)
 
 
 def _positions(groups: Groups) -> Tensor:
@@ -173,6 +183,14 @@ class TensorFlow(Framework):
                         f"Received: {type(optimizer).__name__}({argument}={getattr(optimizer, argument)}). "
                         f"Leave `{argument}` out."
                     )
+
+    def gradients(
+        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
+    ) -> list[Tensor | None]:
+        with tf.GradientTape() as tape:
+            value = loss()
+        found: list[Tensor | None] = tape.gradient(value, list(variables))
+        return found
 
     def outside_trace(self) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()

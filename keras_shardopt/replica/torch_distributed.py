@@ -297,6 +297,24 @@ class Torch(Framework):
         dist.all_gather_object(facts, fact)
         return facts
 
+    def gradients(
+        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
+    ) -> list[Tensor | None]:
+        parameters = [_tensor(v) for v in variables]
+        before = [p.grad for p in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            with torch.enable_grad():
+                value = loss()
+            # Not `torch.autograd.grad`: a DDP that owns the parameters reduces in `backward` only.
+            if value.requires_grad:
+                value.backward(inputs=parameters)
+            return [p.grad for p in parameters]
+        finally:
+            for parameter, grad in zip(parameters, before):
+                parameter.grad = grad
+
     @contextlib.contextmanager
     def world(self, num_replicas: int | None) -> Iterator[World]:
         running = dist.is_available() and dist.is_initialized()

@@ -245,6 +245,156 @@ def test_a_mapped_axis_compiles_to_one_all_reduce():
     assert collectives(text)["all-reduce"] == 1
 
 
+# -- each replica's own gradients ------------------------------------------------------------------------------------
+
+
+def clipping():
+    return ks.CrossShard(problem.sgd_momentum(), replica_clipnorm=problem.CLIPNORM)
+
+
+LOCAL_WAYS = [name for name in WAYS if name != "shard_map, summed"]
+
+
+@pytest.mark.parametrize("way", LOCAL_WAYS)
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_each_replica_is_clipped_by_itself(way, num_replicas):
+    weights = WAYS[way](num_replicas, clipping())
+    reference = problem.replicas_in_numpy(num_replicas, problem.CLIPNORM)[0]
+    assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
+
+
+def test_clipping_in_units_of_the_loss_that_is_scaled_inside():
+    inner = keras.optimizers.LossScaleOptimizer(problem.sgd_momentum(), initial_scale=4096.0)
+    optimizer = ks.CrossShard(inner, replica_clipnorm=problem.CLIPNORM)
+    model = problem.model()
+    optimizer.build(model.trainable_variables)
+
+    def update(weights, state, x, y):
+        def loss(weights):
+            outputs, _ = model.stateless_call(weights, [], x)
+            with keras.StatelessScope(zip(optimizer.variables, state)):
+                return optimizer.scale_loss(keras.ops.mean(keras.ops.square(outputs - y)))
+
+        return optimizer.stateless_apply(state, jax.grad(loss)(weights), weights)
+
+    specs = dict(in_specs=(P(), P(), P("batch"), P("batch")), out_specs=(P(), P()))
+    weights = train(jax.jit(jax.shard_map(update, mesh=mesh(4), check_vma=False, **specs)), model, optimizer)
+    reference = problem.replicas_in_numpy(4, problem.CLIPNORM)[0]
+    assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
+
+
+def test_summed_gradients_cannot_be_clipped_by_replica():
+    with pytest.raises(ValueError, match=r"`replica_clipnorm` needs.*check_vma=False"):
+        WAYS["shard_map, summed"](2, clipping())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ({"replica_clipnorm": 1.0}, r"keras_shardopt\.prepare\(model\)"),
+        ({"replica_transform": lambda grads, variables: grads}, r"keras_shardopt\.prepare\(model\)"),
+        ({"group_assignment": [[0, 1], [2, 3]]}, r"jax\.shard_map"),
+    ],
+)
+def test_fit_alone_cannot_tell_replicas_apart(arguments, call):
+    x, y = problem.data(num_steps=1)
+    with ks.data_parallel(4) as replicas:
+        model = problem.model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), **arguments), "mse")
+        with pytest.raises(ValueError, match=call):
+            model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
+    replicas.close()
+
+
+GROUPS = [[0, 3], [1, 2]]
+
+
+def trained_in_groups(way, optimizer, num_replicas=4):
+    """Every replica's weights. Each has weights and state of its own, along a leading axis."""
+    model, update = made(optimizer)
+
+    def on_replica(weights, state, x, y):
+        weights, state = jax.tree.map(lambda value: value[0], (weights, state))
+        return jax.tree.map(lambda value: value[None], update(weights, state, x, y))
+
+    if way == "pmap":
+        step = jax.pmap(update, axis_name="batch")
+    else:
+        specs = dict(in_specs=(P("batch"),) * 4, out_specs=P("batch"))
+        step = jax.jit(jax.shard_map(on_replica, mesh=mesh(num_replicas), check_vma=way == "check_vma", **specs))
+    weights, state = (
+        [np.stack([v.value] * num_replicas) for v in variables]
+        for variables in (model.trainable_variables, optimizer.variables)
+    )
+    x, y = problem.data()
+    for start in range(0, len(x), problem.BATCH_SIZE):
+        rows = slice(start, start + problem.BATCH_SIZE)
+        batch = x[rows], y[rows]
+        if way == "pmap":
+            batch = [array.reshape(num_replicas, -1, array.shape[1]) for array in batch]
+        weights, state = step(weights, state, *batch)
+    return [[np.asarray(w[r]) for w in weights] for r in range(num_replicas)]
+
+
+@pytest.mark.parametrize("way", ["shard_map", "check_vma", "pmap"])
+@pytest.mark.parametrize("clipnorm", [None, problem.CLIPNORM])
+def test_groups_drift_apart(way, clipnorm):
+    optimizer = ks.CrossShard(problem.sgd_momentum(), group_assignment=GROUPS, replica_clipnorm=clipnorm)
+    found = trained_in_groups(way, optimizer)
+    for mine, expected in zip(found, problem.replicas_in_numpy(4, clipnorm, GROUPS)):
+        assert problem.relative_difference(mine, expected) <= problem.TOLERANCE
+    assert problem.relative_difference(found[0], found[1]) > 1e-2
+
+
+def test_forgotten_groups_turn_the_check_red(monkeypatch):
+    real = cross_shard.global_gradients
+    monkeypatch.setattr(cross_shard, "global_gradients", lambda *arguments: real(*arguments[:-1]))
+    with pytest.raises(AssertionError):
+        test_groups_drift_apart("shard_map", None)
+
+
+# -- two phases ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_minimize_computes_local_gradients_in_shard_map(check_vma):
+    """Also where `shard_map` would sum them, so that each replica can be clipped."""
+    optimizer = clipping()
+    model = problem.model()
+    optimizer.build(model.trainable_variables)
+
+    def step(weights, state, x, y):
+        held = [*model.trainable_variables, *optimizer.variables]
+        with keras.StatelessScope(zip(held, [*weights, *state])) as scope:
+            optimizer.minimize(lambda: keras.ops.mean(keras.ops.square(model(x) - y)))
+        values = [scope.get_current_value(v) for v in held]
+        return values[: len(weights)], values[len(weights) :]
+
+    specs = dict(in_specs=(P(), P(), P("batch"), P("batch")), out_specs=(P(), P()))
+    weights = train(jax.jit(jax.shard_map(step, mesh=mesh(4), check_vma=check_vma, **specs)), model, optimizer)
+    reference = problem.replicas_in_numpy(4, problem.CLIPNORM)[0]
+    assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
+
+
+def test_minimize_under_a_distribution(one_device):
+    x, y = problem.data()
+    with ks.data_parallel(4) as replicas:
+        model = problem.model()
+        optimizer = ks.CrossShard(problem.sgd_momentum())
+        layout = keras.distribution.distribution().get_data_layout((problem.BATCH_SIZE, 1))
+        for start in range(0, len(x), problem.BATCH_SIZE):
+            rows = slice(start, start + problem.BATCH_SIZE)
+            batch = [keras.distribution.distribute_tensor(array[rows], layout) for array in (x, y)]
+
+            def loss(batch=batch):
+                return keras.ops.mean(keras.ops.square(model(batch[0]) - batch[1]))
+
+            optimizer.minimize(loss, model.trainable_variables)
+        assert replicas.largest_difference(model) == 0
+        assert problem.relative_difference(model.get_weights(), one_device) <= problem.TOLERANCE
+    replicas.close()
+
+
 def test_the_moves():
     from keras_shardopt.replica import framework
 

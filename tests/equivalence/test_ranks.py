@@ -9,7 +9,8 @@ from support import launch, problem
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(400)]
 
-FOR_ALL = ["SGD momentum", "sum", "clipped", "scaled", "eager loop", "fault: dropped", "fault: summed twice"]
+FOR_ALL = ["SGD momentum", "sum", "clipped", "scaled", "eager loop", "replica clip", "replica clip, scaled"]
+FOR_ALL += ["fault: dropped", "fault: summed twice"]
 OPTIMIZERS = [name for name in problem.keras_optimizers() if name != "SGD momentum"]
 NUM_PARAMETERS = sum(w.size for w in problem.start_weights())
 
@@ -62,6 +63,16 @@ def difference(results, name, factor=1.0):
 def test_ranks_equal_one_process(ranks, num_replicas, name):
     results = ranks(num_replicas)
     assert difference(results, name) <= problem.TOLERANCE
+    assert results[f"{name}/difference"] == 0
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("name", ["replica clip", "replica clip, scaled"])
+def test_each_replica_is_clipped_by_itself(ranks, num_replicas, name):
+    results = ranks(num_replicas)
+    weights = [results[f"{name}/weight{i}"] for i in range(4)]
+    reference = problem.replicas_in_numpy(num_replicas, problem.CLIPNORM)[0]
+    assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
     assert results[f"{name}/difference"] == 0
 
 

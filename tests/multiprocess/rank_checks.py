@@ -248,6 +248,134 @@ def moves(scope):
     problem.check_moves(everyones)
 
 
+GROUPS = [[0, 3], [1, 2]]
+
+
+@check
+def groups_drift_apart_and_are_made_once(scope):
+    real, made = dist.new_group, []
+
+    def counting(ranks=None, *args, **kwargs):
+        made.append(list(ranks))
+        return real(ranks, *args, **kwargs)
+
+    framework.replicas("batch").forget_groups()
+    dist.new_group = counting
+    x, y = (problem.rows_of_replica(a, scope.replica_id, scope.num_replicas) for a in problem.data())
+    for clipnorm in (None, problem.CLIPNORM):
+        model = problem.model()
+        optimizer = ks.CrossShard(problem.sgd_momentum(), group_assignment=GROUPS, replica_clipnorm=clipnorm)
+        model.compile(optimizer, "mse")
+        model.fit(x, y, batch_size=problem.BATCH_SIZE // scope.num_replicas, shuffle=False, verbose=0)
+        expected = problem.replicas_in_numpy(4, clipnorm, GROUPS)[scope.replica_id]
+        assert problem.relative_difference(model.get_weights(), expected) <= problem.TOLERANCE
+        assert scope.largest_difference(model) > 1e-2
+    dist.new_group = real
+    assert made == GROUPS, made
+
+
+@check
+def one_reduction_per_update_within_a_group(scope):
+    model = problem.model()
+    optimizer = ks.CrossShard("sgd", group_assignment=GROUPS, replica_clipnorm=1.0)
+    grads = [torch.ones(tuple(v.shape)) for v in model.trainable_variables]
+    optimizer.apply(grads, model.trainable_variables)
+    sizes = counted(lambda: optimizer.apply(grads, model.trainable_variables))
+    assert sizes == [sum(g.numel() for g in grads) + len(grads)], sizes
+
+
+@check
+def groups_start_together_each_on_its_own(scope):
+    """Each group takes its first rank's weights, and gradients of other weights do not count, clipped or not."""
+    rank = scope.replica_id
+    model = problem.model()
+    model.set_weights([w + rank for w in problem.start_weights()])
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), group_assignment=GROUPS, replica_clipnorm=1.0)
+    size = 10.0 if rank in (0, 1) else float("nan")  # the first of [0, 3] and of [1, 2]
+    grads = [torch.full(tuple(v.shape), size) for v in model.trainable_variables]
+    optimizer.apply(grads, model.trainable_variables)
+    first = 0 if rank in (0, 3) else 1
+    length = sum(g.numel() for g in grads) ** 0.5
+    for weight, start in zip(model.get_weights(), problem.start_weights()):
+        np.testing.assert_allclose(weight, start + first - 1 / length, rtol=1e-5, atol=1e-6)
+
+
+@check
+def clipping_comes_before_the_weight_of_the_first_gradients(scope):
+    """Where only rank 0's gradients count, they count as often as there are ranks, but not before they are clipped."""
+    model = problem.model()
+    if scope.replica_id:
+        model.set_weights([w + 1 for w in problem.start_weights()])
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), replica_clipnorm=1.0)
+    grads = [torch.full(tuple(v.shape), 1e-3) for v in model.trainable_variables]
+    optimizer.apply(grads, model.trainable_variables)
+    for weight, start in zip(model.get_weights(), problem.start_weights()):
+        np.testing.assert_allclose(weight, start - 1e-3, rtol=1e-5, atol=1e-7)
+
+
+@check
+def groups_of_other_sizes_are_refused_on_every_rank(scope):
+    model = problem.model()
+    optimizer = ks.CrossShard("sgd", group_assignment=[[0, 1]])
+    grads = [torch.ones(tuple(v.shape)) for v in model.trainable_variables]
+    refused(lambda: optimizer.apply(grads, model.trainable_variables), ValueError, "where there are 4")
+
+
+@check
+def ddp_leaves_no_gradients_to_clip(scope):
+    x, y = my_rows(scope)
+    model = problem.model()
+    owner = DistributedDataParallel(model)
+    optimizer = ks.CrossShard("sgd", replica_clipnorm=1.0)
+    keras.ops.mean(keras.ops.square(keras.ops.subtract(owner(x), y))).backward()
+    grads = [v.value.grad for v in model.trainable_variables]
+    for _ in range(2):  # where it is a guess that DDP has reduced, and where it is known
+        refused(lambda: optimizer.apply(grads, model.trainable_variables), ValueError, "keras_shardopt.prepare(model)")
+        keras.ops.mean(keras.ops.square(keras.ops.subtract(owner(x), y))).backward()
+
+
+@check
+def minimize_equals_one_process(scope):
+    whole_x, whole_y = problem.data(num_steps=4)
+    x, y = my_rows(scope, num_steps=4)
+    for scale in (None, 1024.0):
+        model, reference = problem.model(), problem.model()
+        optimizer = ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=scale))
+        alone = problem.sgd_momentum()
+        rows = problem.BATCH_SIZE // scope.num_replicas
+        for i in range(4):
+            mine = slice(i * rows, (i + 1) * rows)
+            batch = slice(i * problem.BATCH_SIZE, (i + 1) * problem.BATCH_SIZE)
+
+            def loss(mine=mine, model=model):
+                return keras.ops.mean(keras.ops.square(keras.ops.subtract(model(x[mine]), y[mine])))
+
+            optimizer.minimize(loss, model.trainable_variables)
+            alone.apply(gradients(reference, whole_x[batch], whole_y[batch]), reference.trainable_variables)
+        assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
+        assert scope.largest_difference(model) == 0
+
+
+@check
+def minimize_through_ddp(scope):
+    """DDP reduces in `backward`, so that is what `minimize` has to call."""
+    x, y = my_rows(scope)
+    whole_x, whole_y = problem.data(1)
+    model, reference = problem.model(), problem.model()
+    owner = DistributedDataParallel(model)
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0))
+
+    def loss():
+        return keras.ops.mean(keras.ops.square(keras.ops.subtract(owner(x), y)))
+
+    for i in range(3):
+        sizes = counted(lambda: optimizer.minimize(loss, model.trainable_variables))
+        assert (sizes == []) == (i > 0), sizes
+        keras.optimizers.SGD(1.0).apply(gradients(reference, whole_x, whole_y), reference.trainable_variables)
+    for weight, expected in zip(model.get_weights(), reference.get_weights()):
+        np.testing.assert_allclose(weight, expected, atol=1e-5)
+
+
 @check
 def a_difference_is_found(scope):
     model = problem.model()

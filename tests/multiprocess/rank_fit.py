@@ -29,6 +29,8 @@ CASES = dict(problem.keras_optimizers())
 CASES["clipped"] = lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1)
 CASES["scaled"] = lambda: keras.optimizers.LossScaleOptimizer(problem.sgd_momentum(), initial_scale=4.0)
 CASES["sum"] = problem.sgd_momentum
+CASES["replica clip"] = problem.sgd_momentum
+CASES["replica clip, scaled"] = CASES["scaled"]
 CASES["eager loop"] = problem.sgd_momentum
 # Planted faults: the reduction dropped, and made with a wrong factor.
 CASES["fault: dropped"] = problem.sgd_momentum
@@ -68,7 +70,8 @@ def main():
             if seeds == "different" and rank:
                 model.set_weights([w + rank for w in problem.start_weights()])
             reduction = "sum" if name == "sum" else "mean"
-            model.compile(ks.CrossShard(CASES[name](), reduction=reduction), "mse")
+            clipnorm = problem.CLIPNORM if name.startswith("replica clip") else None
+            model.compile(ks.CrossShard(CASES[name](), reduction=reduction, replica_clipnorm=clipnorm), "mse")
             model.optimizer.build(model.trainable_variables)
             cross_shard.global_gradients = FAULTS.get(name, real)
             dist.all_reduce, CALLS[:] = counting_all_reduce, []

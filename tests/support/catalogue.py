@@ -22,6 +22,7 @@ import keras_shardopt as ks
 WRAPPERS = {
     "CrossShard": lambda inner: ks.CrossShard(inner),
     "CrossShard sum": lambda inner: ks.CrossShard(inner, reduction="sum"),
+    "CrossShard clipping": lambda inner: ks.CrossShard(inner, group_assignment=[[0]], replica_clipnorm=1e6),
     "CrossShard of CrossShard": lambda inner: ks.CrossShard(ks.CrossShard(inner)),
     "GradientClipping": lambda inner: ks.GradientClipping(inner, clip_gradients=1e6),
     "LARC": lambda inner: ks.LARC(inner, larc_eta=1e6),
@@ -31,7 +32,7 @@ WRAPPERS = {
 
 
 # Those whose arguments here leave each gradient as it is, but not before they have looked at it.
-READS_GRADIENTS = {"GradientClipping", "LARC"}
+READS_GRADIENTS = {"CrossShard clipping", "GradientClipping", "LARC"}
 
 
 def _multi(**arguments):
@@ -64,7 +65,7 @@ REPRESENTATIVE = [
     for inner in ("SGD momentum", "Adam", "Adafactor", "Adam ema", "LossScaleOptimizer", "MultiOptimizer")
     if inner in INNERS
 ]
-VARIANTS = ("CrossShard sum", "CrossShard of CrossShard")
+VARIANTS = ("CrossShard sum", "CrossShard clipping", "CrossShard of CrossShard")
 ALL_PAIRS = [(w, i) for w in WRAPPERS for i in (REPRESENTATIVE if w in VARIANTS else INNERS)]
 LONG_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w == "CrossShard" else REPRESENTATIVE)]
 

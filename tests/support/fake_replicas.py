@@ -10,6 +10,7 @@ import threading
 import keras
 import numpy as np
 
+from keras_shardopt.replica import framework
 from keras_shardopt.replica.base import Arrival, ReplicaBackend
 
 _REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max}
@@ -64,6 +65,7 @@ class FakeWorld:
         self.arrives = arrives
         self.runs_one_program = runs_one_program
         self.replicas = [FakeReplicas(self, r) for r in range(num_replicas)]
+        self._running = threading.local()
         self._posted = [None] * num_replicas
         self._barrier = threading.Barrier(num_replicas, timeout=timeout)
 
@@ -75,11 +77,17 @@ class FakeWorld:
         assert len({len(arrays) for arrays in everyones}) == 1, "replicas exchange lists of different lengths"
         return everyones
 
+    def hold(self, monkeypatch):
+        """Makes every optimizer that runs inside `run` see these replicas."""
+        monkeypatch.setattr(framework, "replicas", lambda axis_name: self._running.replicas)
+        return self
+
     def run(self, function):
         """`[function(replicas) for each replica]`; raises what any of them raised."""
         results, errors = [None] * self.num_replicas, []
 
         def work(replicas):
+            self._running.replicas = replicas
             try:
                 results[replicas.replica_id] = function(replicas)
             except BaseException as error:

@@ -103,14 +103,10 @@ def trained_in_numpy(update=None, rate=0.1, momentum=0.9):
     `update(step, weights, grads)` changes the weights in place; None is SGD with momentum.
     """
     x, y = (array.astype("float64") for array in data())
-    kernel1, bias1, kernel2, bias2 = weights = [w.astype("float64") for w in start_weights()]
+    weights = [w.astype("float64") for w in start_weights()]
     velocities = [np.zeros_like(w) for w in weights]
     for start in range(0, len(x), BATCH_SIZE):
-        inputs, targets = x[start : start + BATCH_SIZE], y[start : start + BATCH_SIZE]
-        hidden = np.tanh(inputs @ kernel1 + bias1)
-        error = 2 * (hidden @ kernel2 + bias2 - targets) / targets.size
-        back = (error @ kernel2.T) * (1 - hidden**2)
-        grads = [inputs.T @ back, back.sum(0), hidden.T @ error, error.sum(0)]
+        grads = gradients_in_numpy(weights, x[start : start + BATCH_SIZE], y[start : start + BATCH_SIZE])
         if update is not None:
             update(start // BATCH_SIZE, weights, grads)
             continue
@@ -118,6 +114,44 @@ def trained_in_numpy(update=None, rate=0.1, momentum=0.9):
             velocity *= momentum
             velocity -= rate * grad
             weight += velocity
+    return weights
+
+
+def gradients_in_numpy(weights, inputs, targets):
+    """Of the mean squared error, by hand."""
+    kernel1, bias1, kernel2, bias2 = weights
+    hidden = np.tanh(inputs @ kernel1 + bias1)
+    error = 2 * (hidden @ kernel2 + bias2 - targets) / targets.size
+    back = (error @ kernel2.T) * (1 - hidden**2)
+    return [inputs.T @ back, back.sum(0), hidden.T @ error, error.sum(0)]
+
+
+# Between the norms of the replicas' gradients in most steps: some are clipped and some are not.
+CLIPNORM = 0.5
+
+
+def replicas_in_numpy(num_replicas, clipnorm=None, groups=None, reduction="mean", rate=0.1, momentum=0.9):
+    """Each replica's weights after `fit`, in float64, without Keras: gradients clipped, then averaged in groups."""
+    groups = [list(range(num_replicas))] if groups is None else groups
+    x, y = (array.astype("float64") for array in data())
+    x, y = ([rows_of_replica(array, r, num_replicas) for r in range(num_replicas)] for array in (x, y))
+    weights = [[w.astype("float64") for w in start_weights()] for _ in range(num_replicas)]
+    velocities = [[np.zeros_like(w) for w in mine] for mine in weights]
+    num_rows = BATCH_SIZE // num_replicas
+    for start in range(0, len(x[0]), num_rows):
+        rows = slice(start, start + num_rows)
+        local = [gradients_in_numpy(weights[r], x[r][rows], y[r][rows]) for r in range(num_replicas)]
+        for grads in local:
+            norm = np.sqrt(sum(np.sum(g**2) for g in grads))
+            if clipnorm is not None and norm > clipnorm:
+                grads[:] = [g * clipnorm / norm for g in grads]
+        for group in groups:
+            together = [getattr(np, reduction)([local[r][i] for r in group], axis=0) for i in range(4)]
+            for r in group:
+                for weight, velocity, grad in zip(weights[r], velocities[r], together):
+                    velocity *= momentum
+                    velocity -= rate * grad
+                    weight += velocity
     return weights
 
 

@@ -92,3 +92,15 @@ def test_layout_and_value_place_a_variable():
     assert variable._value is variable.value
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
     assert keras.Variable(np.zeros(2))._layout is not None
+
+
+def test_scopes_know_the_scope_around_them():
+    from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+    variable = keras.Variable(1.0)
+    assert get_stateless_scope() is None
+    with keras.StatelessScope([(variable, keras.ops.convert_to_tensor(2.0))]) as outer:
+        assert get_stateless_scope() is outer
+        assert float(outer.get_current_value(variable)) == 2.0
+        outer.add_update((variable, keras.ops.convert_to_tensor(3.0)))
+        assert float(keras.ops.convert_to_numpy(variable.value)) == 3.0
