@@ -11,10 +11,10 @@ BACKEND = keras.config.backend()
 def copy_of(variable, replica=0):
     """That replica's copy as an array. On PyTorch each rank has its own only."""
     if BACKEND == "tensorflow":
-        return variable.value.values[replica].numpy()
+        return np.array(variable.value.values[replica])
     if BACKEND == "jax":
         return np.array(variable.value.addressable_shards[replica].data)
-    return _bits_of_torch(variable.value).numpy().copy()
+    return np.array(_bits_of_torch(variable.value))
 
 
 def change(variable, replica, function):
