@@ -2,6 +2,7 @@
 
 Private names of Keras touched here (a test holds each of them):
     `Variable._layout`, `Variable._value` - the sharding of a variable and the array that has it.
+    `keras.src.backend.jax.trainer` - the module whose `predict` asks for `DataParallel.auto_shard_dataset`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import functools
 import os
 import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -155,7 +157,8 @@ class Jax(Framework):
         distribution = None
         if len(devices) > 1:
             # Each process feeds its own rows, on every backend alike, so Keras must not divide them once more.
-            distribution = keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False)
+            kind = keras.distribution.DataParallel if num_processes == 1 else _OverProcesses
+            distribution = kind(devices=devices, auto_shard_dataset=False)
         keras.distribution.set_distribution(distribution)
         try:
             yield World(
@@ -224,6 +227,32 @@ class Jax(Framework):
         padded[: len(mine)] = mine
         rows = np.asarray(multihost_utils.process_allgather(padded))
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+
+
+class _OverProcesses(keras.distribution.DataParallel):
+    """Several processes; says what Keras cannot do there before Keras fails."""
+
+    @property
+    def auto_shard_dataset(self) -> bool:
+        # The first thing that `predict` asks; later it has taken the weights out of the model.
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "predict" and frame.f_globals.get("__name__") == _KERAS_TRAINER:
+                raise RuntimeError(
+                    "`predict` cannot run over several processes: Keras would read outputs that are on devices of other "
+                    f"processes. Received: a distribution over {jax.process_count()} processes. Use a copy of the model "
+                    "in one process: `weights = model.get_weights()`, close `data_parallel()`, then "
+                    "`copy = keras.models.clone_model(model)`, `copy.set_weights(weights)` and `copy.predict(x)`."
+                )
+            frame = frame.f_back  # type: ignore[assignment]
+        return bool(super().auto_shard_dataset)
+
+    @auto_shard_dataset.setter
+    def auto_shard_dataset(self, value: bool) -> None:
+        keras.distribution.DataParallel.auto_shard_dataset.fset(self, value)
+
+
+_KERAS_TRAINER = "keras.src.backend.jax.trainer"
 
 
 def _on_the_devices_of(like: Any, array: np.ndarray) -> Any:
