@@ -239,17 +239,13 @@ class _OverProcesses(keras.distribution.DataParallel):
         while frame is not None:
             if frame.f_code.co_name == "predict" and frame.f_globals.get("__name__") == _KERAS_TRAINER:
                 raise RuntimeError(
-                    "`predict` cannot run over several processes: Keras would read outputs that are on devices of other "
-                    f"processes. Received: a distribution over {jax.process_count()} processes. Use a copy of the model "
-                    "in one process: `weights = model.get_weights()`, close `data_parallel()`, then "
+                    "`predict` cannot run over several processes: Keras would read outputs on devices of other "
+                    f"processes. Received: a distribution over {jax.process_count()} processes. Use a copy of the "
+                    "model in one process: `weights = model.get_weights()`, close `data_parallel()`, then "
                     "`copy = keras.models.clone_model(model)`, `copy.set_weights(weights)` and `copy.predict(x)`."
                 )
             frame = frame.f_back  # type: ignore[assignment]
-        return bool(super().auto_shard_dataset)
-
-    @auto_shard_dataset.setter
-    def auto_shard_dataset(self, value: bool) -> None:
-        keras.distribution.DataParallel.auto_shard_dataset.fset(self, value)
+        return False  # each process feeds its own rows
 
 
 _KERAS_TRAINER = "keras.src.backend.jax.trainer"

@@ -120,4 +120,5 @@ def test_keras_predicts_in_its_trainer_module():
 
     assert trainer.__name__ == _KERAS_TRAINER
     assert inspect.unwrap(trainer.JAXTrainer.predict).__globals__ is vars(trainer)
-    assert keras.distribution.DataParallel.auto_shard_dataset.fset is not None
+    distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
+    assert distribution.auto_shard_dataset is False
