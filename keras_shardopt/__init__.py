@@ -1,6 +1,6 @@
 """Data-parallel training for Keras 3 with one meaning on TensorFlow, JAX and PyTorch."""
 
-from keras_shardopt import schedules
+from keras_shardopt import callbacks, schedules
 from keras_shardopt.data import shard_data
 from keras_shardopt.numerics import clip_by_global_norm, clip_gradients_by_norm
 from keras_shardopt.optimizers import LARC, CrossShard, GradientClipping, NovoGrad, Tower, VariableClipping, replicate
@@ -15,6 +15,7 @@ __all__ = [
     "NovoGrad",
     "Tower",
     "VariableClipping",
+    "callbacks",
     "clip_by_global_norm",
     "clip_gradients_by_norm",
     "data_parallel",

@@ -192,7 +192,7 @@ def _check_all_were_given_alike(x: Any, arguments: dict[str, Any]) -> None:
         size = int(x.cardinality()), [(int(s._seed), int(s._seed2)) for s in _steps_of(x) if hasattr(s, "_seed2")]
     elif isinstance(x, keras.utils.PyDataset):
         size = x.num_batches
-    facts = framework.gathered({"kind": type(x).__name__, "size": size, **arguments})
+    facts = framework.gather_objects({"kind": type(x).__name__, "size": size, **arguments})
     for process_id, fact in enumerate(facts):
         if fact != facts[0]:
             raise ValueError(

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
@@ -351,10 +352,6 @@ class Framework:
         """How many processes feed data, and which of them this is, also outside `world()`."""
         return 1, 0
 
-    def gathered(self, fact: Any) -> list[Any]:
-        """This plain object of every process that can be reached now; all of them call it together."""
-        return [fact]
-
     outlives_its_block: bool = False
     """Whether `model.fit` needs what `world()` sets up even when it is called after the `with` block."""
 
@@ -381,3 +378,33 @@ class Framework:
         """The largest absolute difference between any two replicas' copies of these variables."""
         del variables
         return 0.0
+
+    def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
+        """A number for each replica's copy of each variable, made of all its bits and their places.
+
+        Copies that differ in a single bit always differ in it. Copies that differ otherwise, also by elements that
+        changed places, agree in it once in about 2**32 times. A NaN is bits like any other. All processes must call
+        it together, and it returns the same on all of them.
+
+        Returns:
+            An array of unsigned integers, of shape `[num_replicas, num_variables]`. A variable of which there are no
+            copies, because each replica holds another part of it, has the number 0 on all of them.
+
+        Raises:
+            ValueError: on every process, if they do not have equally many variables.
+        """
+        return np.zeros((1, len(variables)), "uint64")
+
+    def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
+        """Gives all processes the first one's values of these variables, bit for bit.
+
+        The default does nothing, which is right wherever one process holds all replicas.
+
+        Raises:
+            ValueError: on every process, if shapes or dtypes differ between them.
+        """
+        del variables, optimizer_variables
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all processes, which may be of different lengths, in the order of the processes."""
+        return [value]

@@ -18,7 +18,6 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +30,7 @@ from keras.src.backend.jax import trainer as jax_trainer
 
 from keras_shardopt._typing import Tensor
 from keras_shardopt.replica.base import Part, claim_reduction, part_of_batch
-from keras_shardopt.replica.jax_sharding import MappedAxis, batch_size_of
+from keras_shardopt.replica.jax_sharding import MappedAxis, batch_size_of, gather_objects
 from keras_shardopt.replica.trainer import arguments_of, num_rows, stand_in
 from keras_shardopt.whole_batch import share_losses
 
@@ -102,12 +101,7 @@ def _on_all_devices(data: Any, distribution: Any) -> Any:
 
 def _joined(data: Any, num_rows: int) -> Any:
     """The rows of all processes, in the order of their ids. One may have no batch, and not know what one looks like."""
-    message = np.frombuffer(pickle.dumps(jax.tree.map(np.asarray, data) if num_rows else None), "uint8")
-    lengths = multihost_utils.process_allgather(np.array([len(message)])).reshape(-1)
-    padded = np.zeros(lengths.max(), "uint8")
-    padded[: len(message)] = message
-    messages = multihost_utils.process_allgather(padded)
-    parts = [pickle.loads(m[:length].tobytes()) for m, length in zip(messages, lengths)]
+    parts = gather_objects(jax.tree.map(np.asarray, data) if num_rows else None)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *[part for part in parts if part is not None])
 
 
@@ -124,8 +118,8 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
     def _agree_on_length(self) -> None:
         if jax.process_count() > 1 and _takes_uneven(keras.distribution.distribution()):
-            lengths = multihost_utils.process_allgather(np.array([self._num_batches or -1]))
-            self._num_batches = None if lengths.min() < 0 else int(lengths.max())
+            lengths = gather_objects(self.data_adapter.num_batches)
+            self._num_batches = None if None in lengths else max(lengths)
 
     def _get_distributed_iterator(self, distribution: Any) -> Iterator[Any]:
         if not _takes_uneven(distribution):

@@ -4,18 +4,23 @@ Private names of Keras touched here (a test holds each of them):
     `Variable._layout`, `Variable._value` - the sharding of a variable and the array that has it.
     `keras.src.backend.common.stateless_scope.get_stateless_scope` - the scope that a new one opens in.
     `StatelessScope.add_update`, `get_current_value` - how variables write to a scope and read from it.
+    `keras.src.backend.jax.trainer` - the module whose `predict` asks for `DataParallel.auto_shard_dataset`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+from jax.experimental import multihost_utils
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
@@ -198,7 +203,8 @@ class Jax(Framework):
         distribution = None
         if len(devices) > 1:
             # Each process feeds its own rows, on every backend alike, so Keras must not divide them once more.
-            distribution = keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False)
+            kind = keras.distribution.DataParallel if num_processes == 1 else _OverProcesses
+            distribution = kind(devices=devices, auto_shard_dataset=False)
         keras.distribution.set_distribution(distribution)
         try:
             yield World(
@@ -227,6 +233,125 @@ class Jax(Framework):
             for other in others:
                 largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
         return largest
+
+    def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
+        values = [variable.value for variable in variables]
+        copied = [i for i, value in enumerate(values) if value.sharding.is_fully_replicated]
+        meshes = [getattr(values[i].sharding, "mesh", None) for i in copied]
+        if not meshes or meshes[0] is None or any(mesh != meshes[0] for mesh in meshes):
+            return np.zeros((1, len(values)), "uint64")  # on one device, or each on devices of its own
+        mesh = meshes[0]
+        found = _fingerprints_on(mesh)([values[i] for i in copied])
+        rows = np.zeros((mesh.size, len(values)), "uint64")
+        rows[:, copied] = np.asarray(found.addressable_data(0))
+        return rows
+
+    def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
+        if jax.process_count() == 1:
+            return
+        for what, mine in (("model variables", variables), ("optimizer variables", optimizer_variables)):
+            everyones = self.gather_objects([(tuple(v.shape), str(v.dtype)) for v in mine])
+            for process, theirs in enumerate(everyones):
+                if theirs != everyones[0]:
+                    raise ValueError(
+                        f"All processes must have the same {what}. Received on process 0: {everyones[0]}, "
+                        f"on process {process}: {theirs}. Build the same model and optimizer in every process."
+                    )
+        copied = [v for v in [*variables, *optimizer_variables] if v.value.sharding.is_fully_replicated]
+        # As bytes, or the sum by which JAX broadcasts would turn a -0 into a 0.
+        arrays = [np.asarray(v.value.addressable_data(0)) for v in copied]
+        flat = np.concatenate([np.frombuffer(array.tobytes(), "uint8") for array in arrays])
+        roots = np.asarray(multihost_utils.broadcast_one_to_all(flat)).astype("uint8").tobytes()
+        start = 0
+        for variable, array in zip(copied, arrays):
+            new = np.frombuffer(roots, array.dtype, array.size, start).reshape(array.shape)
+            start += array.nbytes
+            if new.tobytes() != array.tobytes():
+                variable._value = _on_the_devices_of(variable.value, new)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return gather_objects(value)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """What each process gives, whatever it is, in the order of their ids."""
+    if jax.process_count() == 1:
+        return [value]
+    mine = np.frombuffer(pickle.dumps(value), "uint8")
+    lengths = np.asarray(multihost_utils.process_allgather(np.array(len(mine), "int32"))).reshape(-1)
+    padded = np.zeros(max(lengths), "uint8")
+    padded[: len(mine)] = mine
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+
+
+class _OverProcesses(keras.distribution.DataParallel):
+    """Several processes; says what Keras cannot do there before Keras fails."""
+
+    @property
+    def auto_shard_dataset(self) -> bool:
+        # The first thing that `predict` asks; later it has taken the weights out of the model.
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "predict" and frame.f_globals.get("__name__") == _KERAS_TRAINER:
+                raise RuntimeError(
+                    "`predict` cannot run over several processes: Keras would read outputs on devices of other "
+                    f"processes. Received: a distribution over {jax.process_count()} processes. Use a copy of the "
+                    "model in one process: `weights = model.get_weights()`, close `data_parallel()`, then "
+                    "`copy = keras.models.clone_model(model)`, `copy.set_weights(weights)` and `copy.predict(x)`."
+                )
+            frame = frame.f_back  # type: ignore[assignment]
+        return False  # each process feeds its own rows
+
+
+_KERAS_TRAINER = "keras.src.backend.jax.trainer"
+
+
+def _on_the_devices_of(like: Any, array: np.ndarray) -> Any:
+    """`array` on each device of this process that has a copy of `like`."""
+    copies = [jax.device_put(array, shard.device) for shard in like.addressable_shards]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, copies)
+
+
+@functools.lru_cache(maxsize=8)
+def _fingerprints_on(mesh: Any) -> Any:
+    """A function from values that are replicated over a mesh to the fingerprints of each device's copies."""
+
+    def on_device(values: list[Any]) -> Any:
+        mine = jax.numpy.stack([_fingerprint(value) for value in values])
+        return jax.lax.all_gather(mine, mesh.axis_names)
+
+    # In `shard_map`, where each device looks at what it has: elsewhere XLA may take one copy for all.
+    mapped = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=jax.sharding.PartitionSpec(),
+        out_specs=jax.sharding.PartitionSpec(),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+def _fingerprint(value: Any) -> Any:
+    # The sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32, where h (the last steps of MurmurHash3) takes
+    # no two words to the same one: another word, another sum. A linear h would not do: with it, two floats of
+    # opposite sign could change places unseen.
+    words = _words(value)
+    places = jax.lax.iota("uint32", words.size) * np.uint32(0x9E3779B9)
+    mixed = words + places
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
+    return jax.numpy.sum(mixed, dtype="uint32")
+
+
+def _words(value: Any) -> Any:
+    """The bits of an array in unsigned integers of 32 bits, each of a whole element or a part of one."""
+    if jax.numpy.iscomplexobj(value):
+        value = jax.numpy.stack([value.real, value.imag])
+    if value.dtype == bool:
+        return value.reshape(-1).astype("uint32")
+    bits = {1: "uint8", 2: "uint16"}.get(value.dtype.itemsize, "uint32")
+    return jax.lax.bitcast_convert_type(value, bits).reshape(-1).astype("uint32")
 
 
 class _ScopeInScope(keras.StatelessScope):

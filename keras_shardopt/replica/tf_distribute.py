@@ -2,15 +2,18 @@
 
 Private names of Keras touched here (a test holds each of them):
     `Optimizer._all_reduce_sum_gradients` - the reduction that Keras' TensorFlow optimizers make by themselves.
+    `keras.src.backend.tensorflow.trainer` - the module that calls `strategy.reduce` where `fit` cannot work.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -55,8 +58,14 @@ class ReplicaContext(ReplicaBackend):
             return [_REDUCE[op](stack, axis=0) for stack in gathered]
         if op == "max":
             return [tf.reduce_max(stack, axis=0) for stack in self._stacks(tensors)]
-        # One call for the whole list: the strategy packs it into as few transfers as it can.
-        reduced: list[Tensor] = list(self._context.all_reduce(tf.distribute.ReduceOp.SUM, tensors))
+        reduced: list[Tensor] = [None] * len(tensors)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            # One call for all of a dtype: the strategy packs them into as few transfers as it can. It would pack those
+            # of several dtypes together too, and fail.
+            alike = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            sums = self._context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in alike])
+            for i, total in zip(alike, sums):
+                reduced[i] = total
         if op == "mean":
             reduced = [_divided(tensor, self.num_replicas) for tensor in reduced]
         return reduced
@@ -127,6 +136,10 @@ class TensorFlow(Framework):
     """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
 
     places_towers = True
+
+    def notice(self, optimizer: Any) -> None:
+        super().notice(optimizer)
+        _refuse_trainer(tf.distribute.get_strategy())
 
     def place_tower(self, device: str) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.device(device)
@@ -212,6 +225,7 @@ class TensorFlow(Framework):
                     f"Received: num_replicas={num_replicas}, strategy with {strategy.num_replicas_in_sync} replicas. "
                     "Leave `num_replicas` out, or open `data_parallel()` outside `strategy.scope()`."
                 )
+            _refuse_trainer(strategy)
             yield _world_of(strategy)
             return
         devices = _devices(num_replicas)
@@ -241,6 +255,84 @@ class TensorFlow(Framework):
             for other in others:
                 largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
         return largest
+
+    def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
+        values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+        strategy = next((v.distribute_strategy for v in values if hasattr(v, "values")), None)
+        if strategy is None:
+            return np.zeros((1, len(values)), "uint64")
+        # A strategy with one device in each process has no list of copies, but the one variable.
+        num_local = max(len(getattr(value, "values", [0])) for value in values)
+        rows = []
+        for replica in range(num_local):
+            copies = [getattr(value, "values", [value] * num_local)[replica] for value in values]
+            with tf.device(copies[0].device):
+                rows.append(_fingerprints([tf.convert_to_tensor(copy) for copy in copies]))
+        mine = np.stack([row.numpy() for row in rows]).astype("uint64")
+        return np.concatenate(self._gather(strategy, mine))
+
+    def _gather(self, strategy: tf.distribute.Strategy, array: np.ndarray) -> list[np.ndarray]:
+        """The arrays (of unsigned integers below 2**63, all of one shape) of all processes."""
+        world = _world_of(strategy)
+        if world.num_processes == 1:
+            return [array]
+        values = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(
+                array[context.replica_id_in_sync_group - world.replica_id][None].astype("int64")
+            )
+        )
+        return [strategy.gather(values, axis=0).numpy().astype("uint64")]
+
+
+_KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
+
+
+def _refuse_trainer(strategy: tf.distribute.Strategy) -> None:
+    """Makes Keras' trainer fail with words that help where it would fail without."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or "reduce" in vars(strategy):
+        return
+    # Nothing of ours is called before Keras fails, except what Keras fails in: it hands this strategy per-replica
+    # batches (`fit`, `evaluate`) and scalars (`train_on_batch`) to reduce that it cannot. Others may reduce as ever.
+    strategy.reduce = types.MethodType(_reduce_unless_for_trainer, strategy)
+
+
+def _reduce_unless_for_trainer(strategy: tf.distribute.Strategy, *args: Any, **kwargs: Any) -> Any:
+    if sys._getframe(1).f_globals.get("__name__") == _KERAS_TRAINER:
+        raise ValueError(
+            "Keras' own `fit`, `evaluate`, `train_on_batch` and `test_on_batch` cannot run under a "
+            "`MultiWorkerMirroredStrategy`: Keras reduces batches and metrics in ways that this strategy does not know "
+            f"(keras issue 20585). Received: a strategy with {strategy.num_replicas_in_sync} replicas in "
+            f"{_world_of(strategy).num_processes} processes. Write the loop yourself: `strategy.run(step)`, where "
+            "`step` computes the gradients of the loss divided by the number of replicas and calls "
+            "`optimizer.apply(gradients, variables)`."
+        )
+    return type(strategy).reduce(strategy, *args, **kwargs)
+
+
+@tf.function(jit_compile=True, reduce_retracing=False)
+def _fingerprints(tensors: list[Tensor]) -> Tensor:
+    return tf.stack([_fingerprint(tensor) for tensor in tensors])
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    # The sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32, where h (the last steps of MurmurHash3) takes
+    # no two words to the same one: another word, another sum. A linear h would not do: with it, two floats of
+    # opposite sign could change places unseen.
+    words = _words(tensor)
+    mixed = words + tf.cast(tf.range(tf.size(words)), tf.uint32) * tf.constant(0x9E3779B9, tf.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = tf.bitwise.bitwise_xor(mixed, tf.bitwise.right_shift(mixed, tf.constant(shift, tf.uint32)))
+        mixed *= tf.constant(factor, tf.uint32)
+    return tf.reduce_sum(mixed)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor in unsigned integers of 32 bits, each of a whole element or a part of one."""
+    if tensor.dtype.is_complex:
+        tensor = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)])
+    if tensor.dtype != tf.bool:
+        tensor = tf.bitcast(tensor, {1: tf.uint8, 2: tf.uint16}.get(tensor.dtype.size, tf.uint32))
+    return tf.cast(tf.reshape(tensor, [-1]), tf.uint32)
 
 
 def _created_anyway(create: Any, **arguments: Any) -> Any:

@@ -317,7 +317,7 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
         before = [tensor.clone() for tensor in mine]
         for how in ("sum", "mean"):
             chosen = [v.value for v in model.metrics_variables if v.aggregation == how]
-            for tensor, value in zip(chosen, ranks.all_reduce(chosen, how)):  # type: ignore[arg-type]
+            for tensor, value in zip(chosen, ranks.all_reduce(chosen, how)):
                 tensor.copy_(value)
         result = real(logs)
         for tensor, value in zip(mine, before):

@@ -199,6 +199,22 @@ def test_loss_scaling_inside_skips_when_any_replica_overflows(strategy, bad_repl
     assert float(inner.dynamic_scale.numpy()) == 2.0
 
 
+def test_weights_of_several_dtypes(strategy):
+    def make():
+        layers = [keras.layers.Dense(7, dtype="float32"), keras.layers.Dense(3, dtype="float64")]
+        keras.utils.set_random_seed(3)
+        return keras.Sequential([keras.Input((5,)), *layers])
+
+    x, y = problem.data(num_steps=4)
+    with strategy.scope():
+        model, optimizer = make(), ks.CrossShard(problem.sgd_momentum())
+    weights = fit(model, x, y, optimizer=optimizer)
+    reference = make()
+    start = reference.get_weights()
+    fit(reference, x, y, optimizer=problem.sgd_momentum())
+    assert problem.relative_difference(weights, reference.get_weights(), start) <= problem.TOLERANCE
+
+
 def test_outside_the_replicas_it_is_refused(strategy):
     with strategy.scope():
         model = problem.model()

@@ -12,10 +12,11 @@ import keras
 import numpy as np
 import torch
 import torch.distributed as dist
-from support import problem
+from support import flips, problem
 from torch.nn.parallel import DistributedDataParallel
 
 import keras_shardopt as ks
+from keras_shardopt.optimizers import cross_shard
 from keras_shardopt.replica import framework, torch_distributed
 
 warnings.filterwarnings("ignore")
@@ -400,6 +401,164 @@ def compiled_steps(scope):
     reference.fit(whole_x, whole_y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
     assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
     assert scope.largest_difference(model) == 0
+
+
+class Others(keras.callbacks.Callback):
+    """Logs of a validation that is worse and worse on rank 1, and better and better elsewhere."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["val_loss"] = 3.0 * epoch if self.rank == 1 else -0.5 * epoch
+
+
+def decisions(scope, *synchronised):
+    """What callbacks decide from logs that differ, on all ranks."""
+    x, y = my_rows(scope, num_steps=2)
+    model = problem.model()
+    model.compile(keras.optimizers.SGD(1.0), "mse")  # without exchange, so that ranks may stop when they like
+    plateau = keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=2, min_delta=0)
+    callbacks = [Others(scope.replica_id), *synchronised, plateau, keras.callbacks.EarlyStopping(patience=4)]
+    history = model.fit(x, y, epochs=8, callbacks=callbacks, verbose=0).history
+    everyones = [None] * scope.num_replicas
+    dist.all_gather_object(everyones, history)
+    return everyones
+
+
+@check
+def callbacks_decide_alike_from_averaged_logs(scope):
+    everyones = decisions(scope, ks.callbacks.SyncReplicas())
+    assert all(history == everyones[0] for history in everyones), everyones
+    mean = (3.0 - 0.5 * (scope.num_replicas - 1)) / scope.num_replicas
+    np.testing.assert_allclose(everyones[0]["val_loss"], mean * np.arange(5), rtol=1e-12)
+    np.testing.assert_allclose(everyones[0]["learning_rate"], [1, 1, 1, 0.5, 0.5])
+    # Without it they do not, so the above can fail.
+    everyones = decisions(scope)
+    assert [len(history["loss"]) for history in everyones] == [8, 5] + [8] * (scope.num_replicas - 2)
+
+
+@check
+def metrics_on_one_rank_only_are_refused_on_every_rank(scope):
+    x, y = my_rows(scope)
+    model = problem.model()
+    model.compile("sgd", "mse")
+    validation = dict(validation_data=(x, y)) if scope.is_chief else {}
+    arguments = dict(callbacks=[ks.callbacks.SyncReplicas()], verbose=0, **validation)
+    words = "['loss', 'val_loss'] on process 0, ['loss'] on process 1"
+    refused(lambda: model.fit(x, y, **arguments), ValueError, words)
+
+
+@check
+def sync_replicas_starts_all_with_what_rank_0_has(scope):
+    keras.utils.set_random_seed(scope.replica_id)
+    layers = [keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.Adam(), "mse")
+    model.optimizer.build(model.trainable_variables)
+    keras.random.normal((1,))  # makes Keras' global seed generator
+    from keras.src.random.seed_generator import global_seed_generator
+
+    state = [*model.variables, *model.optimizer.variables, global_seed_generator().state]
+    for variable in state:
+        variable.assign(keras.ops.convert_to_tensor(variable) + scope.replica_id)
+    first = [v.numpy().copy() for v in state]
+    callback = ks.callbacks.SyncReplicas()
+    callback.set_model(model)
+    real, framework.start_equal = framework.start_equal, lambda *_: None
+    callback.on_train_begin()
+    framework.start_equal = real
+    assert framework.largest_difference(state) >= 1  # so the check below can fail
+    callback.on_train_begin()
+    assert framework.largest_difference(state) == 0
+    if scope.is_chief:
+        assert all((v.numpy() == before).all() for v, before in zip(state, first))
+
+
+@check
+def sync_replicas_refuses_other_models_on_every_rank(scope):
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2 + (scope.replica_id == 2))])
+    model.compile("sgd", "mse")
+    callback = ks.callbacks.SyncReplicas()
+    callback.set_model(model)
+    refused(callback.on_train_begin, ValueError, "must have the same")
+
+
+def checking(model):
+    check = ks.callbacks.CheckReplicas()
+    check.set_model(model)
+    return check
+
+
+@check
+def one_flipped_bit_is_found_in_100_of_100_trials(scope):
+    def make():
+        return ks.CrossShard(keras.optimizers.Adam(0.01))
+
+    model = flips.trained_with_many_dtypes(make, my_rows(scope))
+    dtypes = {variable.dtype for variable in flips.compared(model)}
+    assert {"float32", "bfloat16", "float16", "float64", "int32"} <= dtypes, dtypes
+
+    def flip(variable, replica, element, bit):
+        if replica == scope.replica_id:
+            flips.flip(variable, replica, element, bit)
+
+    flips.check_trials(checking(model), model, scope.num_replicas, flip)
+
+
+@check
+def elements_that_changed_places_are_found(scope):
+    model = problem.model()
+    kernel = model.trainable_variables[0]
+    for values in ((1.0, 2.0), (0.25, -0.25), (0.0, -0.0), (float("nan"), 1.0)):
+        start = kernel.numpy().copy()
+        start[0, 0], start[3, 5] = values
+        kernel.assign(start)
+        check = checking(model)
+        check.check()
+        if scope.replica_id == 2:
+            flips.swap(kernel, 2, 0, 3 * 7 + 5)
+        refused(check.check, RuntimeError, "`mlp/hidden/kernel` on replica 2, against replicas 0, 1 and 3")
+
+
+@check
+def fingerprints_of_large_tensors_count_every_chunk(scope):
+    large = keras.Variable(np.zeros(3 * torch_distributed._CHUNK + 17, "float32"))
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    seen = {framework.fingerprints([large]).tobytes()}
+    places = [0, torch_distributed._CHUNK - 1, torch_distributed._CHUNK, 2 * torch_distributed._CHUNK + 5, -1]
+    for place in places:
+        values = np.zeros(tuple(large.shape), "float32")
+        values[place] = 1
+        large.assign(values)
+        rows = framework.fingerprints([large])
+        assert (rows == rows[0]).all()
+        seen.add(rows.tobytes())
+    assert len(seen) == len(places) + 1
+    del model
+
+
+@check
+def other_numbers_of_variables_are_refused_on_every_rank(scope):
+    variables = problem.model().trainable_variables
+    mine = variables[: 3 if scope.replica_id == 1 else 4]
+    refused(lambda: framework.fingerprints(mine), ValueError, "by rank, [4, 3, 4, 4]")
+
+
+@check
+def check_replicas_stops_fit_on_every_rank(scope):
+    x, y = my_rows(scope, num_steps=6)
+    arguments = dict(batch_size=problem.BATCH_SIZE // scope.num_replicas, shuffle=False, verbose=0)
+    model = problem.model()
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(2)], **arguments)
+
+    real, cross_shard.global_gradients = cross_shard.global_gradients, lambda grads, *_: grads  # local from here on
+    fit = lambda: model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(4)], **arguments)  # noqa: E731
+    words = "after 4 batches of this `fit`: another value of `mlp/hidden/kernel` on replica 0 against replica 1 against"
+    refused(fit, RuntimeError, words)
+    cross_shard.global_gradients = real
 
 
 def main():

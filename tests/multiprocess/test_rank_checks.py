@@ -8,7 +8,7 @@ import pathlib
 import pytest
 from support import launch
 
-pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(600)]
 
 SOURCE = pathlib.Path(__file__).with_name("rank_checks.py")
 # Read, not imported: the file is for workers.
@@ -24,7 +24,7 @@ def run(folder):
     """The names of the checks that passed, or what the workers printed."""
     file = folder / "passed.json"
     try:
-        launch.torchrun(SOURCE.name, 4, file, *CHECKS)
+        launch.torchrun(SOURCE.name, 4, file, *CHECKS, timeout=240)
     except launch.WorkersFailed:
         # One check takes the others down with it; so each alone, to say which.
         passed, failures = [], {}

@@ -104,3 +104,33 @@ def test_scopes_know_the_scope_around_them():
         assert float(outer.get_current_value(variable)) == 2.0
         outer.add_update((variable, keras.ops.convert_to_tensor(3.0)))
         assert float(keras.ops.convert_to_numpy(variable.value)) == 3.0
+
+
+def test_a_model_lists_all_layers_in_it():
+    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model = keras.Sequential([keras.Input((2,)), inner, keras.layers.Dropout(0.5)])
+    layers = list(model._flatten_layers())
+    assert all(any(each is layer for each in layers) for layer in (model, inner, *inner.layers, *model.layers))
+
+
+@pytest.mark.backends("tensorflow")
+def test_keras_trainer_calls_reduce_from_its_module():
+    from keras.src.backend.tensorflow import trainer
+
+    from keras_shardopt.replica.tf_distribute import _KERAS_TRAINER
+
+    assert trainer.__name__ == _KERAS_TRAINER
+    assert "strategy.reduce(" in inspect.getsource(trainer.TensorFlowTrainer._maybe_symbolic_build)
+    assert "strategy.reduce(" in inspect.getsource(trainer.reduce_per_replica)
+
+
+@pytest.mark.backends("jax")
+def test_keras_predicts_in_its_trainer_module():
+    from keras.src.backend.jax import trainer
+
+    from keras_shardopt.replica.jax_sharding import _KERAS_TRAINER
+
+    assert trainer.__name__ == _KERAS_TRAINER
+    assert inspect.unwrap(trainer.JAXTrainer.predict).__globals__ is vars(trainer)
+    distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
+    assert distribution.auto_shard_dataset is False

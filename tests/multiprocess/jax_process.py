@@ -1,0 +1,113 @@
+"""One process of a `jax.distributed` job: `fit`, `evaluate`, saving, callbacks, and what Keras cannot do there.
+
+Argument: a folder, to which the chief writes what came of it.
+"""
+
+import pathlib
+import sys
+import warnings
+
+import jax
+import keras
+import numpy as np
+from support import flips, problem
+
+import keras_shardopt as ks
+from keras_shardopt.replica import framework
+
+warnings.filterwarnings("ignore")
+
+
+def compiled():
+    model = problem.model()
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", metrics=["mae"])
+    return model
+
+
+def on_all(value):
+    """A list of every process' value."""
+    return framework.gather_objects(value)
+
+
+def refused(function, error, words):
+    try:
+        function()
+    except error as caught:
+        assert words in str(caught), str(caught)
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def main():
+    folder = pathlib.Path(sys.argv[1])
+    keras.distribution.initialize()
+    with ks.data_parallel() as scope:
+        assert (scope.num_replicas, scope.num_processes) == (4, 2)
+        assert scope.process_id == jax.process_index() and scope.replica_id == 2 * scope.process_id
+        assert scope.is_chief == (scope.process_id == 0)
+        model = compiled()
+    x, y = (problem.rows_of_replica(a, scope.process_id, scope.num_processes) for a in problem.data())
+    mine = dict(batch_size=problem.BATCH_SIZE // scope.num_processes, verbose=0)
+
+    assert on_all("x" * (3 + scope.process_id)) == ["xxx", "xxxx"]
+    callbacks = [ks.callbacks.SyncReplicas(), ks.callbacks.CheckReplicas(7), keras.callbacks.EarlyStopping("loss")]
+    history = model.fit(x, y, shuffle=False, callbacks=callbacks, **mine).history
+    metrics = model.evaluate(x, y, return_dict=True, **mine)
+    assert all(other == (history, metrics) for other in on_all((history, metrics)))
+    variables = [*model.trainable_variables, *model.optimizer.variables]
+    arrays = [np.asarray(v.value) for v in variables]
+    for theirs in on_all(arrays):
+        assert all((a == b).all() for a, b in zip(theirs, arrays))
+    assert scope.largest_difference(model) == 0
+
+    # Saving: all enter, because Keras makes variables on the way, on which JAX lets the processes agree. The chief's
+    # file is the one to keep.
+    own = folder if scope.is_chief else folder / "others"
+    own.mkdir(exist_ok=True)
+    model.save(own / "model.keras")
+    model.save_weights(own / "model.weights.h5")
+    if scope.is_chief:
+        values = {f"variable{i}": array for i, array in enumerate(arrays)}
+        np.savez(folder / "results.npz", **metrics, **values)
+
+    # A bit that flips on one device of one process is found by both.
+    check = ks.callbacks.CheckReplicas()
+    check.set_model(model)
+    if scope.process_id == 1:
+        flips.flip(model.optimizer.variables[2], 1, 4, 17)
+    path = model.optimizer.variables[2].path
+    refused(check.check, RuntimeError, f"`{path}` on replica 3, against replicas 0, 1 and 2")
+
+    # Processes that start apart: all take what process 0 has, zeros with a sign too.
+    def spoil(array):
+        array.flat[0] = -0.0 if scope.is_chief else scope.process_id
+
+    model.jax_state_sync()
+    for variable in [*model.variables, *model.optimizer.variables]:
+        for device in range(2):
+            flips.change(variable, device, spoil)
+    refused(check.check, RuntimeError, "`mlp/hidden/kernel` on replicas 0 and 1 against replicas 2 and 3")
+    sync = ks.callbacks.SyncReplicas()
+    sync.set_model(model)
+    sync.on_train_begin()
+    check.check()
+    assert np.signbit(np.asarray(model.trainable_variables[0].value).flat[0])
+    refused(lambda: framework.start_equal(model.variables[scope.process_id :], []), ValueError, "same model variables")
+    logs = {"loss": float(scope.process_id)}
+    sync.on_epoch_end(0, logs)
+    assert logs == {"loss": 0.5}
+    logs = {"loss": 0.0} if scope.is_chief else {"loss": 0.0, "mae": 0.0}
+    refused(lambda: sync.on_epoch_end(0, logs), ValueError, "on process 0, ['loss', 'mae'] on process 1")
+
+    # `predict` would gather outputs from devices that other processes have; a local copy of the model predicts.
+    refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` cannot run over several processes")
+    weights = model.get_weights()
+    scope.close()
+    copy = keras.models.clone_model(model)
+    copy.set_weights(weights)
+    predicted = copy.predict(x[:5], verbose=0)
+    if scope.is_chief:
+        np.savez(folder / "predicted.npz", *weights, predicted=predicted)
+
+
+main()

@@ -1,0 +1,28 @@
+"""Trains the small problem in each style on the ranks that torchrun started, and writes what came of it.
+
+Argument: the file to write.
+"""
+
+import sys
+import warnings
+
+import numpy as np
+from support import problem, styles
+
+import keras_shardopt as ks
+from keras_shardopt.replica import framework
+
+warnings.filterwarnings("ignore")
+
+results = {}
+with ks.data_parallel() as replicas:
+    rank, size = replicas.replica_id, replicas.num_replicas
+    x, y = (problem.rows_of_replica(data, rank, size) for data in problem.data())
+    for style in styles.STYLES:
+        model = styles.trained(style, ks.CrossShard(problem.sgd_momentum()), x, y, problem.BATCH_SIZE // size)
+        variables = [*model.trainable_variables, *model.optimizer.variables]
+        results[f"{style}/difference"] = framework.largest_difference(variables)
+        for i, array in enumerate(styles.outcome(model)):
+            results[f"{style}/{i}"] = array
+    if replicas.is_chief:
+        np.savez(sys.argv[1], **results)

@@ -1,0 +1,69 @@
+"""JAX: two processes with two devices each equal one process with the whole batch."""
+
+import keras
+import numpy as np
+import pytest
+from support import launch, problem
+
+import keras_shardopt as ks
+
+pytestmark = [pytest.mark.backends("jax"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("jax")
+    try:
+        launch.jax_processes("jax_process.py", 2, made, timeout=200)
+    except launch.WorkersFailed as failure:
+        pytest.fail(str(failure), pytrace=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return np.load(folder / "results.npz")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    model = problem.model()
+    model.compile(problem.sgd_momentum(), "mse", metrics=["mae"])
+    x, y = problem.data()
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    return model
+
+
+def test_weights_and_slots_equal_one_process(results, reference):
+    found = [results[f"variable{i}"] for i in range(10)]
+    assert problem.relative_difference(found[:4], reference.get_weights()) <= problem.TOLERANCE
+    slots = [keras.ops.convert_to_numpy(v) for v in reference.optimizer.variables]
+    assert found[4] == slots[0] == problem.NUM_STEPS  # the update counter, then the rate
+    start = [np.zeros_like(slot) for slot in slots[2:]]
+    assert problem.relative_difference(found[6:], slots[2:], start) <= problem.TOLERANCE
+
+
+def test_metrics_are_those_of_the_whole_data(results, reference):
+    x, y = problem.data()
+    metrics = reference.evaluate(x, y, batch_size=problem.BATCH_SIZE, verbose=0, return_dict=True)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(results[name], value, rtol=1e-5)
+
+
+def test_what_the_chief_saved_loads_elsewhere(folder, results):
+    model = keras.saving.load_model(folder / "model.keras")
+    assert isinstance(model.optimizer, ks.CrossShard)
+    for i, variable in enumerate([*model.trainable_variables, *model.optimizer.variables]):
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), results[f"variable{i}"])
+    plain = problem.model()
+    plain.load_weights(folder / "model.weights.h5")
+    for i, weight in enumerate(plain.get_weights()):
+        np.testing.assert_array_equal(weight, results[f"variable{i}"])
+
+
+def test_a_local_copy_predicts(folder):
+    predicted = np.load(folder / "predicted.npz")
+    model = problem.model()
+    model.set_weights([predicted[f"arr_{i}"] for i in range(4)])
+    rows = problem.rows_of_replica(problem.data()[0], 0, 2)[:5]
+    np.testing.assert_allclose(predicted["predicted"], model.predict(rows, verbose=0), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,23 @@
+"""TensorFlow: two workers of a `MultiWorkerMirroredStrategy` equal one process with the whole batch."""
+
+import keras
+import numpy as np
+import pytest
+from support import launch, problem
+
+pytestmark = [pytest.mark.backends("tensorflow"), pytest.mark.timeout(300)]
+
+
+def test_two_workers_in_a_loop_by_hand(tmp_path):
+    file = tmp_path / "results.npz"
+    launch.tensorflow_workers("tf_worker.py", 2, file, timeout=200)
+    found = list(np.load(file).values())
+    model = problem.model()
+    model.compile(problem.sgd_momentum(), "mse")
+    x, y = problem.data()
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    assert problem.relative_difference(found[:4], model.get_weights()) <= problem.TOLERANCE
+    slots = [keras.ops.convert_to_numpy(v) for v in model.optimizer.variables]
+    assert found[4] == slots[0] == problem.NUM_STEPS  # the update counter, then the rate
+    start = [np.zeros_like(slot) for slot in slots[2:]]
+    assert problem.relative_difference(found[6:], slots[2:], start) <= problem.TOLERANCE

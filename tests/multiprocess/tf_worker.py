@@ -1,0 +1,83 @@
+"""One worker of a `MultiWorkerMirroredStrategy`: a loop by hand, callbacks, and what Keras cannot do there.
+
+Argument: the file to which the chief writes weights and optimizer state.
+"""
+
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+from support import flips, problem
+
+import keras_shardopt as ks
+from keras_shardopt.replica import framework
+
+
+def refused(function, words):
+    try:
+        function()
+    except ValueError as caught:
+        assert words in str(caught), str(caught)
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def main():
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope(), ks.data_parallel() as scope:
+        assert (scope.num_replicas, scope.num_processes) == (2, 2)
+        assert scope.process_id == scope.replica_id and scope.is_chief == (scope.process_id == 0)
+        model = problem.model()
+        optimizer = ks.CrossShard(problem.sgd_momentum())
+        model.compile(optimizer, "mse")
+        optimizer.build(model.trainable_variables)
+    x, y = problem.data()
+    mine = [problem.rows_of_replica(a, scope.process_id, scope.num_processes) for a in (x, y)]
+
+    # Refused before anything changes.
+    words = "cannot run under a `MultiWorkerMirroredStrategy`"
+    refused(lambda: model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0), words)
+    refused(lambda: model.evaluate(x, y, batch_size=problem.BATCH_SIZE, verbose=0), words)
+    refused(lambda: model.train_on_batch(x[:4], y[:4]), words)
+    assert all((a == b).all() for a, b in zip(model.get_weights(), problem.start_weights()))
+    assert int(optimizer.iterations.numpy()) == 0
+
+    def on_replica(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y)) / strategy.num_replicas_in_sync
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    @tf.function
+    def step(x, y):
+        return strategy.reduce("SUM", strategy.run(on_replica, args=(x, y)), axis=None)  # reduces as ever
+
+    batches = strategy.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.from_tensor_slices(tuple(mine)).batch(problem.BATCH_SIZE // 2)
+    )
+    losses = [float(step(*batch)) for batch in batches]
+    assert len(losses) == problem.NUM_STEPS and losses[-1] < losses[0]
+
+    check = ks.callbacks.CheckReplicas()
+    check.set_model(model)
+    check.check()
+    variables = [*model.trainable_variables, *optimizer.variables]
+    assert framework.fingerprints(variables).shape == (2, len(variables))
+    if scope.process_id == 1:
+        flips.flip(optimizer.variables[2], 0, 1, 30)
+    try:
+        check.check()
+    except RuntimeError as error:
+        assert f"`{optimizer.variables[2].path}` on replica 0 against replica 1" in str(error), str(error)
+    else:
+        raise AssertionError("a flipped bit was not found")
+    if scope.process_id == 1:
+        flips.flip(optimizer.variables[2], 0, 1, 30)
+    check.check()
+    if scope.is_chief:
+        arrays = [keras.ops.convert_to_numpy(v) for v in variables]
+        np.savez(sys.argv[1], **{f"variable{i}": array for i, array in enumerate(arrays)})
+
+
+main()
