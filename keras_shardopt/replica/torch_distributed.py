@@ -374,10 +374,10 @@ class Torch(Framework):
         self.replicas("").start_together(variables, optimizer_variables)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        replicas = self.replicas("")
-        everyones: list[Any] = [value] * replicas.num_replicas
-        if replicas.num_replicas > 1:
-            dist.all_gather_object(everyones, value)
+        if not (dist.is_available() and dist.is_initialized()):
+            return [value]
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, value)
         return everyones
 
 

@@ -10,7 +10,7 @@ import warnings
 import jax
 import keras
 import numpy as np
-from support import flips, problem
+from support import flips, problem, uneven
 
 import keras_shardopt as ks
 from keras_shardopt.replica import framework
@@ -98,6 +98,20 @@ def main():
     assert logs == {"loss": 0.5}
     logs = {"loss": 0.0} if scope.is_chief else {"loss": 0.0, "mae": 0.0}
     refused(lambda: sync.on_epoch_end(0, logs), ValueError, "on process 0, ['loss', 'mae'] on process 1")
+
+    # Unequal parts of each batch, a process without a batch left, one without any.
+    unequal = {}
+    for division in (uneven.divided, uneven.some_without, uneven.all_on_the_last):
+        case = uneven.CASES["divided by weights"]
+        rows = division(scope.process_id, scope.num_processes)
+        other = ks.prepare(uneven.compiled(**case))
+        parts = uneven.Batches(case, rows)
+        history = other.fit(parts, validation_data=parts, shuffle=False, verbose=2).history
+        assert on_all(history)[0] == history
+        unequal |= {f"{division.__name__}/log/{name}": values for name, values in history.items()}
+        unequal |= {f"{division.__name__}/weight{i}": weight for i, weight in enumerate(other.get_weights())}
+    if scope.is_chief:
+        np.savez(folder / "uneven.npz", **unequal)
 
     # `predict` would gather outputs from devices that other processes have; a local copy of the model predicts.
     refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` cannot run over several processes")

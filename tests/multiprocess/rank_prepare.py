@@ -17,52 +17,12 @@ import keras_shardopt as ks
 warnings.filterwarnings("ignore")
 
 
-class Batches(keras.utils.PyDataset):
-    """This rank's rows of each batch; where it has none, the batch is left out."""
-
-    def __init__(self, case, rows):
-        super().__init__()
-        self._batches = [uneven.rows_of(case, chosen) for chosen in rows if len(chosen)]
-
-    def __len__(self):
-        return len(self._batches)
-
-    def __getitem__(self, index):
-        return self._batches[index]
-
-
-def batches():
-    return [
-        np.arange(start, min(start + uneven.BATCH_SIZE, uneven.NUM_ROWS))
-        for start in range(0, uneven.NUM_ROWS, uneven.BATCH_SIZE)
-    ]
-
-
-def divided(rank, size):
-    """A part of each batch for each rank, the first one larger than the others."""
-    return [
-        np.split(batch, [len(batch) - 3 * (size - 1) + 3 * r for r in range(size - 1)])[rank] for batch in batches()
-    ]
-
-
-def some_without(rank, size):
-    """As `divided`, but of the last two batches rank 0 has all rows, so that the others have fewer batches."""
-    return [
-        part if i < 2 else batch if rank == 0 else batch[:0]
-        for i, (batch, part) in enumerate(zip(batches(), divided(rank, size)))
-    ]
-
-
-def all_on_the_last(rank, size):
-    return [batch if rank == size - 1 else batch[:0] for batch in batches()]
-
-
 def unequal_parts():
     for name, case in uneven.CASES.items():
-        yield name, divided, case
-    yield "plain", some_without, {}
-    yield "mask", some_without, uneven.CASES["mask"]
-    yield "divided by weights", all_on_the_last, uneven.CASES["divided by weights"]
+        yield name, uneven.divided, case
+    yield "plain", uneven.some_without, {}
+    yield "mask", uneven.some_without, uneven.CASES["mask"]
+    yield "divided by weights", uneven.all_on_the_last, uneven.CASES["divided by weights"]
 
 
 def train(replicas, case, division, **fit):
@@ -73,7 +33,7 @@ def train(replicas, case, division, **fit):
         model.set_weights([w + 1 for w in model.get_weights()])  # rank 0's are taken
     ks.prepare(ks.prepare(model))
     given = {"verbose": 0, "shuffle": False, **case.get("fit", {}), **fit}
-    history = model.fit(Batches(case, rows), validation_data=Batches(case, rows), **given)
+    history = model.fit(uneven.Batches(case, rows), validation_data=uneven.Batches(case, rows), **given)
     return model, history.history
 
 
@@ -116,14 +76,14 @@ def main():
                 results[f"{key}/log/{metric}"] = values
 
         clipped = {"around": {"replica_clipnorm": 0.9}}
-        rows = [np.split(batch, [4 * r for r in range(1, size)])[rank] for batch in batches()]
+        rows = [np.split(batch, [4 * r for r in range(1, size)])[rank] for batch in uneven.batches()]
         model, _ = train(replicas, clipped, lambda *_: rows)
         for i, weight in enumerate(model.get_weights()):
             results[f"clipped/weight{i}"] = weight
 
         # One batch at a time, the last rank without rows.
         model = ks.prepare(uneven.compiled())
-        for batch in batches():
+        for batch in uneven.batches():
             x, y = uneven.rows_of({}, batch if rank == 0 else batch[:0])
             logs = model.train_on_batch(x, y, return_dict=True)
         results["on_batch/same logs"] = equal_everywhere(logs)
@@ -141,15 +101,15 @@ def main():
 
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            model, _ = train(replicas, {"make": normalized}, divided, verbose=2)
+            model, _ = train(replicas, {"make": normalized}, uneven.divided, verbose=2)
         results["prints"] = equal_everywhere(bool(printed.getvalue()) == replicas.is_chief)
         state = [keras.ops.convert_to_numpy(v).tolist() for v in model.non_trainable_variables]
         results["same statistics"] = equal_everywhere(state)
 
         # Ranks that want different things all raise.
         callbacks = [StopEarly()] if rank == 0 else []
-        results["stopped"] = raised(lambda: train(replicas, {}, divided, callbacks=callbacks))
-        results["epochs"] = raised(lambda: train(replicas, {}, divided, epochs=1 + (rank == 0)))
+        results["stopped"] = raised(lambda: train(replicas, {}, uneven.divided, callbacks=callbacks))
+        results["epochs"] = raised(lambda: train(replicas, {}, uneven.divided, epochs=1 + (rank == 0)))
         results["all raised"] = equal_everywhere([results["stopped"], results["epochs"]])
         if replicas.is_chief:
             np.savez(sys.argv[1], **results)

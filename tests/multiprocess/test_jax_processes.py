@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from support import launch, problem
+from support import launch, problem, uneven
 
 import keras_shardopt as ks
 
@@ -67,3 +67,11 @@ def test_a_local_copy_predicts(folder):
     model.set_weights([predicted[f"arr_{i}"] for i in range(4)])
     rows = problem.rows_of_replica(problem.data()[0], 0, 2)[:5]
     np.testing.assert_allclose(predicted["predicted"], model.predict(rows, verbose=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("division", ["divided", "some_without", "all_on_the_last"])
+def test_unequal_parts_after_prepare(folder, division):
+    found = np.load(folder / "uneven.npz")
+    alone = uneven.run("divided by weights", 1)
+    weights = [found[f"{division}/weight{i}"] for i in range(4)]
+    uneven.assert_same((weights, {name: found[f"{division}/log/{name}"] for name in alone[1]}), alone)

@@ -119,6 +119,43 @@ def run(case, num_replicas, prepared=True, rows=slice(None), **more):
     return model.get_weights(), history.history
 
 
+class Batches(keras.utils.PyDataset):
+    """This rank's rows of each batch; where it has none, the batch is left out."""
+
+    def __init__(self, case, rows):
+        super().__init__()
+        self._batches = [rows_of(case, chosen) for chosen in rows if len(chosen)]
+
+    def __len__(self):
+        return len(self._batches)
+
+    def __getitem__(self, index):
+        return self._batches[index]
+
+
+def batches():
+    return [np.arange(start, min(start + BATCH_SIZE, NUM_ROWS)) for start in range(0, NUM_ROWS, BATCH_SIZE)]
+
+
+def divided(rank, size):
+    """A part of each batch for each rank, the first one larger than the others."""
+    return [
+        np.split(batch, [len(batch) - 3 * (size - 1) + 3 * r for r in range(size - 1)])[rank] for batch in batches()
+    ]
+
+
+def some_without(rank, size):
+    """As `divided`, but of the last two batches rank 0 has all rows, so that the others have fewer batches."""
+    return [
+        part if i < 2 else batch if rank == 0 else batch[:0]
+        for i, (batch, part) in enumerate(zip(batches(), divided(rank, size)))
+    ]
+
+
+def all_on_the_last(rank, size):
+    return [batch if rank == size - 1 else batch[:0] for batch in batches()]
+
+
 def start_of(case):
     return CASES[case].get("make", problem.model)().get_weights()
 

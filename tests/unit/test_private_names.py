@@ -134,3 +134,78 @@ def test_keras_predicts_in_its_trainer_module():
     assert inspect.unwrap(trainer.JAXTrainer.predict).__globals__ is vars(trainer)
     distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
     assert distribution.auto_shard_dataset is False
+
+
+def test_how_keras_reduces_a_loss():
+    from keras.src.losses import loss as keras_loss
+
+    source = inspect.getsource(keras_loss.Loss.__call__)
+    assert "return reduce_weighted_values(" in source  # by its name in the module, so that it can be replaced there
+    given = inspect.signature(keras_loss.reduce_weighted_values).parameters
+    assert list(given) == ["values", "sample_weight", "mask", "reduction", "dtype"]
+    assert keras_loss.standardize_reduction("mean") == "mean"
+    wide, narrow = keras_loss.squeeze_or_expand_to_same_rank(keras.ops.ones((4, 1)), keras.ops.ones((4,)))
+    assert tuple(wide.shape) == tuple(narrow.shape) == (4, 1)
+
+
+def test_the_mean_losses_of_a_trainer():
+    model = problem.model()
+    model.compile("sgd", "mse")
+    assert isinstance(model._loss_tracker, keras.metrics.Mean)
+    assert model._compile_loss.metrics == []
+    assert float(model._aggregate_additional_loss(keras.ops.ones((2,)))) == 2
+
+
+def test_what_prepare_stands_in_for():
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    model = problem.model()
+    for name in ("_get_metrics_result_or_logs", "_flatten_metrics_in_order", "_symbolic_build"):
+        assert callable(getattr(model, name))
+    assert list(inspect.signature(model._symbolic_build).parameters) == ["iterator", "data_batch"]
+    x, y = problem.data(num_steps=2)
+    iterator = EpochIterator(x, y, batch_size=problem.BATCH_SIZE)
+    begin, end, (batch,) = next(iter(iterator))
+    assert (begin, end, len(batch)) == (0, 0, 2)
+    assert iterator._num_batches == 2
+
+
+@pytest.mark.backends("torch")
+def test_names_in_the_torch_trainer():
+    from keras.src.backend.torch import trainer
+    from keras.src.utils.python_utils import pythonify_logs
+
+    for method in (trainer.TorchTrainer.fit, trainer.TorchTrainer.evaluate):
+        assert "TorchEpochIterator(" in inspect.getsource(inspect.unwrap(method))
+        assert "self._get_metrics_result_or_logs(" in inspect.getsource(inspect.unwrap(method))
+    assert pythonify_logs({"loss": keras.ops.ones(())}) == {"loss": 1.0}
+
+
+@pytest.mark.backends("jax")
+def test_names_in_the_jax_trainer():
+    from keras.src.backend.jax import trainer
+
+    assert list(inspect.signature(trainer._distribute_data).parameters) == ["data", "layouts"]
+    given = inspect.signature(trainer.JAXEpochIterator._get_distributed_iterator).parameters
+    assert list(given) == ["self", "distribution"]
+    for method in ("train_on_batch", "test_on_batch"):
+        assert "_distribute_data(" in inspect.getsource(getattr(trainer.JAXTrainer, method))
+    given = inspect.signature(trainer.JAXTrainer.compute_loss_and_updates).parameters
+    assert list(given)[1:7] == [
+        "trainable_variables",
+        "non_trainable_variables",
+        "metrics_variables",
+        "x",
+        "y",
+        "sample_weight",
+    ]
+    given = inspect.signature(trainer.JAXTrainer._update_metrics_variables).parameters
+    assert list(given)[1:] == ["metrics_variables", "unscaled_loss", "x", "y", "y_pred", "sample_weight"]
+
+
+@pytest.mark.backends("tensorflow")
+def test_the_tensorflow_trainer_builds_from_a_batch():
+    from keras.src.backend.tensorflow import trainer
+
+    given = inspect.signature(trainer.TensorFlowTrainer._maybe_symbolic_build).parameters
+    assert list(given) == ["self", "iterator", "data_batch"]
