@@ -261,7 +261,7 @@ class TensorFlow(Framework):
         strategy = next((v.distribute_strategy for v in values if hasattr(v, "values")), None)
         if strategy is None:
             return np.zeros((1, len(values)), "uint64")
-        # A strategy with one device in each process has no list of copies, but the one variable.
+        # The copies in this process; a variable that is not the strategy's has one, and equals itself everywhere.
         num_local = max(len(getattr(value, "values", [0])) for value in values)
         rows = []
         for replica in range(num_local):

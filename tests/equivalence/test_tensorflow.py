@@ -201,8 +201,8 @@ def test_loss_scaling_inside_skips_when_any_replica_overflows(strategy, bad_repl
 
 def test_weights_of_several_dtypes(strategy):
     def make():
-        layers = [keras.layers.Dense(7, dtype="float32"), keras.layers.Dense(3, dtype="float64")]
         keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dense(7, dtype="float32"), keras.layers.Dense(3, dtype="float64")]
         return keras.Sequential([keras.Input((5,)), *layers])
 
     x, y = problem.data(num_steps=4)
