@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -122,6 +122,30 @@ class Jax(Framework):
                     f"`{variable.path}` was made {made} the active distribution over {len(active)} devices. "
                     "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
                 )
+
+    def update_if(
+        self,
+        condition: Tensor,
+        update: Callable[[Sequence[Any]], None],
+        grads: Sequence[Any],
+        variables: Sequence[Variable],
+    ) -> None:
+        if not isinstance(condition, jax.core.Tracer):
+            super().update_if(condition, update, grads, variables)
+            return
+        # What is assigned inside a branch must not leave it in a variable: each branch returns all values instead.
+        before = [variable.value for variable in variables]
+
+        def updated() -> list[Tensor]:
+            with keras.StatelessScope(state_mapping=list(zip(variables, before))) as scope:
+                update(grads)
+            return [scope.get_current_value(variable) for variable in variables]
+
+        for variable, value in zip(variables, jax.lax.cond(condition, updated, lambda: before)):
+            variable.assign(value)
+
+    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        return jax.grad(function)(value)
 
     def place_state(self, variables: Sequence[Variable]) -> None:
         distribution = keras.distribution.distribution()

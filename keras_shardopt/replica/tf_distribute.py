@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,14 @@ def _divided(tensor: Tensor, divisor: int) -> Tensor:
     return tensor / tf.cast(divisor, tensor.dtype)
 
 
+def _cond(condition: Tensor, action: Callable[[], Any]) -> None:
+    def act() -> int:
+        action()
+        return 0
+
+    tf.cond(condition, act, lambda: 0)
+
+
 def _reduce_unless_claimed(optimizer: Any, grads_and_vars: Any) -> Any:
     """Stands in for an optimizer's own `_all_reduce_sum_gradients`."""
     if reduction_is_claimed(optimizer):
@@ -152,6 +160,32 @@ class TensorFlow(Framework):
                         f"Received: {type(optimizer).__name__}({argument}={getattr(optimizer, argument)}). "
                         f"Leave `{argument}` out."
                     )
+
+    def update_if(
+        self,
+        condition: Tensor,
+        update: Callable[[Sequence[Any]], None],
+        grads: Sequence[Any],
+        variables: Sequence[Variable],
+    ) -> None:
+        grads = tuple(grads)
+        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+            _cond(condition, lambda: update(grads))
+            return
+
+        # Replicas cannot meet inside a condition, and the update of a variable is such a meeting. So they meet first,
+        # decide together, and part again for the update.
+        def together(strategy: tf.distribute.Strategy, condition: Any, grads: Any) -> None:
+            first = strategy.experimental_local_results(condition)[0]
+            _cond(first, lambda: strategy.extended.call_for_each_replica(update, args=(grads,)))
+
+        tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
+
+    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            result = function(value)
+        return tape.gradient(result, value)
 
     def outside_trace(self) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()

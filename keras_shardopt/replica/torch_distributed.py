@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -263,6 +263,12 @@ class Torch(Framework):
         if self._ranks is None or not self._ranks.are_current():
             self._ranks = Ranks()
         return self._ranks
+
+    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = value.detach().clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(function(leaf), leaf)
+        return gradient
 
     @contextlib.contextmanager
     def world(self, num_replicas: int | None) -> Iterator[World]:
