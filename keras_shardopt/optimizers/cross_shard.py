@@ -56,7 +56,7 @@ class CrossShard(OptimizerWrapper):
     Raises:
         TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config.
         ValueError: if `reduction` or `gradients` is unknown; if a `LossScaleOptimizer` is put around this
-            optimizer, also by `compile` under the "mixed_float16" policy.
+            optimizer, also by `compile` under the "mixed_float16" policy if nothing inside scales the loss.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -123,10 +123,9 @@ class CrossShard(OptimizerWrapper):
         raise ValueError(
             "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of one "
             "replica only, so that replicas skip different steps, and diverge or wait for each other for ever. "
-            'Use `CrossShard(LossScaleOptimizer(inner_optimizer))`, and under the "mixed_float16" policy '
-            "`model.compile(optimizer=CrossShard(LossScaleOptimizer(inner_optimizer)), auto_scale_loss=False)`. "
-            "A model that was saved so is read with `load_model(path, compile=False)` and compiled again, because Keras "
-            "does not store `auto_scale_loss`."
+            "Use `CrossShard(LossScaling(inner_optimizer))`, or `CrossShard(LossScaleOptimizer(inner_optimizer))`. "
+            'Under the "mixed_float16" policy, where `compile` puts one around an optimizer that does not scale the '
+            "loss: `model.compile(optimizer=CrossShard(LossScaling(inner_optimizer)))`."
         )
 
     def get_config(self) -> dict[str, Any]:

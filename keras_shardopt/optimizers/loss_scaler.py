@@ -58,7 +58,8 @@ class AutomaticLossScaler:
 
     Two bugs of the original LogMax are repaired. On an overflow it took $x = 2^{\text{log\_max}}$, a number where a
     logarithm belongs, which held the scale at `scale_min` for some 11 860 steps: here $x$ = `log_max`. A gradient of
-    zeros made the scale NaN for ever: here it changes nothing.
+    zeros made the scale NaN for ever: here it doubles the scale and leaves the means alone, since it may be zero
+    because the scale is too small.
 
     `LossScaling` and `MixedPrecision` take one of these and call it. Alone it keeps its state itself, and the calls
     may be part of a compiled step on TensorFlow and PyTorch; on JAX use `next_state`, which is pure.
@@ -167,8 +168,11 @@ class AutomaticLossScaler:
         new = [self._bounded(ops.power(2.0, exponent)), mean, slow_mean, slow_mean_square, left, slow_left]
         if self.faithful:
             return new
-        tells = ops.logical_or(overflows, amax > 0)  # not so a gradient of zeros, or no gradient at all
-        return [ops.where(tells, after, before) for after, before in zip(new, state)]
+        # Zeros tell nothing about the gradient's size. They may come of a scale so small that all of it vanished, and
+        # a larger one cannot make them overflow. (No gradient at all, -inf, tells nothing whatever.)
+        larger = ops.where(amax == 0, self._bounded(scale * 2), scale)
+        tells = ops.logical_or(overflows, amax > 0)
+        return [ops.where(tells, after, before) for after, before in zip(new, [larger, *state[1:]])]
 
     def _bounded(self, scale: Tensor) -> Tensor:
         # In this order also where the bounds are the wrong way round, which the original does not mind.
