@@ -49,7 +49,8 @@ class MixedPrecision(ScaledUpdate):
       (`set_weights`, `load_weights`, a callback), and the next update begins from it. Where it is, the master keeps
       its further bits.
     - *Penalties.* A regulariser of a low-precision weight is still part of the loss, in float32, but its gradient is
-      taken on the master: exactly, and whatever the scale. That holds from the moment the optimizer is built.
+      taken on the master: exactly, and whatever the scale. That holds from the moment the optimizer is built. On
+      TensorFlow, where Keras cannot add a bfloat16 penalty to a float32 loss, call `optimizer.build` before `fit`.
     - *Averages.* With `use_ema` the averages are of masters, and are written to the weights when `fit` ends.
       `SwapEMAWeights` rounds them to the weights' dtype, and fails on TensorFlow, which swaps equal dtypes only.
 
@@ -281,9 +282,8 @@ class _OnMaster:
         self._owner = weakref.ref(owner)
 
     def __call__(self, value: Any) -> Tensor:
-        if not self._owner_updates():
-            return self.regularizer(value)
-        return ops.stop_gradient(self.regularizer(ops.cast(value, "float32")))
+        penalty = self.regularizer(ops.cast(value, "float32"))
+        return ops.stop_gradient(penalty) if self._owner_updates() else penalty
 
     def _owner_updates(self) -> bool:
         """Whether the owner is, or is inside, the optimizer of the model that computes its loss just now."""

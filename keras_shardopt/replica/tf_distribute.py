@@ -182,6 +182,7 @@ class TensorFlow(Framework):
         tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        value = tf.convert_to_tensor(value)  # what Keras' own conversion leaves a variable
         with tf.GradientTape() as tape:
             tape.watch(value)
             result = function(value)
