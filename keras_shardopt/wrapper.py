@@ -339,7 +339,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             self.meet_outer_loss_scaling()
         super().__setattr__(name, value)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The class, but a `LossScaleOptimizer`'s where Keras asks whether the loss is scaled already.
 

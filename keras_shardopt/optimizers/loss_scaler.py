@@ -26,7 +26,7 @@ _PARAMS: dict[str, dict[str, _Rule]] = {
         "scale_min": (1.0, float, *_POSITIVE),
         "scale_max": (2.0**14, float, *_POSITIVE),
         "step_factor": (2.0, float, lambda v: 1 < v < float("inf"), "finite and > 1"),
-        "step_window": (2000, int, lambda v: v >= 1, ">= 1"),
+        "step_window": (2000, int, lambda v: bool(v >= 1), ">= 1"),
     },
     "logmax": {
         "scale_min": (1.0, float, *_POSITIVE),
@@ -68,10 +68,10 @@ class AutomaticLossScaler:
         algorithm: "Backoff" (default) or "LogMax", in any case.
         params: dict or None. Those of the algorithm; the ones left out have the originals' defaults:
 
-            | algorithm | params |
-            |---|---|
-            | "Backoff" | `scale_min` 1.0, `scale_max` 2.0\*\*14, `step_factor` 2.0, `step_window` 2000 |
-            | "LogMax" | `scale_min` 1.0, `scale_max` 2.0\*\*14, `log_max` 16.0, `beta1` 0.99, `beta2` 0.999, `overflow_std_dev` 3.09 |
+            - both: `scale_min` 1.0, `scale_max` 16384.0 (floats > 0);
+            - "Backoff": `step_factor` 2.0 (float > 1), `step_window` 2000 (int >= 1);
+            - "LogMax": `log_max` 16.0 (float), `beta1` 0.99 and `beta2` 0.999 (floats in [0, 1)),
+              `overflow_std_dev` 3.09 (float >= 0).
 
         faithful: bool. True does as the original also where this class repairs it, and does not check the range of
             params. False is the default.
@@ -264,7 +264,7 @@ def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], fa
     unknown = sorted(set(params) - set(rules))
     if unknown:
         raise ValueError(f"`params` of {algorithm!r} may hold {list(rules)}. Received: {unknown} among them.")
-    checked = {name: params.get(name, default) for name, (default, *_) in rules.items()}
+    checked: dict[str, Any] = {name: params.get(name, default) for name, (default, *_) in rules.items()}
     for name, (_, kind, sensible, range_) in rules.items():
         value = checked[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and not faithful):
@@ -273,9 +273,8 @@ def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], fa
                 f"`params[{name!r}]` of {algorithm!r} must be {'a float' if kind is float else 'an int'}. "
                 f"Received: {value!r} (of type {type(value).__name__}).{like}"
             )
-        if not faithful and not sensible(value):
-            raise ValueError(f"`params[{name!r}]` of {algorithm!r} must be {range_}. Received: {value!r}")
-        if faithful and kind is int and value < 1:
+        # The original fails as well at a window of 0, but only when it runs.
+        if (kind is int or not faithful) and not sensible(value):
             raise ValueError(f"`params[{name!r}]` of {algorithm!r} must be {range_}. Received: {value!r}")
         checked[name] = kind(value)
     if not faithful and not checked["scale_min"] <= checked["scale_max"]:

@@ -6,6 +6,7 @@ Hides in which order a scaled update happens, and what a skipped one must not to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -84,7 +85,7 @@ class ScaledUpdate(OptimizerWrapper):
         """Updates with gradients of the loss itself."""
         super().update_inner(grads, variables)
 
-    def unscaled(self, grad: Tensor, variable: Variable, scale: Any) -> Tensor:
+    def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
         """The gradient, no longer scaled, in the dtype in which the update is made."""
         del variable
         return ops.cast(in_float32(grad) / ops.cast(scale, dtype_of(in_float32(grad))), dtype_of(grad))
@@ -95,7 +96,7 @@ class ScaledUpdate(OptimizerWrapper):
         # A copy: the variable is about to change, and so would what merely refers to it.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
         unscaled = [
-            grad if grad is None or is_next_value(v) else map_values(lambda g, v=v: self.unscaled(g, v, scale), grad)
+            grad if grad is None or is_next_value(v) else map_values(functools.partial(self._unscaled, v, scale), grad)
             for grad, v in zip(grads, variables)
         ]
         if self._scaler is None:

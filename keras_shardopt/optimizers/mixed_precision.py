@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -177,10 +177,10 @@ class MixedPrecision(ScaledUpdate):
         super().apply(grads, trainable_variables)
         self.__dict__["_penalties_are_in_the_loss"] = False
 
-    def unscaled(self, grad: Tensor, variable: Variable, scale: Any) -> Tensor:
+    def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
         """The gradient, no longer scaled; in float32 where there is a master."""
         if self._var_key(variable) not in self.__dict__["_masters"]:
-            return super().unscaled(grad, variable, scale) if self.scales_loss else grad
+            return super()._unscaled(variable, scale, grad) if self.scales_loss else grad
         grad = in_float32(grad)
         return grad / ops.cast(scale, "float32") if self.scales_loss else grad
 
@@ -276,9 +276,9 @@ class _OnMaster:
     Where a model is trained with another optimizer by now it is the plain regulariser again.
     """
 
-    def __init__(self, regularizer: Callable[[Any], Tensor], owner: MixedPrecision) -> None:
+    def __init__(self, regularizer: Any, owner: MixedPrecision) -> None:
         # One that another optimizer has taken over before is taken over from it.
-        self.regularizer = regularizer.regularizer if isinstance(regularizer, _OnMaster) else regularizer
+        self.regularizer: Any = regularizer.regularizer if isinstance(regularizer, _OnMaster) else regularizer
         self._owner = weakref.ref(owner)
 
     def __call__(self, value: Any) -> Tensor:
@@ -300,7 +300,8 @@ class _OnMaster:
 
     def get_config(self) -> dict[str, Any]:
         """That of the regulariser."""
-        return self.regularizer.get_config()  # type: ignore[attr-defined]
+        config: dict[str, Any] = self.regularizer.get_config()
+        return config
 
 
 def _rounded(master: Tensor, dtype: str) -> Tensor:

@@ -19,7 +19,8 @@ def run(scaler, inputs):
     has_nan, amax = zip(*inputs)
     xs = ops.convert_to_tensor(has_nan, "bool"), ops.convert_to_tensor([float(a) for a in amax], "float32")
     state = [
-        ops.convert_to_tensor(start, keras.backend.standardize_dtype(dtype)) for _, start, dtype in scaler.initial_state()
+        ops.convert_to_tensor(start, keras.backend.standardize_dtype(dtype))
+        for _, start, dtype in scaler.initial_state()
     ]
 
     def step(state, x):
@@ -183,7 +184,9 @@ def test_error_cases_of_the_original_are_errors_here():
                 ks.AutomaticLossScaler(algorithm, case.get("params"))
 
 
-@pytest.mark.parametrize(("algorithm", "error"), [("none", ValueError), ("", ValueError), (None, TypeError), (2, TypeError)])
+@pytest.mark.parametrize(
+    ("algorithm", "error"), [("none", ValueError), ("", ValueError), (None, TypeError), (2, TypeError)]
+)
 def test_unknown_algorithms(algorithm, error):
     with pytest.raises(error, match='`algorithm` must be "Backoff" or "LogMax"'):
         ks.AutomaticLossScaler(algorithm)
