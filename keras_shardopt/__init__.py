@@ -3,18 +3,34 @@
 from keras_shardopt import callbacks, schedules
 from keras_shardopt.data import shard_data
 from keras_shardopt.numerics import clip_by_global_norm, clip_gradients_by_norm
-from keras_shardopt.optimizers import LARC, CrossShard, GradientClipping, NovoGrad, Tower, VariableClipping, replicate
+from keras_shardopt.optimizers import (
+    LARC,
+    AutomaticLossScaler,
+    CrossShard,
+    GradientClipping,
+    LossScaling,
+    MixedPrecision,
+    NovoGrad,
+    Tower,
+    VariableClipping,
+    bfloat16_scope,
+    replicate,
+)
 from keras_shardopt.parallel import data_parallel, prepare
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "LARC",
+    "AutomaticLossScaler",
     "CrossShard",
     "GradientClipping",
+    "LossScaling",
+    "MixedPrecision",
     "NovoGrad",
     "Tower",
     "VariableClipping",
+    "bfloat16_scope",
     "callbacks",
     "clip_by_global_norm",
     "clip_gradients_by_norm",

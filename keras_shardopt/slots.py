@@ -46,8 +46,12 @@ class SlotAccess:
         Returns:
             A `keras.Variable`; None, as in TensorFlow 1, if there is no such state (yet).
         """
-        key = self._var_key(variable)
-        return next((slot for k, n, slot in self._slots() if k == key and n == name), None)
+        keys = self._slot_keys(variable)
+        return next((slot for key, n, slot in self._slots() if key in keys and n == name), None)
+
+    def _slot_keys(self, variable: Variable) -> list[Any]:
+        """The keys under which state may be kept for a variable."""
+        return [self._var_key(variable)]
 
     def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
         """Key of the variable, name and state, for all state that was made like a trainable variable."""

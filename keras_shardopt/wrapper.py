@@ -12,6 +12,9 @@ Private names of Keras touched here (a test holds each of them):
     `Optimizer._iterations` - the update counter.
     `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
     `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
+    `keras.src.saving.keras_saveable.KerasSaveable`, `_obj_type` - what the saver stores in a group of its own.
+    `keras.src.trainers.trainer`, `keras.src.optimizers.multi_optimizer` - the modules that ask whether an optimizer is
+        a `LossScaleOptimizer`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras.src.backend.common import global_state
+from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import DotNotTrackScope
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
@@ -31,6 +35,7 @@ from keras_shardopt.replica import framework
 from keras_shardopt.slots import SlotAccess
 
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
+_ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
 
 
 def _of_innermost(name: str, default: Any) -> property:
@@ -72,6 +77,12 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     makes_gradients_global: bool = False
     """Whether the gradients inside it are those of all replicas, or all towers, together."""
 
+    keeps_state: bool = False
+    """Whether it has variables of its own, besides those of the inner optimizer."""
+
+    scales_loss: bool = False
+    """Whether it scales the loss and unscales the gradients itself."""
+
     _iterations = _of_innermost("_iterations", None)
     use_ema = _of_innermost("use_ema", False)
     ema_momentum = _of_innermost("ema_momentum", 0.99)
@@ -99,6 +110,8 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         # the state is stored once, by us, exactly as the inner optimizer would store it.
         self.__dict__["_inner"] = (inner,)
         self.__dict__["_loaded"] = None
+        self.__dict__["_loaded_own"] = None
+        self.__dict__["_saved_apart"] = _WrapperState(self)
 
     # -- what a concrete wrapper fills in ------------------------------------------------------------------------
 
@@ -119,10 +132,19 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         """Lets the inner optimizer update `variables` with gradients that are transformed already."""
         # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
         # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
-        if framework.updates_are_stateless and _same(variables, self._trainable_variables):
+        variables = self.variables_inside(variables)
+        if framework.updates_are_stateless and _same(variables, self.inner._trainable_variables):
             self._update_inner_statelessly(grads)
         else:
             self.inner.apply(grads, variables)
+
+    def variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
+        """What the inner optimizer updates in place of these variables; asked once before it is built."""
+        return list(variables)
+
+    def own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
+        """Key of the trainable variable, name and state, for the state of its own that it keeps per variable."""
+        return iter(())
 
     def meet_outer_loss_scaling(self) -> None:
         """Called when a `keras.optimizers.LossScaleOptimizer` is put around this wrapper, or further out."""
@@ -138,7 +160,8 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         variables = list(variables)
         if _caller_is_loss_scale_optimizer("build"):  # where Keras' MultiOptimizer stands between it and us
             self.meet_outer_loss_scaling()
-        if self.inner.built and not _same(variables, self.inner._trainable_variables):
+        inside = self.variables_inside(variables)
+        if self.inner.built and not _same(inside, self.inner._trainable_variables):
             raise ValueError(
                 "An inner optimizer can be used for one model only. "
                 f"Received: a {type(self.inner).__name__} that was built for other variables. Make a new one."
@@ -146,8 +169,8 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         if not self.inner.built:
             # TensorFlow builds from inside `apply`, in a name scope of ours; paths must not depend on that.
             # Tracking stays on: Adafactor counts on it for variables that it does not use.
-            with _empty_name_scope():
-                self.inner.build(variables)
+            with empty_name_scope():
+                self.inner.build(inside)
         with DotNotTrackScope():  # or the weights of the model would become variables of the optimizer
             self._trainable_variables = variables
             self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
@@ -158,6 +181,10 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
             arrays, self.__dict__["_loaded"] = self.__dict__["_loaded"], None
             with framework.outside_trace():
                 self.load_own_variables(arrays)
+        if self.__dict__["_loaded_own"] is not None:
+            arrays, self.__dict__["_loaded_own"] = self.__dict__["_loaded_own"], None
+            with framework.outside_trace():
+                self._saved_apart.load_own_variables(arrays)
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
@@ -167,8 +194,18 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Variable]:
-        """The state of the wrapper, then that of the inner optimizer."""
-        return self._variables[:] + (list(self.inner.variables) if "_inner" in self.__dict__ else [])
+        """The state of the innermost optimizer, as it alone would have it, then that of the wrappers around it."""
+        return [*self._inner_state, *self._wrapper_state] if "_inner" in self.__dict__ else self._variables[:]
+
+    @property
+    def _inner_state(self) -> list[Variable]:
+        inner = self.inner
+        return inner._inner_state if isinstance(inner, OptimizerWrapper) else list(inner.variables)
+
+    @property
+    def _wrapper_state(self) -> list[Variable]:
+        inner = self.inner
+        return [*(inner._wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self._variables]
 
     # -- updating ------------------------------------------------------------------------------------------------
 
@@ -194,7 +231,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         self.update_inner(list(self.transform_gradients(grads, variables)), variables)
 
     def _update_inner_statelessly(self, grads: Gradients) -> None:
-        weights, state = self._trainable_variables, self.inner.variables
+        weights, state = self.inner._trainable_variables, self.inner.variables
         new_weights, new_state = self.inner.stateless_apply([v.value for v in state], grads, [v.value for v in weights])
         for variable, value in zip([*weights, *state], [*new_weights, *new_state]):
             variable.assign(value)
@@ -219,7 +256,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
         self.inner.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
-    def loss_scale(self) -> Any:
+    def incoming_scale(self) -> Any:
         """By what the gradients that arrive here are too large, because the loss was scaled.
 
         1 unless `loss_scale_factor` is set or an inner optimizer scales the loss: those unscale further inside.
@@ -228,6 +265,15 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
 
     def _optimizers_with_slots(self) -> Sequence[Any]:
         return leaves(self)
+
+    def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
+        for wrapper in [self, *inside(self)]:
+            if isinstance(wrapper, OptimizerWrapper):
+                yield from wrapper.own_slots()
+        yield from super()._slots()
+
+    def _slot_keys(self, variable: Variable) -> list[Any]:
+        return _keys_on_the_way_in(self, variable)
 
     # -- what callbacks read and write ---------------------------------------------------------------------------
 
@@ -244,6 +290,21 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
         self.inner.learning_rate = value
+
+    @property
+    def loss_scale(self) -> Any:
+        """By what the loss is multiplied now: a scalar variable or a number; 1.0 where nothing inside scales it."""
+        inner = self.inner
+        if isinstance(inner, OptimizerWrapper):
+            return inner.loss_scale
+        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            return inner.dynamic_scale if inner.built else inner.initial_scale
+        return 1.0 if inner.loss_scale_factor is None else inner.loss_scale_factor
+
+    @property
+    def skipped_steps(self) -> Any:
+        """How many updates an overflow has prevented so far: a scalar variable, or 0 where nobody counts them."""
+        return self.inner.skipped_steps if isinstance(self.inner, OptimizerWrapper) else 0
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
@@ -264,11 +325,42 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
             self.meet_outer_loss_scaling()
         super().__setattr__(name, value)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class, but a `LossScaleOptimizer`'s where Keras asks whether the loss is scaled already.
+
+        Keras asks that of the outermost optimizer only: `compile` under the "mixed_float16" policy, which would else
+        put one more `LossScaleOptimizer` around, and `MultiOptimizer`, which cannot hold one. (`isinstance` looks at
+        the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `meet_outer_loss_scaling` is
+        called as ever, and refuses.
+        """
+        if sys._getframe(1).f_globals.get("__name__") in _ASK_FOR_LOSS_SCALING and self._loss_is_scaled():
+            return keras.optimizers.LossScaleOptimizer
+        return type(self)
+
+    def _loss_is_scaled(self) -> bool:
+        chain = [self, *inside(self)] if self.__dict__.get("_inner", (None,))[0] is not None else []
+        return any(
+            o.scales_loss if isinstance(o, OptimizerWrapper) else isinstance(o, keras.optimizers.LossScaleOptimizer)
+            for o in chain
+        )
+
     def __dir__(self) -> list[str]:
         # The saver walks what is listed here, and would store the inner optimizer's state once more.
         return [name for name in super().__dir__() if name not in ("inner", "optimizers") and name[:1] != "_"]
 
     # -- saving --------------------------------------------------------------------------------------------------
+
+    @property
+    def wrapper_state(self) -> Any:
+        """What the wrappers keep themselves, for the saver: a group of its own, next to the inner optimizer's state.
+
+        So a file of `Adam()` and one of a wrapper around it hold the same arrays under the same names, and each can
+        read the other's. None where no wrapper keeps anything.
+        """
+        chain = [self, *inside(self)]
+        kept = any(isinstance(o, OptimizerWrapper) and o.keeps_state for o in chain)
+        return self.__dict__["_saved_apart"] if kept else None
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Assigns one array to each of `variables`."""
@@ -289,11 +381,11 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         if not self.built:
             arrays = {key: np.array(store[key]) for key in list(store.keys())}
             # An optimizer that was never built stores its rate and a counter at 0, and fits at once.
-            fresh = len(arrays) == len(self.inner.variables) and not np.any(arrays.get("0", 0))
+            fresh = len(arrays) == len(self._inner_state) and not np.any(arrays.get("0", 0))
             if not fresh:
                 self.__dict__["_loaded"] = arrays
                 return
-        self._check_fits(store, self.inner.variables)
+        self._check_fits(store, self._inner_state)
         self.inner.load_own_variables(store)
 
     def _assign_all(self, store: Any, variables: Sequence[Variable]) -> None:
@@ -371,7 +463,49 @@ def leaf_of(optimizer: Any, variable: Variable) -> Any:
     found = leaves(optimizer)
     if len(found) == 1:
         return found[0]
-    return next(leaf for leaf in found if leaf._var_key(variable) in leaf._trainable_variables_indices)
+    keys = _keys_on_the_way_in(optimizer, variable)
+    return next(leaf for leaf in found if any(key in leaf._trainable_variables_indices for key in keys))
+
+
+class _WrapperState(KerasSaveable):
+    """The variables that the wrappers of a chain keep themselves, as the saver wants them: an object with a group."""
+
+    def __init__(self, optimizer: OptimizerWrapper) -> None:
+        self._optimizer = optimizer
+
+    def _obj_type(self) -> str:
+        return "Optimizer"
+
+    def __dir__(self) -> list[str]:
+        return []  # nothing further inside for the saver
+
+    def save_own_variables(self, store: Any) -> None:
+        for i, variable in enumerate(self._optimizer._wrapper_state):
+            store[str(i)] = keras.ops.convert_to_numpy(variable)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads them. A file of the inner optimizer alone has none, and changes nothing here."""
+        optimizer = self._optimizer
+        arrays = {key: np.array(store[key]) for key in list(store.keys())}
+        if not arrays:
+            return
+        if not optimizer.built:
+            optimizer.__dict__["_loaded_own"] = arrays
+            return
+        variables = optimizer._wrapper_state
+        optimizer._check_fits(arrays, variables)
+        for i, variable in enumerate(variables):
+            variable.assign(arrays[str(i)])
+
+
+def _keys_on_the_way_in(optimizer: Any, variable: Variable) -> list[Any]:
+    """The keys of the variable, and of what stands for it further inside."""
+    keys = [optimizer._var_key(variable)]
+    for wrapper in [optimizer, *inside(optimizer)]:
+        if isinstance(wrapper, OptimizerWrapper) and wrapper.built:
+            (variable,) = wrapper.variables_inside([variable])
+            keys.append(optimizer._var_key(variable))
+    return keys
 
 
 def _refuse_local_gradients(outer: OptimizerWrapper, inner: Any) -> None:
@@ -448,7 +582,8 @@ def _described(optimizer: Any) -> str:
 
 
 @contextlib.contextmanager
-def _empty_name_scope() -> Iterator[None]:
+def empty_name_scope() -> Iterator[None]:
+    """A scope in which the paths of variables do not depend on where they are made."""
     stack = global_state.get_global_attribute("name_scope_stack")
     global_state.set_global_attribute("name_scope_stack", [])
     try:

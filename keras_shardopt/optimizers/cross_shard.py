@@ -90,8 +90,8 @@ class CrossShard(OptimizerWrapper):
             number or `replica_transform` not a function.
         ValueError: if `reduction` or `gradients` is unknown; if `group_assignment` breaks one of its rules, or (on
             first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
-            `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy. At
-            the first step: if each replica's own gradients are needed where they are reduced already.
+            `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
+            nothing inside scales the loss. At the first step: if each replica's own gradients are needed where they are reduced already.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -173,7 +173,7 @@ class CrossShard(OptimizerWrapper):
             share = replicas.start_together(self._trainable_variables, self.variables, self._groups(replicas))
             self.__dict__["_peers"] = replicas
         if self.__dict__["_computed"]:
-            grads = scaled_gradients(grads, variables, self.loss_scale())
+            grads = scaled_gradients(grads, variables, self.loss_scale)
         return self.reduce_gradients(grads, variables, share)
 
     def reduce_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
@@ -208,7 +208,7 @@ class CrossShard(OptimizerWrapper):
                 variables,
                 replicas.num_replicas,
                 arrival,
-                self.loss_scale() * share,
+                self.loss_scale * share,
                 self.replica_clipnorm,
                 self.replica_transform,
             )
@@ -312,7 +312,7 @@ class CrossShard(OptimizerWrapper):
             return self.inner.scale_loss(value)
 
         grads = framework.gradients(scaled, variables, self.axis_name)
-        grads = unscaled_gradients(grads, variables, self.loss_scale())
+        grads = unscaled_gradients(grads, variables, self.loss_scale)
         self.__dict__["_computed"] = True
         return list(zip(grads, variables))
 
@@ -376,10 +376,9 @@ class CrossShard(OptimizerWrapper):
         raise ValueError(
             "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of one "
             "replica only, so that replicas skip different steps, and diverge or wait for each other for ever. "
-            'Use `CrossShard(LossScaleOptimizer(inner_optimizer))`, and under the "mixed_float16" policy '
-            "`model.compile(optimizer=CrossShard(LossScaleOptimizer(inner_optimizer)), auto_scale_loss=False)`. "
-            "A model that was saved so is read with `load_model(path, compile=False)` and compiled again, because Keras "
-            "does not store `auto_scale_loss`."
+            "Use `CrossShard(LossScaling(inner_optimizer))`, or `CrossShard(LossScaleOptimizer(inner_optimizer))`. "
+            'Under the "mixed_float16" policy, where `compile` puts one around an optimizer that does not scale the '
+            "loss: `model.compile(optimizer=CrossShard(LossScaling(inner_optimizer)))`."
         )
 
     def get_config(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class GradientClipping(OptimizerWrapper):
         """Clips the gradients together."""
         result = list(grads)
         clipped = [i for i, variable in enumerate(variables) if not is_next_value(variable)]
-        values, _ = clip_by_global_norm([grads[i] for i in clipped], self.clip_gradients * self.loss_scale())
+        values, _ = clip_by_global_norm([grads[i] for i in clipped], self.clip_gradients * self.incoming_scale())
         for i, value in zip(clipped, values):
             result[i] = like_variable(value, variables[i])
         return result

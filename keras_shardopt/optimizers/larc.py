@@ -101,7 +101,7 @@ class LARC(OptimizerWrapper):
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Scales each gradient on its own."""
-        loss_scale = self.loss_scale()
+        loss_scale = self.incoming_scale()
         return [
             grad if grad is None or is_next_value(variable) else self._scaled(grad, variable, loss_scale)
             for grad, variable in zip(grads, variables)

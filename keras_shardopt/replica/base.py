@@ -321,6 +321,27 @@ class Framework:
         """Puts freshly built optimizer variables where the replicas of this program expect them."""
         del variables
 
+    def update_if(
+        self,
+        condition: Tensor,
+        update: Callable[[Sequence[Any]], None],
+        grads: Sequence[Any],
+        variables: Sequence[Variable],
+    ) -> None:
+        """Calls `update(grads)` where the scalar bool tensor `condition` is true; else nothing changes.
+
+        The condition must be equal on all replicas. `update` may reduce over replicas, and must hold nothing of this
+        replica but `grads`. `variables` are all that it reads or assigns.
+        """
+        del variables
+        if bool(condition):
+            update(grads)
+
+    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        """The gradient of a function with a scalar result at `value`."""
+        del function, value
+        raise NotImplementedError("This Keras backend computes no gradients.")
+
     def outside_trace(self) -> contextlib.AbstractContextManager[Any]:
         """A scope in which assignments happen now, also while a training step is being traced."""
         return contextlib.nullcontext()

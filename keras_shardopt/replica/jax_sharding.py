@@ -171,6 +171,30 @@ class Jax(Framework):
             variable.assign(value)
         return list(found)
 
+    def update_if(
+        self,
+        condition: Tensor,
+        update: Callable[[Sequence[Any]], None],
+        grads: Sequence[Any],
+        variables: Sequence[Variable],
+    ) -> None:
+        if not isinstance(condition, jax.core.Tracer):
+            super().update_if(condition, update, grads, variables)
+            return
+        # What is assigned inside a branch must not leave it in a variable: each branch returns all values instead.
+        before = [variable.value for variable in variables]
+
+        def updated() -> list[Tensor]:
+            with keras.StatelessScope(state_mapping=list(zip(variables, before))) as scope:
+                update(grads)
+            return [scope.get_current_value(variable) for variable in variables]
+
+        for variable, value in zip(variables, jax.lax.cond(condition, updated, lambda: before)):
+            variable.assign(value)
+
+    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        return jax.grad(function)(value)
+
     def place_state(self, variables: Sequence[Variable]) -> None:
         distribution = keras.distribution.distribution()
         if distribution is None:

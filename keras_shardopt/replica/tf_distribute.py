@@ -125,6 +125,14 @@ def _divided(tensor: Tensor, divisor: int) -> Tensor:
     return tensor / tf.cast(divisor, tensor.dtype)
 
 
+def _cond(condition: Tensor, action: Callable[[], Any]) -> None:
+    def act() -> int:
+        action()
+        return 0
+
+    tf.cond(condition, act, lambda: 0)
+
+
 def _reduce_unless_claimed(optimizer: Any, grads_and_vars: Any) -> Any:
     """Stands in for an optimizer's own `_all_reduce_sum_gradients`."""
     if reduction_is_claimed(optimizer):
@@ -204,6 +212,33 @@ class TensorFlow(Framework):
             value = loss()
         found: list[Tensor | None] = tape.gradient(value, list(variables))
         return found
+
+    def update_if(
+        self,
+        condition: Tensor,
+        update: Callable[[Sequence[Any]], None],
+        grads: Sequence[Any],
+        variables: Sequence[Variable],
+    ) -> None:
+        grads = tuple(grads)
+        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+            _cond(condition, lambda: update(grads))
+            return
+
+        # Replicas cannot meet inside a condition, and the update of a variable is such a meeting. So they meet first,
+        # decide together, and part again for the update.
+        def together(strategy: tf.distribute.Strategy, condition: Any, grads: Any) -> None:
+            first = strategy.experimental_local_results(condition)[0]
+            _cond(first, lambda: strategy.extended.call_for_each_replica(update, args=(grads,)))
+
+        tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
+
+    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        value = tf.convert_to_tensor(value)  # what Keras' own conversion leaves a variable
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            result = function(value)
+        return tape.gradient(result, value)
 
     def outside_trace(self) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()

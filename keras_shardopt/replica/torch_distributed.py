@@ -310,6 +310,12 @@ class Torch(Framework):
             for parameter, grad in zip(parameters, before):
                 parameter.grad = grad
 
+    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = value.detach().clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(function(leaf), leaf)
+        return gradient
+
     @contextlib.contextmanager
     def world(self, num_replicas: int | None) -> Iterator[World]:
         running = dist.is_available() and dist.is_initialized()

@@ -29,8 +29,7 @@ each_chain = pytest.mark.parametrize(
         pytest.param(chain, wrap, id=name.format(wrapper))
         for wrapper, wrap in catalogue.WRAPPERS.items()
         for name, chain in chains()
-        # CrossShard refuses to be inside a LossScaleOptimizer, see test_cross_shard.py.
-        if not (wrapper.startswith("CrossShard") and name.startswith("LossScale"))
+        if not (wrapper in catalogue.REFUSES_LOSS_SCALING and name.startswith("LossScale"))
         # All forward by the same code: one of them is tried in every chain.
         and (wrapper == "CrossShard" or name in ("{}", "LossScaleOptimizer of {}"))
     ],

@@ -120,6 +120,34 @@ def test_loss_scaling_and_clipping_inside(way, one_device):
     assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
 
 
+@each_way
+@pytest.mark.parametrize("bad_row", [0, 13])
+def test_an_overflow_on_any_replica_is_skipped_on_all(way, bad_row, monkeypatch):
+    x, y = problem.data(num_steps=4)
+    x[problem.BATCH_SIZE + bad_row, 2] = np.inf
+    monkeypatch.setattr(problem, "data", lambda: (x, y))
+
+    def make():
+        return ks.LossScaling(problem.sgd_momentum(), "Backoff", {"scale_max": 1.0})
+
+    weights = way(4, ks.CrossShard(make()))
+    assert all(np.isfinite(w).all() for w in weights)
+    model, update = made(make())
+    reference = train(jax.jit(update), model, make_built(make, model))
+    assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["shard_map, local", "pmap"])
+def test_outside_of_cross_shard_the_check_is_made_global(name, monkeypatch):
+    x, y = problem.data(num_steps=4)
+    x[problem.BATCH_SIZE + 13, 2] = np.inf
+    monkeypatch.setattr(problem, "data", lambda: (x, y))
+    scaler = ("Backoff", {"scale_max": 1.0})
+    inside = WAYS[name](4, ks.CrossShard(ks.LossScaling(problem.sgd_momentum(), *scaler)))
+    outside = WAYS[name](4, ks.LossScaling(ks.CrossShard(problem.sgd_momentum()), *scaler))
+    assert problem.relative_difference(outside, inside) <= problem.TOLERANCE
+
+
 def make_built(make, model):
     optimizer = make()
     optimizer.build(model.trainable_variables)

@@ -42,3 +42,13 @@ def test_digits(backend, replicas):
 def test_digits_on_jax_by_default():
     output = run(sys.executable, str(EXAMPLES / "digits.py"), "--steps", "2", "--epochs", "1")
     assert printed(output, "backend") == "jax"
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+def test_bfloat16_digits_need_masters(backend):
+    output = run(sys.executable, str(EXAMPLES / "bfloat16_digits.py"), KERAS_BACKEND=backend)
+    assert printed(output, "backend") == backend
+    in_float32 = float(printed(output, "float32"))
+    assert in_float32 > 0.95
+    assert float(printed(output, "bfloat16 with masters")) >= in_float32 - 0.005
+    assert float(printed(output, "bfloat16")) < in_float32 - 0.02

@@ -158,6 +158,43 @@ def other_optimizers_are_refused_on_every_rank(scope):
 
 
 @check
+def an_overflow_on_any_rank_is_skipped_on_all(scope):
+    def scaled(inner):
+        return ks.LossScaling(inner, "Backoff", {"scale_max": 64.0})
+
+    ways = {
+        "in CrossShard": lambda inner: ks.CrossShard(scaled(inner)),
+        "around CrossShard": lambda inner: scaled(ks.CrossShard(inner)),
+        "masters": lambda inner: ks.CrossShard(
+            ks.MixedPrecision(inner, ks.AutomaticLossScaler("Backoff", {"scale_max": 64.0}))
+        ),
+    }
+    for way, wrap in ways.items():
+        for bad_rank, bad in ((0, np.inf), (scope.num_replicas - 1, np.nan)):
+            x, y = my_rows(scope, num_steps=4)
+            rows = len(x) // 4
+            if scope.replica_id == bad_rank:
+                x[rows, 1] = bad
+            if way == "masters":
+                keras.config.set_dtype_policy("bfloat16")
+            model = problem.model()
+            keras.config.set_dtype_policy("float32")
+            model.compile(wrap(problem.sgd_momentum()), "mse")
+            model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+            optimizer = model.optimizer
+            assert framework.largest_difference([*model.variables, *optimizer.variables]) == 0
+            assert (float(optimizer.loss_scale), int(optimizer.skipped_steps)) == (32.0, 1), (way, bad)
+            assert int(optimizer.iterations) == 3
+            if way == "masters":
+                continue
+            reference = problem.model()
+            whole_x, whole_y = (np.delete(a.reshape(4, 16, -1), 1, 0).reshape(48, -1) for a in problem.data(4))
+            reference.compile(problem.sgd_momentum(), "mse")
+            reference.fit(whole_x, whole_y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+            assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
+
+
+@check
 def none_on_one_rank_counts_as_zero(scope):
     model = problem.model()
     optimizer = ks.CrossShard(keras.optimizers.SGD(1.0))

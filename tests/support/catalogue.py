@@ -26,13 +26,24 @@ WRAPPERS = {
     "CrossShard of CrossShard": lambda inner: ks.CrossShard(ks.CrossShard(inner)),
     "GradientClipping": lambda inner: ks.GradientClipping(inner, clip_gradients=1e6),
     "LARC": lambda inner: ks.LARC(inner, larc_eta=1e6),
+    "LossScaling": lambda inner: ks.LossScaling(inner, "Backoff", {"scale_max": 1.0}),
+    "LossScaling static": lambda inner: ks.LossScaling(inner, 1.0),
+    "MixedPrecision": lambda inner: ks.MixedPrecision(inner),
     "Tower": lambda inner: ks.Tower(inner),
     "VariableClipping": lambda inner: ks.VariableClipping(inner, {".*": [0]}, max_norm=1e6),
 }
 
 
 # Those whose arguments here leave each gradient as it is, but not before they have looked at it.
-READS_GRADIENTS = {"CrossShard clipping", "GradientClipping", "LARC"}
+READS_GRADIENTS = {"CrossShard clipping", "GradientClipping", "LARC", "LossScaling"}
+# Variables that a wrapper keeps besides those of the inner optimizer, at the end.
+OWN_STATE = {"LossScaling": ["loss_scale", "good_steps", "skipped_steps"]}
+# Those that cannot be inside a LossScaleOptimizer: reductions, and what scales the loss already.
+REFUSES_LOSS_SCALING = (
+    *("CrossShard", "CrossShard sum", "CrossShard clipping", "CrossShard of CrossShard"),
+    *("LossScaling", "LossScaling static"),
+)
+REFUSES_MULTI_OPTIMIZER = ("LossScaling", "LossScaling static")
 
 
 def _multi(**arguments):
@@ -65,7 +76,7 @@ REPRESENTATIVE = [
     for inner in ("SGD momentum", "Adam", "Adafactor", "Adam ema", "LossScaleOptimizer", "MultiOptimizer")
     if inner in INNERS
 ]
-VARIANTS = ("CrossShard sum", "CrossShard clipping", "CrossShard of CrossShard")
+VARIANTS = ("CrossShard sum", "CrossShard clipping", "CrossShard of CrossShard", "LossScaling static")
 ALL_PAIRS = [(w, i) for w in WRAPPERS for i in (REPRESENTATIVE if w in VARIANTS else INNERS)]
 LONG_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w == "CrossShard" else REPRESENTATIVE)]
 
@@ -94,6 +105,11 @@ def trained(optimizer, steps=3, model=None):
 
 def state_of(optimizer):
     return [keras.ops.convert_to_numpy(v) for v in optimizer.variables]
+
+
+def inner_state(wrapper, state):
+    """The part of a wrapper's state that the inner optimizer alone would have."""
+    return state[: len(state) - len(OWN_STATE.get(wrapper, []))]
 
 
 @dataclasses.dataclass(frozen=True)

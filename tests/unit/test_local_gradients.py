@@ -52,7 +52,7 @@ def seen_by_the_inner_optimizer(local, arrival, monkeypatch, inner_arguments=Non
     optimizers = [
         ks.CrossShard(keras.optimizers.SGD(1.0, **(inner_arguments or {})), **arguments) for _ in range(num_replicas)
     ]
-    unit = optimizers[0].loss_scale() / (num_replicas if arrival is Arrival.LOCAL_PRESCALED else 1)
+    unit = optimizers[0].loss_scale / (num_replicas if arrival is Arrival.LOCAL_PRESCALED else 1)
 
     def step(replicas):
         r = replicas.replica_id

@@ -54,6 +54,31 @@ def test_what_the_optimizer_was_built_on():
     assert indices == [0, 1, 2, 3]
 
 
+def test_the_saver_stores_saveables_and_lists_their_kind():
+    from keras.src.saving.keras_saveable import KerasSaveable
+
+    optimizer = keras.optimizers.SGD()
+    assert isinstance(optimizer, KerasSaveable)
+    assert optimizer._obj_type() == "Optimizer"
+
+
+def test_the_modules_that_ask_for_a_loss_scale_optimizer():
+    from keras.src.trainers import trainer
+
+    assert "isinstance(self.optimizer, LossScaleOptimizer)" in inspect.getsource(trainer)
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        from keras.src.optimizers import multi_optimizer
+
+        assert "isinstance(optimizer, LossScaleOptimizer)" in inspect.getsource(multi_optimizer)
+
+
+def test_a_variable_can_be_made_part_of_the_state():
+    optimizer = keras.optimizers.SGD()
+    variable = keras.Variable(1.0)
+    optimizer._track_variable(variable)
+    assert optimizer.variables[-1] is variable
+
+
 def test_iterations_and_averages():
     _, optimizer = built_adam()
     assert optimizer._iterations is optimizer.variables[0]

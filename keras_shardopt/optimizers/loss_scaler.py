@@ -1,0 +1,285 @@
+"""AutomaticLossScaler: by how much to scale a loss, decided from the gradients that came of it.
+
+Two algorithms, each a pure transition of a few scalars. Who keeps them, and when a step is skipped, is not decided
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.numerics import in_float32, is_sparse
+
+_INT = "int"  # as wide as the backend has it, as Keras' own counters
+
+# By name: the default of the originals, the type (an int is no float, as there), and whether a value makes sense.
+_Rule = tuple[Any, type, Callable[[Any], bool], str]
+_POSITIVE: tuple[Callable[[Any], bool], str] = (lambda v: 0 < v < float("inf"), "finite and > 0")
+_DECAY: tuple[Callable[[Any], bool], str] = (lambda v: 0 <= v < 1, "in [0, 1)")
+_PARAMS: dict[str, dict[str, _Rule]] = {
+    "backoff": {
+        "scale_min": (1.0, float, *_POSITIVE),
+        "scale_max": (2.0**14, float, *_POSITIVE),
+        "step_factor": (2.0, float, lambda v: 1 < v < float("inf"), "finite and > 1"),
+        "step_window": (2000, int, lambda v: bool(v >= 1), ">= 1"),
+    },
+    "logmax": {
+        "scale_min": (1.0, float, *_POSITIVE),
+        "scale_max": (2.0**14, float, *_POSITIVE),
+        "log_max": (16.0, float, lambda v: abs(v) < float("inf"), "finite"),
+        "beta1": (0.99, float, *_DECAY),
+        "beta2": (0.999, float, *_DECAY),
+        "overflow_std_dev": (3.09, float, lambda v: 0 <= v < float("inf"), "finite and >= 0"),
+    },
+}
+_NAMES = {"backoff": "Backoff", "logmax": "LogMax"}
+_LOG2_OF_LARGEST = 16.0  # float16 ends just below 2^16
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class AutomaticLossScaler:
+    r"""Finds the scale of a loss whose gradients are as large as float16 can hold, but no larger.
+
+    An *overflow* is a gradient with a NaN or an infinite element. With $s$ the scale, each call of `update` makes
+
+    - `"Backoff"`: on an overflow $s \leftarrow s / f$; otherwise, on each $w$-th good step since the last overflow
+      (or the start), $s \leftarrow s \cdot f$; both kept within `scale_min` and `scale_max`. $f$ = `step_factor`,
+      $w$ = `step_window`. It starts at `scale_max`.
+    - `"LogMax"`: with $a$ the largest absolute value among the unscaled gradients and $x = \log_2 a$, running means
+      $\mu$ of $x$ (decay `beta1`), $m$ of $x$ and $q$ of $x^2$ (decay `beta2`), all without the bias of their start
+      at 0, and $\sigma = \sqrt{\max(0, q - m^2)}$: $s \leftarrow 2^{16 - (\mu + z \sigma)}$ within the bounds, where
+      $z$ = `overflow_std_dev`. So if $x$ is normal, 99.9 % of the gradients stay below $2^{16}$. It starts at 1, or
+      at the nearer bound.
+
+    Two bugs of the original LogMax are repaired. On an overflow it took $x = 2^{\text{log\_max}}$, a number where a
+    logarithm belongs, which held the scale at `scale_min` for some 11 860 steps: here $x$ = `log_max`. A gradient of
+    zeros made the scale NaN for ever: here it doubles the scale and leaves the means alone, since it may be zero
+    because the scale is too small.
+
+    `LossScaling` and `MixedPrecision` take one of these and call it. Alone it keeps its state itself, and the calls
+    may be part of a compiled step on TensorFlow and PyTorch; on JAX use `next_state`, which is pure.
+
+    Args:
+        algorithm: "Backoff" (default) or "LogMax", in any case.
+        params: dict or None. Those of the algorithm; the ones left out have the originals' defaults:
+
+            - both: `scale_min` 1.0, `scale_max` 16384.0 (floats > 0);
+            - "Backoff": `step_factor` 2.0 (float > 1), `step_window` 2000 (int >= 1);
+            - "LogMax": `log_max` 16.0 (float), `beta1` 0.99 and `beta2` 0.999 (floats in [0, 1)),
+              `overflow_std_dev` 3.09 (float >= 0).
+
+        faithful: bool. True does as the original also where this class repairs it, and does not check the range of
+            params. False is the default.
+
+    Raises:
+        TypeError: if `algorithm` is not a str or `params` not a dict.
+        ValueError: if `algorithm` or a key of `params` is unknown, or a value of the wrong type (an int is no float
+            here, as there) or out of range.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> scaler = ks.AutomaticLossScaler("Backoff", {"scale_max": 1024.0})
+        >>> grads = [keras.ops.convert_to_tensor([1.0, float("inf")]), None]
+        >>> has_nan, amax = scaler.check_grads(grads)
+        >>> bool(has_nan), float(amax)
+        (False, inf)
+        >>> scaler.update(has_nan, amax)
+        >>> float(scaler.loss_scale)
+        512.0
+
+    References:
+        `automatic_loss_scaler.py` of OpenSeq2Seq, after Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50
+        Training in a Flash", 2018, for LogMax. There Backoff incremented and read its counter in no given order; here
+        as stated above, which is what it did nearly always.
+    """
+
+    def __init__(
+        self, algorithm: str = "Backoff", params: Mapping[str, Any] | None = None, faithful: bool = False
+    ) -> None:
+        if not isinstance(algorithm, str):
+            raise TypeError(f'`algorithm` must be "Backoff" or "LogMax". Received: algorithm={algorithm!r}')
+        key = algorithm.strip().lower()
+        if key not in _PARAMS:
+            raise ValueError(f'`algorithm` must be "Backoff" or "LogMax". Received: algorithm={algorithm!r}')
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(f"`params` must be a dict or None. Received: params={params!r}")
+        self.algorithm = _NAMES[key]
+        self.faithful = bool(faithful)
+        self.params = _checked(self.algorithm, _PARAMS[key], dict(params or {}), self.faithful)
+        self._next = self._backoff if key == "backoff" else self._logmax
+        self._variables: list[Variable] | None = None
+
+    # -- the transitions, pure -----------------------------------------------------------------------------------
+
+    def initial_state(self) -> list[tuple[str, float, str]]:
+        """Name, start value and dtype of each scalar of the state; the first is the scale."""
+        params = self.params
+        if self.algorithm == "Backoff":
+            return [("loss_scale", params["scale_max"], "float32"), ("good_steps", 0, _INT)]
+        scale = 1.0 if self.faithful else min(max(1.0, params["scale_min"]), params["scale_max"])
+        means = [(name, 0.0, "float32") for name in ("mean", "slow_mean", "slow_mean_square")]
+        # One minus the sum of the weights in a running mean so far: what its bias is corrected by.
+        left = [(name, 1.0, "float32") for name in ("left_of_mean", "left_of_slow_mean")]
+        return [("loss_scale", scale, "float32"), *means, *left]
+
+    def next_state(self, state: Sequence[Tensor], has_nan: Any, amax: Any) -> list[Tensor]:
+        """The state after a step, as tensors like those of `initial_state()`.
+
+        Args:
+            state: one scalar tensor per row of `initial_state()`.
+            has_nan: bool, or a scalar bool tensor: whether a gradient held a NaN.
+            amax: float, or a scalar tensor: the largest absolute value of the unscaled gradients.
+        """
+        has_nan = ops.convert_to_tensor(has_nan, "bool")
+        amax = ops.cast(ops.convert_to_tensor(amax), "float32")
+        return self._next([ops.convert_to_tensor(value) for value in state], overflow(has_nan, amax), amax)
+
+    def _backoff(self, state: Sequence[Tensor], overflows: Tensor, amax: Tensor) -> list[Tensor]:
+        scale, good_steps = state
+        one = ops.ones_like(good_steps)
+        good_steps = ops.where(overflows, ops.zeros_like(good_steps), good_steps + one)
+        grows = good_steps >= int(self.params["step_window"])
+        factor = self.params["step_factor"]
+        changed = ops.where(overflows, self._bounded(scale / factor), self._bounded(scale * factor))
+        scale = ops.where(ops.logical_or(overflows, grows), changed, scale)
+        return [scale, ops.where(grows, ops.zeros_like(good_steps), good_steps)]
+
+    def _logmax(self, state: Sequence[Tensor], overflows: Tensor, amax: Tensor) -> list[Tensor]:
+        scale, mean, slow_mean, slow_mean_square, left, slow_left = state
+        params = self.params
+        known = amax if self.faithful else ops.where(amax > 0, amax, ops.ones_like(amax))
+        at_overflow = 2.0 ** params["log_max"] if self.faithful else params["log_max"]
+        x = ops.where(overflows, ops.full_like(amax, at_overflow), ops.log2(known))
+        beta1, beta2 = params["beta1"], params["beta2"]
+        mean = beta1 * mean + (1 - beta1) * x
+        slow_mean = beta2 * slow_mean + (1 - beta2) * x
+        slow_mean_square = beta2 * slow_mean_square + (1 - beta2) * ops.square(x)
+        left, slow_left = left * beta1, slow_left * beta2
+        unbiased = mean / (1 - left)
+        variance = slow_mean_square / (1 - slow_left) - ops.square(slow_mean / (1 - slow_left))
+        deviation = ops.sqrt(ops.maximum(variance, ops.zeros_like(variance)))
+        exponent = _LOG2_OF_LARGEST - (unbiased + params["overflow_std_dev"] * deviation)
+        # Within what float32 can hold; the bounds are applied to the power.
+        new = [self._bounded(ops.power(2.0, exponent)), mean, slow_mean, slow_mean_square, left, slow_left]
+        if self.faithful:
+            return new
+        # Zeros tell nothing about the gradient's size. They may come of a scale so small that all of it vanished, and
+        # a larger one cannot make them overflow. (No gradient at all, -inf, tells nothing whatever.)
+        larger = ops.where(amax == 0, self._bounded(scale * 2), scale)
+        tells = ops.logical_or(overflows, amax > 0)
+        return [ops.where(tells, after, before) for after, before in zip(new, [larger, *state[1:]])]
+
+    def _bounded(self, scale: Tensor) -> Tensor:
+        # In this order also where the bounds are the wrong way round, which the original does not mind.
+        scale = ops.minimum(scale, ops.full_like(scale, self.params["scale_max"]))
+        return ops.maximum(scale, ops.full_like(scale, self.params["scale_min"]))
+
+    # -- with a state --------------------------------------------------------------------------------------------
+
+    def build(self, add_variable: Callable[[str, float, str], Variable]) -> None:
+        """Makes the state with `add_variable(name, start, dtype)`. Called by the optimizer that takes the scaler over.
+
+        Raises:
+            ValueError: if the scaler has a state already.
+        """
+        if self._variables is not None:
+            raise ValueError(
+                "An `AutomaticLossScaler` can be used by one optimizer only, or alone. Received: one that is in use. "
+                f"Make a new one: `AutomaticLossScaler({self.algorithm!r}, {self.params!r})`."
+            )
+        self._variables = [add_variable(*row) for row in self.initial_state()]
+
+    @property
+    def _state(self) -> list[Variable]:
+        if self._variables is None:
+            self.build(_variable)
+        assert self._variables is not None
+        return self._variables
+
+    @property
+    def loss_scale(self) -> Variable:
+        """The scale now: a scalar float32 variable."""
+        return self._state[0]
+
+    def update(self, has_nan: Any, amax: Any) -> None:
+        """Makes one transition. See `next_state` for the arguments."""
+        state = self._state
+        for variable, value in zip(state, self.next_state(state, has_nan, amax)):
+            variable.assign(value)
+
+    def check_grads(self, grads: Gradients) -> tuple[Tensor, Tensor]:
+        """Whether any gradient has a NaN, and the largest absolute value (undefined beside a NaN).
+
+        Args:
+            grads: tensors of any shapes and dtypes. None entries are left out; of `tf.IndexedSlices` the listed rows
+                count one by one.
+
+        Returns:
+            A pair of scalar tensors, bool and float32: (False, -inf) if there is no gradient.
+        """
+        return check_grads(grads)
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor."""
+        return {"algorithm": self.algorithm, "params": dict(self.params), "faithful": self.faithful}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> AutomaticLossScaler:
+        """The reverse of `get_config`."""
+        return cls(**config)
+
+    def __repr__(self) -> str:
+        faithful = ", faithful=True" if self.faithful else ""
+        return f"AutomaticLossScaler({self.algorithm!r}, {self.params!r}{faithful})"
+
+
+def check_grads(grads: Gradients) -> tuple[Tensor, Tensor]:
+    """See `AutomaticLossScaler.check_grads`."""
+    values = [grad.values if is_sparse(grad) else ops.convert_to_tensor(grad) for grad in grads if grad is not None]
+    values = [value for value in values if 0 not in value.shape]
+    if not values:
+        return ops.convert_to_tensor(False, "bool"), ops.convert_to_tensor(float("-inf"), "float32")
+    has_nan = ops.any(ops.stack([ops.any(ops.isnan(value)) for value in values]))
+    amax = ops.max(ops.stack([ops.cast(in_float32(ops.max(ops.abs(value))), "float32") for value in values]))
+    return has_nan, amax
+
+
+def overflow(has_nan: Tensor, amax: Tensor) -> Tensor:
+    """Whether what `check_grads` found forbids an update."""
+    return ops.logical_or(has_nan, ops.isinf(ops.maximum(amax, ops.zeros_like(amax))))
+
+
+def _variable(name: str, start: float, dtype: str) -> Variable:
+    return keras.Variable(start, dtype=dtype, trainable=False, autocast=False, name=name)
+
+
+def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], faithful: bool) -> dict[str, Any]:
+    unknown = sorted(set(params) - set(rules))
+    if unknown:
+        raise ValueError(f"`params` of {algorithm!r} may hold {list(rules)}. Received: {unknown} among them.")
+    checked: dict[str, Any] = {name: params.get(name, default) for name, (default, *_) in rules.items()}
+    for name, (_, kind, sensible, range_) in rules.items():
+        value = checked[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and not faithful):
+            like = f" Use `{float(value)}`." if kind is float and isinstance(value, int) else ""
+            raise ValueError(
+                f"`params[{name!r}]` of {algorithm!r} must be {'a float' if kind is float else 'an int'}. "
+                f"Received: {value!r} (of type {type(value).__name__}).{like}"
+            )
+        # The original fails as well at a window of 0, but only when it runs.
+        if (kind is int or not faithful) and not sensible(value):
+            raise ValueError(f"`params[{name!r}]` of {algorithm!r} must be {range_}. Received: {value!r}")
+        checked[name] = kind(value)
+    if not faithful and not checked["scale_min"] <= checked["scale_max"]:
+        raise ValueError(
+            "`params['scale_min']` must not be above `params['scale_max']`. "
+            f"Received: scale_min={checked['scale_min']}, scale_max={checked['scale_max']}"
+        )
+    return checked

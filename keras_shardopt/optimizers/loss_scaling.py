@@ -1,0 +1,256 @@
+"""LossScaling: a loss large enough that its gradients do not vanish in float16, and skipped steps where they overflow.
+
+Hides in which order a scaled update happens, and what a skipped one must not touch. `ScaledUpdate` is the part that
+`MixedPrecision` shares.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.numerics import dtype_of, in_float32, is_next_value, map_values
+from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
+from keras_shardopt.replica import Arrival, framework, reduction_is_claimed
+from keras_shardopt.wrapper import OptimizerWrapper, inside
+
+
+class ScaledUpdate(OptimizerWrapper):
+    """Scales the loss, unscales the gradients, and updates unless they overflow. Abstract.
+
+    Args:
+        inner_optimizer: see `OptimizerWrapper`.
+        scale: a float, an `AutomaticLossScaler`, or None for no scaling at all.
+        name: str or None.
+    """
+
+    _scaler: AutomaticLossScaler | None
+    _static: float | None
+
+    def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
+        super().__init__(inner_optimizer, name=name)
+        # Past `__setattr__`: what is in it is added to the state below, and nothing else of it is state.
+        self.__dict__["_scaler"] = scale if isinstance(scale, AutomaticLossScaler) else None
+        self.__dict__["_static"] = None if isinstance(scale, AutomaticLossScaler) else scale
+        self.__dict__["_skipped"] = None
+        if self._scaler is not None:
+            # Now, as Keras makes its own counters, so that the scale can be read, and the loss scaled, before `build`.
+            self._scaler.build(self._add_scalar)
+            self.__dict__["_skipped"] = self._add_scalar("skipped_steps", 0, "int")
+
+    def _add_scalar(self, name: str, start: float, dtype: str) -> Variable:
+        return self.add_variable(shape=(), initializer=keras.initializers.Constant(start), dtype=dtype, name=name)
+
+    @property
+    def scales_loss(self) -> bool:  # type: ignore[override]
+        """Whether it scales at all."""
+        return self._scaler is not None or self._static is not None
+
+    @property
+    def keeps_state(self) -> bool:  # type: ignore[override]
+        """Whether the scale changes."""
+        return self._scaler is not None
+
+    # -- what callbacks read -------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> Any:
+        """By what the loss is multiplied now: a scalar variable, or the float that was given."""
+        if self._scaler is not None:
+            return self._scaler.loss_scale
+        return super().loss_scale if self._static is None else self._static
+
+    @property
+    def skipped_steps(self) -> Any:
+        """How many updates an overflow has prevented so far: a scalar variable; 0 for a static scale."""
+        return super().skipped_steps if self._scaler is None else self.__dict__["_skipped"]
+
+    # -- the update ----------------------------------------------------------------------------------------------
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, in float32 where it was in half precision, which would overflow."""
+        loss = self.inner.scale_loss(loss)
+        if not self.scales_loss:
+            return loss
+        if hasattr(loss, "dtype"):
+            loss = in_float32(loss)
+        return ops.multiply(loss, self.loss_scale)
+
+    def update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Updates with gradients of the loss itself."""
+        super().update_inner(grads, variables)
+
+    def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
+        """The gradient, no longer scaled, in the dtype in which the update is made."""
+        del variable
+        return ops.cast(in_float32(grad) / ops.cast(scale, dtype_of(in_float32(grad))), dtype_of(grad))
+
+    def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Unscales; decides with all other replicas; changes the scale; then updates or not."""
+        scale = self.loss_scale if self.scales_loss else 1.0
+        # A copy: the variable is about to change, and so would what merely refers to it.
+        scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
+        unscaled = [
+            grad if grad is None or is_next_value(v) else map_values(functools.partial(self._unscaled, v, scale), grad)
+            for grad, v in zip(grads, variables)
+        ]
+        if self._scaler is None:
+            self.update_unscaled(unscaled, variables)
+            return
+        has_nan, amax = self._checked(grads, variables, scale)
+        self._scaler.update(has_nan, amax)
+        overflows = overflow(has_nan, amax)
+        skipped = self.__dict__["_skipped"]
+        skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
+        framework.update_if(
+            ops.logical_not(overflows),
+            lambda grads: self.update_unscaled(grads, variables),
+            unscaled,
+            [*self._trainable_variables, *self.variables],
+        )
+
+    def _checked(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> tuple[Tensor, Tensor]:
+        """What `check_grads` finds in the gradients of all replicas, unscaled."""
+        seen = [grad for grad, variable in zip(grads, variables) if not is_next_value(variable)]
+        has_nan, amax = check_grads(seen)
+        amax = amax / scale
+        if reduction_is_claimed(self):
+            return has_nan, amax  # the gradients are global
+        axes = [optimizer.axis_name for optimizer in inside(self) if hasattr(optimizer, "axis_name")]
+        replicas = framework.replicas(axes[0] if axes else "batch")
+        # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike.
+        if not replicas.runs_one_program or replicas.arrival(grads, variables) in (
+            Arrival.LOCAL,
+            Arrival.LOCAL_PRESCALED,
+        ):
+            found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
+            (found,) = replicas.all_reduce([found], "max")
+            return found[0] > 0, found[1]
+        return has_nan, amax
+
+    def meet_outer_loss_scaling(self) -> None:
+        """Refuses: the loss would be scaled twice, and the gradients unscaled by either."""
+        if self.scales_loss:
+            self._refuse_outer_scaling()
+        super().meet_outer_loss_scaling()
+
+    def _refuse_outer_scaling(self) -> NoReturn:
+        raise ValueError(
+            f"One loss scaling is enough. Received: a `LossScaleOptimizer` around {self!r}. "
+            f"Leave the `LossScaleOptimizer` out; `model.compile(optimizer=...)` needs none around it either."
+        )
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class LossScaling(ScaledUpdate):
+    r"""Multiplies the loss by a scale and divides the gradients by it, and skips updates that overflowed.
+
+    With $s$ the scale, the trainer differentiates $s \cdot \text{loss}$ (`scale_loss`), and the inner optimizer sees
+    $g / s$, divided in float32. Gradients that would vanish in float16 so survive. There are two kinds:
+
+    - a float: $s$ never changes, and nothing is checked or skipped.
+    - "Backoff" or "LogMax": `AutomaticLossScaler` changes $s$ after every step. If a gradient has a NaN or an
+      infinite element, the step is skipped: nothing changes but the scale and `skipped_steps` - no weight, slot,
+      counter, schedule, moving average, decay or accumulator.
+
+    All replicas decide alike, because the gradients they look at are global: put it inside `CrossShard`, where an
+    overflow on any replica makes the common gradient overflow. Outside it the replicas exchange two numbers per step.
+
+    Under the "mixed_float16" policy `compile` puts no `LossScaleOptimizer` around it or around a wrapper of it, and
+    needs no `auto_scale_loss=False`. bfloat16 needs no loss scale: its range is that of float32.
+
+    `loss_scale` and `skipped_steps` of the outermost wrapper are the scalars of now, for callbacks to read:
+    `float(model.optimizer.loss_scale)`. In files the state of the inner optimizer is stored as it alone would, and the
+    scale beside it: a file of `Adam()` is read by `LossScaling(Adam())`, which keeps its scale, and the other way
+    round.
+
+    Args:
+        inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.
+        loss_scaling: float > 0; "Backoff" (default) or "LogMax", in any case; or an `AutomaticLossScaler`.
+        loss_scaling_params: dict or None. The params of the algorithm that is named; see `AutomaticLossScaler`.
+        name: str or None. None makes a name of the class name.
+
+    Raises:
+        TypeError: if `loss_scaling` is none of these.
+        ValueError: if a float is not finite and > 0; if the algorithm or its params are wrong; if
+            `loss_scaling_params` are given without the name of an algorithm; if a `LossScaleOptimizer` is put around
+            it.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> weight = keras.Variable([1.0, 2.0])
+        >>> optimizer = ks.LossScaling(keras.optimizers.SGD(1.0), "Backoff", {"scale_max": 8.0})
+        >>> optimizer.build([weight])
+        >>> optimizer.apply([keras.ops.convert_to_tensor([8.0, 8.0])])
+        >>> optimizer.apply([keras.ops.convert_to_tensor([8.0, float("inf")])])
+        >>> [float(w) for w in keras.ops.convert_to_numpy(weight)]
+        [0.0, 1.0]
+        >>> float(optimizer.loss_scale), int(optimizer.skipped_steps), int(optimizer.iterations)
+        (4.0, 1, 1)
+
+    References:
+        The argument `loss_scaling` of OpenSeq2Seq's `optimize_loss`, which checked gradients after clipping, where
+        LogMax sees too small ones. Micikevicius et al., "Mixed Precision Training", 2018.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        loss_scaling: float | str | AutomaticLossScaler = "Backoff",
+        loss_scaling_params: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        if loss_scaling_params is not None and not isinstance(loss_scaling, str):
+            raise ValueError(
+                "`loss_scaling_params` belong to an algorithm that `loss_scaling` names. "
+                f"Received: loss_scaling={loss_scaling!r}, loss_scaling_params={loss_scaling_params!r}. "
+                "Leave them out."
+            )
+        if isinstance(loss_scaling, str):
+            loss_scaling = AutomaticLossScaler(loss_scaling, loss_scaling_params)
+        super().__init__(inner_optimizer, checked_scale(loss_scaling, "loss_scaling"), name)
+
+    def get_config(self) -> dict[str, Any]:
+        """See `keras.optimizers.Optimizer.get_config`."""
+        return {**super().get_config(), "loss_scaling": stored_scale(self)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
+        """The reverse of `get_config`. `config` is left as it is."""
+        return super().from_config(with_scaler(config, "loss_scaling"), custom_objects)
+
+    def _repr_arguments(self) -> str:
+        return f", loss_scaling={self._scaler or self._static!r}"
+
+
+def checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:
+    """A scale that a constructor was given under the name `argument`: a float > 0 or a scaler."""
+    if isinstance(scale, AutomaticLossScaler):
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(
+            f"`{argument}` must be a float or an `AutomaticLossScaler`. Received: {argument}={scale!r} "
+            f"(of type {type(scale).__name__}). Use for example `{argument}=128.0` or "
+            f"`{argument}=AutomaticLossScaler('Backoff')`."
+        )
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"`{argument}` must be finite and > 0. Received: {argument}={scale!r}")
+    return float(scale)
+
+
+def stored_scale(optimizer: ScaledUpdate) -> Any:
+    """The scale as it goes into a config."""
+    return optimizer._static if optimizer._scaler is None else keras.saving.serialize_keras_object(optimizer._scaler)
+
+
+def with_scaler(config: dict[str, Any], argument: str) -> dict[str, Any]:
+    """The config with the scale as the constructor takes it."""
+    stored = config.get(argument)
+    if not isinstance(stored, dict):
+        return config
+    return {**config, argument: keras.saving.deserialize_keras_object(stored)}

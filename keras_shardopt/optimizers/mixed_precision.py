@@ -1,0 +1,329 @@
+"""MixedPrecision: float32 masters of weights that are really float16 or bfloat16.
+
+Hides where the masters are, how they stay one with the weights, and how penalties on the weights reach them.
+
+Private names of Keras touched here (a test holds each of them):
+    `Optimizer._track_variable` - makes a variable part of the optimizer's state.
+    `Variable._layout` - the sharding of a variable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.numerics import add, dtype_of, in_float32
+from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
+from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale, stored_scale, with_scaler
+from keras_shardopt.replica import Arrival, framework, reduction_is_claimed
+from keras_shardopt.wrapper import OptimizerWrapper, empty_name_scope, inside
+
+_LOW = ("float16", "bfloat16")
+_LARGEST_FLOAT16 = 65504.0
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class MixedPrecision(ScaledUpdate):
+    r"""Trains float16 and bfloat16 weights on float32 copies of them, the *masters*.
+
+    A float16 number has 11 bits: an update smaller than 1/2048 of a weight is lost, and training stalls. Here, for
+    each such weight $v$ with its gradient $g$, the scale $s$ and the regulariser $R$ of $v$, the inner optimizer
+    updates the master $m$ with the gradient $\text{float32}(g) / s + \nabla R(m)$, and then $v \leftarrow m$, rounded.
+    Everything inside (slots, clipping, decay, moving averages, constraints) is float32 and works on the masters,
+    which have the names and paths of their weights, so that rules by path hold. float32 weights pass straight through.
+
+    These weights are those of models under the "float16" and "bfloat16" policies. Under "mixed_float16" and
+    "mixed_bfloat16" Keras holds float32 weights itself and only casts them, so there is nothing to do here.
+
+    - *Range.* A master beyond float16's range becomes $\pm 65504$. One that is not finite stays so in the weight too,
+      where everybody sees it: a static scale skips nothing. An `AutomaticLossScaler` skips every step whose gradients
+      overflow, as `LossScaling` does. bfloat16 has the range of float32 and needs no scale.
+    - *Masters follow.* Where an element of a weight is no longer its master rounded, somebody else has set it
+      (`set_weights`, `load_weights`, a callback), and the next update begins from it. Where it is, the master keeps
+      its further bits.
+    - *Penalties.* A regulariser of a low-precision weight is still part of the loss, in float32, but its gradient is
+      taken on the master: exactly, and whatever the scale. That holds from the moment the optimizer is built. On
+      TensorFlow, where Keras cannot add a bfloat16 penalty to a float32 loss, call `optimizer.build` before `fit`.
+    - *Averages.* With `use_ema` the averages are of masters, and are written to the weights when `fit` ends.
+      `SwapEMAWeights` rounds them to the weights' dtype, and fails on TensorFlow, which swaps equal dtypes only.
+
+    Put it inside `CrossShard` and around what looks at gradients: `CrossShard(MixedPrecision(GradientClipping(...)))`.
+    The masters are state of the optimizer, `get_slot(weight, "master")`. In files they are stored beside the state of
+    the inner optimizer; a file without them is read too, and they then begin from the weights.
+
+    Args:
+        inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.
+        loss_scale: None (no scaling), a number > 0 (static), or an `AutomaticLossScaler`.
+        name: str or None. None makes a name of the class name.
+
+    Raises:
+        TypeError: if `loss_scale` is none of these.
+        ValueError: if a number is not finite and > 0; if a `CrossShard` is inside, because masters must be updated
+            with global gradients.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> weight = keras.Variable([1.0], dtype="float16")
+        >>> optimizer = ks.MixedPrecision(keras.optimizers.SGD(1e-4))
+        >>> optimizer.build([weight])
+        >>> for _ in range(10):  # each too small for float16
+        ...     optimizer.apply([keras.ops.convert_to_tensor([1.0], "float16")])
+        >>> round(float(optimizer.get_slot(weight, "master")[0]), 4), float(weight[0])
+        (0.999, 0.9990234375)
+
+    References:
+        `MixedPrecisionOptimizerWrapper` and `mp_regularizer_wrapper` of OpenSeq2Seq. There an int as `loss_scale`
+        failed at the first use, a None gradient always, penalties were missing from the loss, and with a static scale
+        the float16 weight showed 65504 where the master had become infinite. Micikevicius et al., "Mixed Precision
+        Training", 2018.
+    """
+
+    needs_global_gradients = True
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        loss_scale: float | AutomaticLossScaler | None = None,
+        name: str | None = None,
+    ) -> None:
+        # Pairs of a low-precision variable and its master, by the key of the variable.
+        self.__dict__["_masters"] = {}
+        self.__dict__["_excluded"] = None
+        self.__dict__["_loss_came_before_build"] = False
+        scale = None if loss_scale is None else checked_scale(loss_scale, "loss_scale")
+        super().__init__(inner_optimizer, scale, name)
+
+    @property
+    def keeps_state(self) -> bool:  # type: ignore[override]
+        """Always: which variables have masters is known when it is built."""
+        return True
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def build(self, variables: Sequence[Variable]) -> None:
+        """Makes the masters, and builds the inner optimizer on them."""
+        if self.built:
+            return
+        variables = list(variables)
+        self.__dict__["_masters"] = {
+            self._var_key(v): (v, self._new_master(v)) for v in variables if dtype_of(v) in _LOW
+        }
+        if self.__dict__["_excluded"] is not None:
+            var_list, var_names = self.__dict__["_excluded"]
+            masters = None if var_list is None else self.variables_inside(var_list)
+            super().exclude_from_weight_decay(var_list=masters, var_names=var_names)
+        super().build(variables)
+        for variable, _ in self.__dict__["_masters"].values():
+            if variable.regularizer is not None:
+                variable.regularizer = _OnMaster(variable.regularizer, self)
+
+    def _new_master(self, variable: Variable) -> Variable:
+        # Through an initializer: TensorFlow may build while it traces a step, where an assignment would be repeated
+        # with every step.
+        def initializer(shape: Any, dtype: Any = None) -> Tensor:
+            return ops.cast(variable, "float32")
+
+        with _scopes_of(variable):
+            master = keras.Variable(
+                initializer,
+                shape=variable.shape,
+                dtype="float32",
+                trainable=False,
+                autocast=False,
+                layout=getattr(variable, "_layout", None),
+                name=variable.name,
+            )
+        master.constraint = variable.constraint
+        self._track_variable(master)
+        return master
+
+    def variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
+        """The masters of those that have one."""
+        masters = self.__dict__["_masters"]
+        return [masters.get(self._var_key(variable), (None, variable))[1] for variable in variables]
+
+    def own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
+        """The masters."""
+        return ((key, "master", master) for key, (_, master) in self.__dict__["_masters"].items())
+
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Variable] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
+        """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
+        if self.built:
+            super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)  # which refuses
+        self.__dict__["_excluded"] = (None if var_list is None else list(var_list), var_names)
+
+    # -- the update ----------------------------------------------------------------------------------------------
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, in float32."""
+        if not self.built:
+            self.__dict__["_loss_came_before_build"] = True
+        return super().scale_loss(loss)
+
+    def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
+        """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
+        # TensorFlow builds during the first step, whose loss had penalties with their gradients in it.
+        penalised = not self.built and self.__dict__["_loss_came_before_build"]
+        self.__dict__["_penalties_are_in_the_loss"] = penalised
+        super().apply(grads, trainable_variables)
+        self.__dict__["_penalties_are_in_the_loss"] = False
+
+    def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
+        """The gradient, no longer scaled; in float32 where there is a master."""
+        if self._var_key(variable) not in self.__dict__["_masters"]:
+            return super()._unscaled(variable, scale, grad) if self.scales_loss else grad
+        grad = in_float32(grad)
+        return grad / ops.cast(scale, "float32") if self.scales_loss else grad
+
+    def update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Lets masters follow their variables, updates them, and writes them back."""
+        pairs = self.__dict__["_masters"]
+        for variable, master in pairs.values():
+            master.assign(_followed(master, variable))
+        grads = list(grads)
+        if not self.__dict__.get("_penalties_are_in_the_loss"):
+            for i, variable in enumerate(variables):
+                grads[i] = self._penalised(grads[i], variable, variables)
+        super().update_unscaled(grads, variables)
+        self._write_back()
+
+    def _write_back(self) -> None:
+        for variable, master in self.__dict__["_masters"].values():
+            variable.assign(_rounded(ops.convert_to_tensor(master), dtype_of(variable)))
+
+    def _penalised(self, grad: Tensor | None, variable: Variable, variables: Sequence[Variable]) -> Tensor | None:
+        """The gradient of a variable with a master, plus that of its penalty at the master."""
+        pair = self.__dict__["_masters"].get(self._var_key(variable))
+        if pair is None:
+            return grad
+        variable, master = pair
+        if not isinstance(variable.regularizer, _OnMaster):
+            return grad
+        added = framework.gradient_of(variable.regularizer.regularizer, ops.convert_to_tensor(master))
+        share = self._share_of_penalty(variables)
+        added = ops.cast(added, "float32") if share == 1 else ops.cast(added, "float32") * share
+        if grad is None:
+            return added
+        return add(grad, added, variable)
+
+    def _share_of_penalty(self, variables: Sequence[Variable]) -> float:
+        """What of the penalty each replica adds: the inner optimizer itself sums over TensorFlow's replicas."""
+        if reduction_is_claimed(self):
+            return 1.0
+        replicas = framework.replicas("batch")
+        if replicas.runs_one_program and replicas.arrival([], variables) is Arrival.LOCAL_PRESCALED:
+            return 1.0 / replicas.num_replicas
+        return 1.0
+
+    def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
+        """See `keras.optimizers.Optimizer.finalize_variable_values`."""
+        self.inner.finalize_variable_values(self.variables_inside(var_list))
+        if self.use_ema:
+            self._write_back()
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def get_config(self) -> dict[str, Any]:
+        """See `keras.optimizers.Optimizer.get_config`."""
+        return {**super().get_config(), "loss_scale": stored_scale(self)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
+        """The reverse of `get_config`. `config` is left as it is."""
+        return super().from_config(with_scaler(config, "loss_scale"), custom_objects)
+
+    def _repr_arguments(self) -> str:
+        return f", loss_scale={self._scaler or self._static!r}"
+
+
+@contextlib.contextmanager
+def bfloat16_scope() -> Iterator[None]:
+    """A scope in which layers compute in bfloat16: they are made with the "mixed_bfloat16" policy.
+
+    Weights stay float32, so no masters are needed, and bfloat16 has the range of float32, so no loss scale is needed:
+    any optimizer will do. The policy that was in force before is restored on leaving.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> with ks.bfloat16_scope():
+        ...     layer = keras.layers.Dense(1)
+        >>> layer.compute_dtype, layer.variable_dtype, keras.config.dtype_policy().name
+        ('bfloat16', 'float32', 'float32')
+
+    References:
+        `tf.compat.v1.tpu.bfloat16_scope`.
+    """
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+class _OnMaster:
+    """A regulariser whose gradient `MixedPrecision` takes on the master: the loss has its value, in float32, only.
+
+    Where a model is trained with another optimizer by now it is the plain regulariser again.
+    """
+
+    def __init__(self, regularizer: Any, owner: MixedPrecision) -> None:
+        # One that another optimizer has taken over before is taken over from it.
+        self.regularizer: Any = regularizer.regularizer if isinstance(regularizer, _OnMaster) else regularizer
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, value: Any) -> Tensor:
+        penalty = self.regularizer(ops.cast(value, "float32"))
+        return ops.stop_gradient(penalty) if self._owner_updates() else penalty
+
+    def _owner_updates(self) -> bool:
+        """Whether the owner is, or is inside, the optimizer of the model that computes its loss just now."""
+        owner = self._owner()
+        if owner is None:
+            return False
+        frame = sys._getframe(2)
+        while frame is not None:
+            model = frame.f_locals.get("self")
+            if isinstance(model, keras.Model) and getattr(model, "optimizer", None) is not None:
+                return any(optimizer is owner for optimizer in [model.optimizer, *inside(model.optimizer)])
+            frame = frame.f_back  # type: ignore[assignment]
+        return True  # a loop of one's own
+
+    def get_config(self) -> dict[str, Any]:
+        """That of the regulariser."""
+        config: dict[str, Any] = self.regularizer.get_config()
+        return config
+
+
+def _rounded(master: Tensor, dtype: str) -> Tensor:
+    """The master in the dtype of its variable."""
+    if dtype == "float16":
+        # Not the infinite ones: they shall be seen.
+        clamped = ops.clip(master, -_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+        master = ops.where(ops.isfinite(master), clamped, master)
+    return ops.cast(master, dtype)
+
+
+def _followed(master: Variable, variable: Variable) -> Tensor:
+    """The master, and where the variable is something else than it rounded, the variable."""
+    master, value = ops.convert_to_tensor(master), ops.convert_to_tensor(variable)
+    return ops.where(_rounded(master, dtype_of(value)) == value, master, ops.cast(value, "float32"))
+
+
+@contextlib.contextmanager
+def _scopes_of(variable: Variable) -> Iterator[None]:
+    """The name scopes in which a variable of the same name has the same path."""
+    with contextlib.ExitStack() as scopes:
+        scopes.enter_context(empty_name_scope())
+        for part in variable.path.split("/")[:-1]:
+            scopes.enter_context(keras.name_scope(part))
+        yield
