@@ -179,7 +179,7 @@ def prepare(model: Any) -> Any:
 
     Raises:
         TypeError: if `model` is not a `keras.Model`.
-        ValueError: if it is not compiled, or without a `CrossShard`.
+        ValueError: if it is not compiled, or without a `CrossShard`, or with one whose groups train apart.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
@@ -198,6 +198,12 @@ def prepare(model: Any) -> Any:
             f"Received: optimizer={getattr(model, 'optimizer', None)!r}. "
             "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)` before `prepare(model)`."
         )
+    for cross_shard in _cross_shards(model.optimizer):
+        if len(cross_shard.group_assignment or []) > 1:
+            raise ValueError(
+                "`model` must be trained by all replicas together, and with `group_assignment` the groups train apart. "
+                f"Received: {cross_shard!r}. Train it without `prepare`, on equal parts of each batch."
+            )
     framework.notice(model.optimizer)
     framework.prepare(model, _cross_shards)
     return model

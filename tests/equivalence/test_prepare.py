@@ -107,6 +107,12 @@ def test_what_cannot_be_prepared_says_so():
         ks.prepare(model)
 
 
+def test_groups_that_train_apart_cannot_be_prepared():
+    model = uneven.compiled(around={"group_assignment": [[0, 1], [2, 3]]})
+    with pytest.raises(ValueError, match="groups train apart"):
+        ks.prepare(model)
+
+
 @pytest.mark.backends("jax")
 def test_a_train_step_of_ones_own_cannot_show_gradients_of_each_replica():
     class Own(keras.Sequential):
