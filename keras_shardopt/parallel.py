@@ -165,11 +165,12 @@ def prepare(model: Any) -> Any:
     twice changes nothing.
 
     Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a `train_step` of your own, and
-    penalties on weights and activities. A loss function that returns a scalar, or an `add_loss`, counts by the number
-    of its replica's rows; other arithmetic of your own on the batch (`ops.mean(...)`) stays a mean of means. Where JAX
-    runs a `shard_map`, penalties on activities, scalar losses and `add_loss` need batches that divide. A
-    `BatchNormalization` normalises with its own replica's rows, except on JAX without per-replica gradients, where
-    those are all rows. Metrics are combined as their variables' `aggregation` says: "sum" for those of Keras.
+    penalties on weights and on activities (where Keras divides these by the number of rows, which 3.12 does not). A
+    loss function that returns a scalar, or an `add_loss`, counts by the number of its replica's rows; other arithmetic
+    of your own on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map`, penalties on
+    activities, scalar losses and `add_loss` need batches that divide. A `BatchNormalization` normalises with its own
+    replica's rows, except on JAX without per-replica gradients, where those are all rows. Metrics are combined as
+    their variables' `aggregation` says: "sum" for those of Keras.
 
     Args:
         model: a `keras.Model`, compiled with an optimizer that is or contains a `CrossShard`.

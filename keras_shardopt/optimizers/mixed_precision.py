@@ -75,7 +75,7 @@ class MixedPrecision(ScaledUpdate):
         >>> optimizer.build([weight])
         >>> for _ in range(10):  # each too small for float16
         ...     optimizer.apply([keras.ops.convert_to_tensor([1.0], "float16")])
-        >>> round(float(optimizer.get_slot(weight, "master")[0]), 4), float(weight[0])
+        >>> round(float(optimizer.get_slot(weight, "master")[0]), 4), float(keras.ops.convert_to_numpy(weight)[0])
         (0.999, 0.9990234375)
 
     References:
@@ -270,7 +270,7 @@ def bfloat16_scope() -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-class _OnMaster:
+class _OnMaster(keras.regularizers.Regularizer):
     """A regulariser whose gradient `MixedPrecision` takes on the master: the loss has its value, in float32, only.
 
     Where a model is trained with another optimizer by now it is the plain regulariser again.

@@ -334,7 +334,8 @@ class Framework:
         replica but `grads`. `variables` are all that it reads or assigns.
         """
         del variables
-        if bool(condition):
+        # Not `bool(condition)`, which costs torch.compile one more break of its graph.
+        if condition:
             update(grads)
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ def test_so_they_are_with_gradients_of_each_replica(case):
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize("case", ["scalar loss", "two outputs"])
 def test_what_would_count_rows_that_fill_up_a_batch_is_refused(case):
+    if case == "two outputs" and not uneven.penalties_are_means():
+        pytest.skip("this Keras does not divide penalties on activities by the number of rows")
     around = {"replica_clipnorm": 1e9}
     with pytest.raises(ValueError, match="13 rows on 4 replicas"):
         uneven.run(case, 4, around=around)

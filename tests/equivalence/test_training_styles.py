@@ -21,7 +21,8 @@ CELLS = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What the ranks of PyTorch came to, all styles in one spawn of workers."""
-    import numpy as np
+    import keras
+import numpy as np
 
     if BACKEND != "torch":
         return None
@@ -49,6 +50,8 @@ def on_devices(style):
 
 @pytest.mark.parametrize("style", CELLS)
 def test_replicas_are_identical_and_equal_one_process(style, one_process, ranks):
+    if BACKEND == "jax" and "train_on_batch" in style and keras.__version__.startswith("3.12."):
+        pytest.skip("Keras 3.12 cannot `train_on_batch` under a distribution without sample weights")
     if BACKEND == "torch":
         difference, found = ranks[f"{style}/difference"], [ranks[f"{style}/{i}"] for i in range(len(one_process))]
     else:

@@ -76,7 +76,10 @@ REPRESENTATIVE = [
     for inner in ("SGD momentum", "Adam", "Adafactor", "Adam ema", "LossScaleOptimizer", "MultiOptimizer")
     if inner in INNERS
 ]
-VARIANTS = ("CrossShard sum", "CrossShard clipping", "CrossShard of CrossShard", "LossScaling static")
+VARIANTS = (
+    *("CrossShard sum", "CrossShard clipping", "CrossShard of CrossShard"),
+    *("LossScaling static", "MixedPrecision"),
+)
 ALL_PAIRS = [(w, i) for w in WRAPPERS for i in (REPRESENTATIVE if w in VARIANTS else INNERS)]
 LONG_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w == "CrossShard" else REPRESENTATIVE)]
 
