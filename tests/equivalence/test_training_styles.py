@@ -1,5 +1,6 @@
 """Any style of training gives identical replicas, and the weights and slots of one process with the whole batch."""
 
+import keras
 import pytest
 from conftest import BACKEND
 from support import launch, problem, styles
@@ -21,8 +22,7 @@ CELLS = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What the ranks of PyTorch came to, all styles in one spawn of workers."""
-    import keras
-import numpy as np
+    import numpy as np
 
     if BACKEND != "torch":
         return None
