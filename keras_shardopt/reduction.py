@@ -269,9 +269,14 @@ def _factor(arrival: Arrival, reduction: Reduction, num_replicas: int) -> float:
 
 
 def _reduce_some(
-    grads: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend, op: ReduceOp, groups: Groups | None
+    grads: Gradients,
+    variables: Sequence[Variable],
+    replicas: ReplicaBackend,
+    op: ReduceOp,
+    groups: Groups | None,
+    trains: bool = True,
 ) -> list[Tensor | None]:
-    """Reduces gradients of which some are None."""
+    """Reduces gradients of which some are None. A replica that has ended training says so with `trains=False`."""
     if replicas.runs_one_program:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         result: list[Tensor | None] = [None] * len(grads)
@@ -284,12 +289,37 @@ def _reduce_some(
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
         return []
-    presence = ops.convert_to_tensor([grad is not None for grad in grads], dtype=filled[0].dtype)
+    presence = ops.convert_to_tensor([grad is not None for grad in grads] + [trains], dtype=filled[0].dtype)
     *sums, counts = replicas.all_reduce([*filled, presence], op, groups)
-    if all(grad is not None for grad in grads):
-        return list(sums)  # without looking at the counts, which would wait for the device
-    anywhere = ops.convert_to_numpy(ops.cast(counts, "float32")) > 0
-    return [grad if has else None for grad, has in zip(sums, anywhere)]
+    if all(grad is not None for grad in grads) and not replicas.is_at_hand(counts):
+        return list(sums)
+    *found, training = ops.convert_to_numpy(ops.cast(counts, "float32"))
+    num_members = replicas.num_replicas if groups is None else len(groups[0])
+    _check_all_train(trains, training * (num_members if op == "mean" else 1), num_members)
+    return [grad if has > 0 else None for grad, has in zip(sums, found)]
+
+
+def end_together(variables: Sequence[Variable], replicas: ReplicaBackend, groups: Groups | None = None) -> None:
+    """Tells the other replicas (of the group) that this one has ended training, where they might wait for it.
+
+    It is one more reduction, of zeros: whoever still trains takes part in it with an update, and both notice.
+
+    Raises:
+        ValueError: on every replica, if some have ended and others have not.
+    """
+    # Next values travel by themselves, and only some of them, so that another replica may be somewhere else.
+    if not replicas.runs_one_program and not any(is_next_value(v) for v in variables):
+        _reduce_some([None] * len(variables), variables, replicas, "sum", groups, trains=False)
+
+
+def _check_all_train(trains: bool, num_training: float, num_members: int) -> None:
+    if round(num_training) not in (0, num_members):
+        does = "goes on" if trains else "has ended training"
+        raise ValueError(
+            "All replicas must make the same number of updates. "
+            f"Received: this one {does}, and only {round(num_training)} of {num_members} go on. Give all of them as "
+            "many batches, or call `keras_shardopt.prepare(model)`, after which the numbers need not be equal."
+        )
 
 
 def _scaled(grad: Tensor, factor: float) -> Tensor:

@@ -13,6 +13,7 @@ from keras_shardopt.reduction import (
     LocalTransform,
     Reduction,
     check_groups,
+    end_together,
     global_gradients,
     group_assignment_of,
     scaled_gradients,
@@ -25,6 +26,7 @@ from keras_shardopt.replica import (
     ReplicaBackend,
     claim_reduction,
     current_part,
+    ends_together,
     framework,
     reduction_is_claimed,
 )
@@ -365,6 +367,13 @@ class CrossShard(OptimizerWrapper):
         return variables
 
     # ------------------------------------------------------------------------------------------------------------
+
+    def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
+        """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
+        peers = self.__dict__["_peers"]
+        if peers is not None and not ends_together() and not reduction_is_claimed(self):
+            end_together(self._trainable_variables, peers, self._groups(peers))
+        super().finalize_variable_values(var_list)
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients that nobody inside may reduce again."""

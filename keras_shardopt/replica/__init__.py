@@ -14,6 +14,7 @@ from keras_shardopt.replica.base import (
     World,
     claim_reduction,
     current_part,
+    ends_together,
     reduction_is_claimed,
 )
 
@@ -25,6 +26,7 @@ __all__ = [
     "World",
     "claim_reduction",
     "current_part",
+    "ends_together",
     "framework",
     "reduction_is_claimed",
 ]

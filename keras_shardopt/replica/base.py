@@ -63,6 +63,11 @@ class ReplicaBackend(abc.ABC):
     arrival_is_a_guess: bool = False
     """Whether the last answer of `arrival` was "local" because that does no harm, and not because it was known."""
 
+    def is_at_hand(self, tensor: Tensor) -> bool:
+        """Whether its values can be read without waiting for a device."""
+        del tensor
+        return True
+
     @abc.abstractmethod
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
         """Tells how these gradients arrive."""
@@ -244,6 +249,24 @@ def part_of_batch(part: Part) -> Iterator[None]:
 def current_part() -> Part | None:
     """What `part_of_batch` said last, or None where nobody knows."""
     return _part.get()
+
+
+_ends_together: contextvars.ContextVar[bool] = contextvars.ContextVar("ends_together", default=False)
+
+
+@contextlib.contextmanager
+def ending_together() -> Iterator[None]:
+    """Says, for the time of the block, that somebody else sees to it that all replicas end training together."""
+    token = _ends_together.set(True)
+    try:
+        yield
+    finally:
+        _ends_together.reset(token)
+
+
+def ends_together() -> bool:
+    """Whether somebody else sees to it that all replicas end training together."""
+    return _ends_together.get()
 
 
 @dataclasses.dataclass(frozen=True)

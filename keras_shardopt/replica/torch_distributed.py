@@ -61,6 +61,9 @@ class Ranks(ReplicaBackend):
         """Lets go of the subgroups, which are destroyed together with the group of all ranks."""
         self._subgroups.clear()
 
+    def is_at_hand(self, tensor: Tensor) -> bool:
+        return bool(tensor.device.type == "cpu")
+
     @torch.compiler.disable
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
         self.arrival_is_a_guess = False

@@ -30,7 +30,7 @@ from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt._typing import Tensor
-from keras_shardopt.replica.base import Part, SingleReplica, part_of_batch
+from keras_shardopt.replica.base import Part, SingleReplica, ending_together, part_of_batch
 from keras_shardopt.replica.torch_distributed import Ranks, Torch
 from keras_shardopt.replica.trainer import arguments_of, num_rows, stand_in
 from keras_shardopt.whole_batch import mean_losses, share_losses
@@ -180,7 +180,8 @@ def _run(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = _session_of(model)
     session.has_started = False
-    history = _run(model, real, *args, **kwargs)
+    with ending_together():
+        history = _run(model, real, *args, **kwargs)
     if session.ranks is not None:
         session.meet(_Phase.END_OF_FIT)
     return history

@@ -63,3 +63,10 @@ def test_ranks_that_want_different_things_all_raise(results):
     assert "rank 0 ends an epoch, rank 1 trains, rank 2 trains" in str(results["stopped"])
     assert "rank 0 trains, rank 1 leaves `fit`, rank 2 leaves `fit`" in str(results["epochs"])
     assert results["all raised"]
+
+
+def test_without_prepare_unequal_numbers_of_batches_are_an_error_everywhere(results):
+    assert "this one goes on, and only 1 of 3 go on" in str(results["unprepared"])
+    assert results["unprepared all raised"]
+    assert results["unprepared updates"] == 2
+    assert results["unprepared difference"] == 0

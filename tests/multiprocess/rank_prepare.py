@@ -106,6 +106,14 @@ def main():
         state = [keras.ops.convert_to_numpy(v).tolist() for v in model.non_trainable_variables]
         results["same statistics"] = equal_everywhere(state)
 
+        # Without `prepare`: an error on all ranks, at the first update that not all of them make.
+        case, rows = uneven.CASES["plain"], uneven.some_without(rank, size)
+        plain = uneven.compiled(**case)
+        results["unprepared"] = raised(lambda: plain.fit(uneven.Batches(case, rows), shuffle=False, verbose=0))
+        results["unprepared updates"] = int(plain.optimizer.iterations)
+        results["unprepared all raised"] = equal_everywhere("same number of updates" in results["unprepared"])
+        results["unprepared difference"] = replicas.largest_difference(plain)
+
         # Ranks that want different things all raise.
         callbacks = [StopEarly()] if rank == 0 else []
         results["stopped"] = raised(lambda: train(replicas, {}, uneven.divided, callbacks=callbacks))

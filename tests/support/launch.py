@@ -23,12 +23,27 @@ class WorkersFailed(AssertionError):
 def torchrun(script, num_replicas, *arguments, timeout=150.0, environment=None):
     """Runs `tests/multiprocess/<script>` on that many ranks. Returns what rank 0 printed.
 
+    The ranks get the variables that torchrun sets. Not by torchrun itself, which lets ranks live on when it is killed;
+    the examples are started with it.
+
     Raises:
         WorkersFailed: with the output of all ranks.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_replicas)]
-    command += [str(TESTS / "multiprocess" / script), *map(str, arguments)]
-    return run(command, timeout, _variables("torch", OMP_NUM_THREADS="1", **(environment or {})))
+    (port,) = free_ports(1)
+    environments = [
+        _variables(
+            "torch",
+            OMP_NUM_THREADS="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            WORLD_SIZE=str(num_replicas),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            **(environment or {}),
+        )
+        for rank in range(num_replicas)
+    ]
+    return workers(script, environments, *arguments, timeout=timeout)[0]
 
 
 def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.0):

@@ -56,7 +56,7 @@ def penalties_are_means():
     """Whether Keras divides a penalty on activities by the number of rows; where not, parts of them mean nothing."""
     layer = keras.layers.Dense(1, kernel_initializer="ones", activity_regularizer="l2")
     layer(np.ones((2, 1)))
-    return abs(float(layer.losses[0]) - 0.01) < 1e-6
+    return abs(float(keras.ops.convert_to_numpy(layer.losses[0])) - 0.01) < 1e-6
 
 
 def two_outputs():
