@@ -20,7 +20,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 from keras import ops
 from keras.src.losses import loss as keras_loss
 
