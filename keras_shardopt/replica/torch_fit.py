@@ -6,7 +6,7 @@ the metrics. Every meeting starts with the same message, so ranks that want diff
 notice, and all of them raise.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over.
+    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over, made where `self` is the model.
     `EpochIterator.__iter__`, `__next__` - start an epoch; give the first and last step, and their batches.
     `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
@@ -247,7 +247,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Keras does not say for which model this is: in the middle of one's `fit` a callback may run another.
-        self._model = sys._getframe(1).f_locals.get("self")
+        self._model: Any = sys._getframe(1).f_locals.get("self")
 
     def __iter__(self) -> Any:
         self._has_ended = False
