@@ -6,7 +6,8 @@ the metrics. Every meeting starts with the same message, so ranks that want diff
 notice, and all of them raise.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over, made where `self` is the model.
+    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over; made in a
+        frame where `self` is the model.
     `EpochIterator.__iter__`, `__next__` - start an epoch; give the first and last step, and their batches.
     `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
