@@ -158,7 +158,8 @@ def prepare(model: Any) -> Any:
       then run in a `shard_map` over the replicas.
     - PyTorch: before each batch ranks tell each other their numbers of rows, and a rank without a batch left goes
       along. At the start of `fit` all take rank 0's weights, state and seeds. At the end of an epoch metrics and moving
-      statistics are those of all ranks. Only rank 0 prints. The DDP of Keras 3.16 stays off.
+      statistics are those of all ranks. Only rank 0 prints. `predict` stays each rank's own affair. The DDP of Keras
+      3.16 stays off.
 
     From then on all processes must make these calls together, with equal `epochs` and validation; where they do not,
     all of them raise. With one replica nothing changes. A loaded or cloned model must be prepared again; doing it
@@ -168,8 +169,8 @@ def prepare(model: Any) -> Any:
     penalties on weights and on activities (where Keras divides these by the number of rows, which 3.12 does not). A
     loss function that returns a scalar, or an `add_loss`, counts by the number of its replica's rows; other arithmetic
     of your own on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map`, penalties on
-    activities, scalar losses and `add_loss` need batches that divide. A `BatchNormalization` normalises with its own
-    replica's rows, except on JAX without per-replica gradients, where those are all rows. Metrics are combined as
+    activities, scalar losses and `add_loss` need batches that divide, or raise. A `BatchNormalization` normalises with
+    its own replica's rows, except on JAX without per-replica gradients, where those are all rows. Metrics are combined as
     their variables' `aggregation` says: "sum" for those of Keras.
 
     Args:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 from keras import ops
 from keras.src.losses import loss as keras_loss
 
@@ -72,7 +72,7 @@ def _reduce_weighted_values(
                 "replicas. Leave out the mean over rows, or use batches that divide."
             )
         # The values are lost, so the mean over the rows of this part is the best guess at what it is.
-        return values * ops.cast(part.share * _factor(part) / part.replicas.num_replicas, dtype_of(values))
+        return _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     return _loss_of_whole_batch(values, sample_weight, mask, reduction, part)
 
 
@@ -92,10 +92,10 @@ def _loss_of_whole_batch(
     dtype = dtype_of(values)
     weight = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
     wide = "float64" if dtype == "float64" else "float32"  # a float16 cannot count beyond 65504
-    counts = [_size(values, part, wide)]
+    counts = []
     if mask is not None:
         mask = ops.convert_to_tensor(mask, dtype=dtype)
-        counts += [ops.sum(ops.cast(_rows_that_count(mask, part), wide)), _size(mask, part, wide)]
+        counts = [ops.sum(ops.cast(_rows_that_count(mask, part), wide)), _size(mask, part, wide)]
         if weight is None:
             weight = mask
         else:
@@ -104,16 +104,18 @@ def _loss_of_whole_batch(
     if weight is not None:
         values, weight = keras_loss.squeeze_or_expand_to_same_rank(values, weight)
         values = values * weight
-    total = ops.sum(_rows_that_count(values, part)) * ops.cast(_factor(part), dtype)
+    total = ops.sum(_rows_that_count(values, part))
     if reduction == "sum":
-        return total
+        return total * ops.cast(_factor(part), dtype)
+    counts = [_size(values, part, wide), *counts]
     if reduction == "mean_with_sample_weight" and weight is not None:
         counts = [ops.sum(ops.cast(_rows_that_count(weight, part), wide))]
     elif reduction == "mean_with_sample_weight":
         counts = counts[:1]
     (counts,) = part.replicas.all_reduce([ops.stop_gradient(ops.stack(counts))], "sum")
     divisor = counts[0] if counts.shape[0] == 1 else counts[0] * ops.divide_no_nan(counts[1], counts[2])
-    return ops.cast(ops.divide_no_nan(ops.cast(total, wide), divisor), dtype)
+    # Multiplied after it was cast: a float16 may have no room for N times the sum.
+    return ops.cast(ops.divide_no_nan(ops.cast(total, wide) * _factor(part), divisor), dtype)
 
 
 def _rows_that_count(values: Tensor, part: Part) -> Tensor:
@@ -130,6 +132,13 @@ def _size(values: Tensor, part: Part, dtype: str) -> Tensor:
     if part.ends_early:
         shape = (part.num_rows, *shape[1:])
     return functools.reduce(ops.multiply, [ops.cast(size, dtype) for size in shape])
+
+
+def _counted_by_rows(loss: Tensor, part: Part) -> Tensor:
+    """A mean over the rows of this part as its share in the mean over all rows."""
+    share = ops.cast(part.share, dtype_of(loss))
+    # The mean over no rows may be NaN, of which a part without rows must not make the others' loss one.
+    return ops.where(share > 0, loss * share, ops.zeros_like(loss))
 
 
 def _factor(part: Part) -> int:
@@ -149,13 +158,18 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
     type(tracker).update_state(tracker, value, sample_weight=sample_weight)
 
 
-_own_losses: contextvars.ContextVar[Iterator[Tensor] | None] = contextvars.ContextVar("own_losses", default=None)
+_own_losses: contextvars.ContextVar[tuple[int, Iterator[Tensor]] | None] = contextvars.ContextVar(
+    "own_losses", default=None
+)
 
 
 @contextlib.contextmanager
 def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
-    """Makes these a model's additional losses for the block, whatever its layers hold by the time it asks them."""
-    token = _own_losses.set(iter(list(losses)))
+    """Makes these a model's additional losses for the block, whatever its layers hold by the time it asks them.
+
+    It may ask for all of them several times: a `compute_loss` of one's own may call Keras' twice.
+    """
+    token = _own_losses.set((len(losses), itertools.cycle(losses)))
     try:
         yield
     finally:
@@ -164,9 +178,32 @@ def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
 
 def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
     """Stands in for `_aggregate_additional_loss`: exact for weight penalties, and for means over rows."""
-    own = _own_losses.get()
-    loss = type(model)._aggregate_additional_loss(model, loss if own is None else next(own))
     part = current_part()
-    if part is None:
-        return loss
-    return loss * ops.cast(part.share, keras.backend.standardize_dtype(loss.dtype))
+    _refuse_losses_of_padding(model, part)
+    own = _own_losses.get()
+    if own is not None:
+        count, losses = own
+        if len(model.losses) != count:
+            raise ValueError(
+                "`add_loss` must be called in the forward pass, where losses of replicas can be told apart. "
+                f"Received: {len(model.losses)} additional losses in `compute_loss`, {count} when it was called. "
+                "Add the loss to what `compute_loss` returns."
+            )
+        loss = next(losses)
+    loss = type(model)._aggregate_additional_loss(model, loss)
+    return loss if part is None else _counted_by_rows(loss, part)
+
+
+def _refuse_losses_of_padding(model: Any, part: Part | None) -> None:
+    """Refuses an `add_loss` that has seen rows which must not count."""
+    if part is None or not part.ends_early or isinstance(part.num_rows, int):
+        return
+    penalties = [v for v in model.trainable_variables if getattr(v, "regularizer", None) is not None]
+    if len(model.losses) > len(penalties):
+        raise ValueError(
+            "`add_loss` counts all rows that a layer sees, also those that fill up a batch which does not divide by "
+            "the number of replicas, where the optimizer wants each replica's gradients. Received: "
+            f"{len(model.losses) - len(penalties)} added loss(es), with {part.num_rows_of_all} rows on "
+            f"{part.replicas.num_replicas} replicas. Use batches that divide, or leave out `replica_clipnorm` and "
+            "`replica_transform`."
+        )

@@ -31,7 +31,7 @@ from keras.src.backend.jax import trainer as jax_trainer
 from keras_shardopt._typing import Tensor
 from keras_shardopt.replica.base import Part, claim_reduction, part_of_batch
 from keras_shardopt.replica.jax_sharding import MappedAxis, batch_size_of, gather_objects
-from keras_shardopt.replica.trainer import arguments_of, num_rows, stand_in
+from keras_shardopt.replica.trainer import call_silently, num_rows, stand_in
 from keras_shardopt.whole_batch import share_losses
 
 
@@ -50,11 +50,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
 
 
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    arguments = arguments_of(real, *args, **kwargs)
-    keywords = arguments.pop("kwargs", {})
-    if jax.process_index() > 0:
-        arguments["verbose"] = 0
-    return real(**arguments, **keywords)
+    return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
 
 
 # -- batches that the devices cannot divide ------------------------------------------------------------------------

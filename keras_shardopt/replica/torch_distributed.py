@@ -357,7 +357,7 @@ class Torch(Framework):
     def prepare(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         from keras_shardopt.replica import torch_fit  # it builds on this module
 
-        torch_fit.prepare(model, self)
+        torch_fit.prepare(model, self, reducers_of)
 
     def largest_difference(self, variables: Sequence[Variable]) -> float:
         if isinstance(self.replicas(""), SingleReplica) or not variables:

@@ -6,7 +6,8 @@ the metrics. Every meeting starts with the same message, so ranks that want diff
 notice, and all of them raise.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over.
+    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over; made in a
+        frame where `self` is the model.
     `EpochIterator.__iter__`, `__next__` - start an epoch; give the first and last step, and their batches.
     `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,19 +34,19 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras_shardopt._typing import Tensor
 from keras_shardopt.replica.base import Part, SingleReplica, ending_together, part_of_batch
 from keras_shardopt.replica.torch_distributed import Ranks, Torch
-from keras_shardopt.replica.trainer import arguments_of, num_rows, stand_in
+from keras_shardopt.replica.trainer import arguments_of, call_silently, num_rows, stand_in
 from keras_shardopt.whole_batch import mean_losses, share_losses
 
 
-def prepare(model: Any, framework: Torch) -> None:
+def prepare(model: Any, framework: Torch, reducers_of: Callable[[Any], list[Any]]) -> None:
     """Makes `fit`, `evaluate` and the calls on one batch work on all ranks together."""
     if _SESSION not in vars(model):
-        object.__setattr__(model, _SESSION, _Session(model, framework))
+        object.__setattr__(model, _SESSION, _Session(model, framework, reducers_of))
     if torch_trainer.TorchEpochIterator is _KerasEpochIterator:
         torch_trainer.TorchEpochIterator = _EpochIterator
     stand_in(model, "fit", _fit)
     stand_in(model, "evaluate", _run)
-    stand_in(model, "predict", _run)
+    stand_in(model, "predict", _predict)
     stand_in(model, "train_on_batch", _train_on_batch)
     stand_in(model, "test_on_batch", _test_on_batch)
     stand_in(model, "train_step", _train_step)
@@ -82,8 +84,9 @@ _DOES = {
 class _Session:
     """What the ranks have agreed on, for one model."""
 
-    def __init__(self, model: Any, framework: Torch) -> None:
+    def __init__(self, model: Any, framework: Torch, reducers_of: Callable[[Any], list[Any]]) -> None:
         self._framework = framework
+        self._reducers_of = reducers_of
         self._last_batch: dict[_Phase, Any] = {}
         self.model = model
         self.has_started = False
@@ -96,6 +99,15 @@ class _Session:
         """The ranks, if there are several."""
         replicas = self._framework.replicas("")
         return None if isinstance(replicas, SingleReplica) else replicas  # type: ignore[return-value]
+
+    def check_reduces(self) -> None:
+        """Refuses an optimizer, perhaps of another `compile`, that would leave each rank with weights of its own."""
+        if not self._reducers_of(self.model.optimizer):
+            raise ValueError(
+                "A prepared model must be trained with a `CrossShard`, which averages the gradients of the ranks. "
+                f"Received: optimizer={self.model.optimizer!r}. "
+                "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
+            )
 
     def meet(self, phase: _Phase, *message: int) -> list[list[int]]:
         """Tells the other ranks a message, and returns what each of them tells.
@@ -138,6 +150,11 @@ class _Session:
             raise ValueError("`x` must have a batch on some rank. Received: none on any.")
         return data if all(has_data) else self._given(data, has_data)
 
+    def forget_batches(self) -> None:
+        """Lets go of batches, which need not look like those of another call."""
+        self._last_batch.clear()
+        self.rows = None
+
     def _given(self, data: Any, owners: Sequence[int]) -> Any:
         """What the first rank that has something gives to all."""
         assert self.ranks is not None
@@ -167,14 +184,26 @@ def _run_of(session: _Session | None) -> Iterator[None]:
 
 
 def _run(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`evaluate` and `predict`: only the chief prints."""
+    """`fit` and `evaluate`: on all ranks together."""
     session = _session_of(model)
-    arguments = arguments_of(real, *args, **kwargs)
-    keywords = arguments.pop("kwargs", {})
-    if session.ranks is not None and not session.ranks.is_chief:
-        arguments["verbose"] = 0
-    with _run_of(session):
-        return real(**arguments, **keywords)
+    is_outermost = _running.get() is not session
+    try:
+        with _run_of(session):
+            return _print_on_chief(session, real, *args, **kwargs)
+    finally:
+        if is_outermost:
+            session.forget_batches()
+
+
+def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Each rank predicts by itself, what it wants and when it wants."""
+    with _run_of(None):
+        return _print_on_chief(_session_of(model), real, *args, **kwargs)
+
+
+def _print_on_chief(session: _Session, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    prints = session.ranks is None or session.ranks.is_chief
+    return real(*args, **kwargs) if prints else call_silently(real, *args, **kwargs)
 
 
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -217,6 +246,11 @@ _KerasEpochIterator = torch_trainer.TorchEpochIterator
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     """Ends on all ranks together: one without a batch left repeats its last one, of which no row counts then."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Keras does not say for which model this is: in the middle of one's `fit` a callback may run another.
+        self._model: Any = sys._getframe(1).f_locals.get("self")
+
     def __iter__(self) -> Any:
         self._has_ended = False
         self._step = -1
@@ -224,7 +258,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
     def __next__(self) -> Any:
         session = _running.get()
-        if session is None or session.ranks is None:
+        if session is None or session.model is not self._model or session.ranks is None:
             return super().__next__()
         batches = [None]
         if not self._has_ended:
@@ -268,6 +302,8 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: _Phase, arguments: di
 
 def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     session = _session_of(model)
+    if session.ranks is not None:
+        session.check_reduces()
     if session.ranks is not None and session.rows is not None and not session.has_started:
         session.ranks.start_together(model.trainable_variables, model.optimizer.variables)
         session.has_started = True

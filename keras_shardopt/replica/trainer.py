@@ -26,6 +26,18 @@ def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dic
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
+def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `fit`, `evaluate` or `predict` so that it prints nothing; also one with a signature of the model's own."""
+    parameters = inspect.signature(real).parameters
+    taking_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    bound = inspect.signature(real).bind(*args, **kwargs)
+    if "verbose" in parameters:
+        bound.arguments["verbose"] = 0
+    elif taking_any:
+        bound = inspect.signature(real).bind(*args, **{**kwargs, "verbose": 0})
+    return real(*bound.args, **bound.kwargs)
+
+
 def num_rows(data: Any) -> Any:
     """How many rows a batch has: a batch is what `train_step` gets, `(x, y, sample_weight)` or less."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)

@@ -11,6 +11,8 @@ import keras_shardopt as ks
 
 pytestmark = pytest.mark.backends("tensorflow", "jax")
 
+COUNT_PADDING = ["scalar loss", "two outputs", "added loss"]
+
 
 @functools.cache
 def alone(case):
@@ -24,7 +26,7 @@ def test_update_and_metrics_are_those_of_one_process(case, num_replicas):
 
 
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("case", [case for case in uneven.CASES if case not in ("scalar loss", "two outputs")])
+@pytest.mark.parametrize("case", [case for case in uneven.CASES if case not in COUNT_PADDING])
 def test_so_they_are_with_gradients_of_each_replica(case):
     # A clip that never bites: forward and backward pass run in a shard_map, on batches with rows to fill them up.
     got = uneven.run(case, 4, around={"replica_clipnorm": 1e9})
@@ -32,7 +34,7 @@ def test_so_they_are_with_gradients_of_each_replica(case):
 
 
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("case", ["scalar loss", "two outputs"])
+@pytest.mark.parametrize("case", COUNT_PADDING)
 def test_what_would_count_rows_that_fill_up_a_batch_is_refused(case):
     if case == "two outputs" and not uneven.penalties_are_means():
         pytest.skip("this Keras does not divide penalties on activities by the number of rows")
@@ -54,6 +56,24 @@ def test_without_prepare_an_uneven_batch_is_an_error(num_replicas):
 def test_a_batch_with_fewer_rows_than_replicas():
     few = slice(18)  # 16 and 2 rows
     uneven.assert_same(uneven.run("plain", 4, rows=few), uneven.run("plain", 1, rows=few))
+
+
+@pytest.mark.parametrize("case", ["scalar loss", "two outputs", "added loss", "two losses"])
+def test_a_replica_without_rows_adds_nothing(case):
+    few = slice(17)  # 16 rows and one
+    got = uneven.run(case, 2, rows=few)
+    uneven.assert_same(got, uneven.run(case, 1, rows=few), uneven.start_of(case))
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_loss_added_where_replicas_cannot_be_told_apart_is_refused():
+    class Late(keras.Sequential):
+        def compute_loss(self, *args, **kwargs):
+            self.add_loss(keras.ops.sum(self.weights[0]))
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="`add_loss` must be called in the forward pass"):
+        uneven.run("plain", 2, make=lambda: Late(problem.model().layers))
 
 
 @pytest.mark.parametrize("num_rows", [48, uneven.NUM_ROWS])

@@ -9,7 +9,12 @@ from support import launch, problem, uneven
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(400)]
 
 DIVISIONS = [(name, "divided") for name in uneven.CASES]
-DIVISIONS += [("plain", "some_without"), ("mask", "some_without"), ("divided by weights", "all_on_the_last")]
+DIVISIONS += [
+    ("plain", "some_without"),
+    ("added loss", "some_without"),
+    ("mask", "some_without"),
+    ("divided by weights", "all_on_the_last"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +62,16 @@ def test_one_batch_at_a_time(results):
 def test_state_that_is_not_trained(results):
     assert results["same statistics"]
     assert results["prints"]
+
+
+def test_each_rank_predicts_by_itself(results):
+    np.testing.assert_array_equal(results["predicted own"][:, 0], results["predicted own"][:, 1])
+    assert results["predicted"][1] == uneven.NUM_ROWS
+    assert results["after predicting/difference"] == 0
+
+
+def test_compiled_anew_without_cross_shard_is_refused(results):
+    assert "must be trained with a `CrossShard`" in str(results["without"])
 
 
 def test_ranks_that_want_different_things_all_raise(results):

@@ -10,6 +10,7 @@ import warnings
 
 import keras
 import numpy as np
+import torch
 from support import uneven
 
 import keras_shardopt as ks
@@ -21,6 +22,7 @@ def unequal_parts():
     for name, case in uneven.CASES.items():
         yield name, uneven.divided, case
     yield "plain", uneven.some_without, {}
+    yield "added loss", uneven.some_without, uneven.CASES["added loss"]
     yield "mask", uneven.some_without, uneven.CASES["mask"]
     yield "divided by weights", uneven.all_on_the_last, uneven.CASES["divided by weights"]
 
@@ -61,6 +63,20 @@ class StopEarly(keras.callbacks.Callback):
         self.model.stop_training = True
 
 
+class Predicts(keras.callbacks.Callback):
+    """Calls models in the middle of the training of another one."""
+
+    def __init__(self, models):
+        super().__init__()
+        self.models = models
+
+    def on_epoch_end(self, epoch, logs=None):
+        x, y = uneven.data()
+        for model in [*self.models, self.model]:
+            model.predict(x[:5], verbose=0)
+        self.models[-1].evaluate(x[:5], y[:5], verbose=0)
+
+
 def main():
     results = {}
     with ks.data_parallel() as replicas:
@@ -95,9 +111,10 @@ def main():
 
         # Moving statistics are those of all ranks, frozen weights keep their bits, only rank 0 prints.
         def normalized():
+            # With a `fit(*args, **kwargs)` of its own.
             layers = [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(3)]
             frozen = keras.layers.Dense(3, trainable=False)
-            return keras.Sequential([*layers, frozen])
+            return uneven.TwoLosses([*layers, frozen])
 
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -113,6 +130,26 @@ def main():
         results["unprepared updates"] = int(plain.optimizer.iterations)
         results["unprepared all raised"] = equal_everywhere("same number of updates" in results["unprepared"])
         results["unprepared difference"] = replicas.largest_difference(plain)
+
+        # Each rank predicts by itself, also in the middle of `fit`, and so it does with a model of its own.
+        x, _ = uneven.data()
+        teacher = uneven.compiled()
+        own = [rows for rows in uneven.some_without(rank, size) if len(rows)]
+        predicted = [model.predict(uneven.Batches({}, own), verbose=0)]
+        if replicas.is_chief:
+            predicted.append(model.predict(x, verbose=0))
+        results["predicted"] = [len(p) for p in predicted]
+        callbacks = [Predicts([model, teacher])] if replicas.is_chief else []
+        case = {"make": normalized}
+        model, _ = train(replicas, case, uneven.some_without, callbacks=callbacks, epochs=2)
+        results["after predicting/difference"] = replicas.largest_difference(model)
+        lengths = [None] * size
+        torch.distributed.all_gather_object(lengths, (sum(map(len, own)), len(predicted[0])))
+        results["predicted own"] = lengths
+
+        # Without a CrossShard, ranks would drift apart.
+        model.compile("sgd", "mse")
+        results["without"] = raised(lambda: model.fit(uneven.Batches({}, own), verbose=0))
 
         # Ranks that want different things all raise.
         callbacks = [StopEarly()] if rank == 0 else []

@@ -72,6 +72,35 @@ def two_targets():
     return x, [y, y**2]
 
 
+class AddsLoss(keras.layers.Layer):
+    """Adds a mean over rows to the loss."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def model_that_adds_a_loss():
+    layers = [keras.Input((problem.NUM_FEATURES,)), keras.layers.Dense(3, kernel_initializer="ones"), AddsLoss()]
+    return keras.Sequential(layers)
+
+
+class TwoLosses(keras.Sequential):
+    """Takes Keras' loss twice, and calls `fit` in its own way."""
+
+    def fit(self, *args, **kwargs):
+        return super().fit(*args, **kwargs)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        first = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return first + super().compute_loss(x, 2 * y, y_pred, sample_weight, training) / 2
+
+
+def model_of_two_losses():
+    dense = keras.layers.Dense(3, kernel_initializer="ones", kernel_regularizer="l2", bias_regularizer="l1")
+    return TwoLosses([keras.Input((problem.NUM_FEATURES,)), dense])
+
+
 MSE = keras.losses.MeanSquaredError
 CASES = {
     "plain": {},
@@ -81,6 +110,8 @@ CASES = {
     "mask": {"make": masked_model, "data": sequences},
     "two outputs": {"make": two_outputs, "data": two_targets, "metrics": None, "weighted_metrics": None},
     "scalar loss": {"loss": lambda y, p: keras.ops.mean(keras.ops.square(y - p))},
+    "added loss": {"make": model_that_adds_a_loss},
+    "two losses": {"make": model_of_two_losses},
     "class weights": {
         "data": classes,
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
