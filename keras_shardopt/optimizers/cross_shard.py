@@ -368,7 +368,7 @@ class CrossShard(OptimizerWrapper):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients that nobody inside may reduce again."""
-        with claim_reduction(inside(self)):
+        with claim_reduction(inside(self), None if self.group_assignment is None else self.axis_name):
             super().update_inner(grads, variables)
 
     def meet_outer_loss_scaling(self) -> None:

@@ -16,7 +16,7 @@ from keras import ops
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import dtype_of, in_float32, is_next_value, map_values
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
-from keras_shardopt.replica import Arrival, framework, reduction_is_claimed
+from keras_shardopt.replica import Arrival, differing_along, framework, reduction_is_claimed
 from keras_shardopt.wrapper import OptimizerWrapper, inside
 
 
@@ -119,9 +119,12 @@ class ScaledUpdate(OptimizerWrapper):
         seen = [grad for grad, variable in zip(grads, variables) if not is_next_value(variable)]
         has_nan, amax = check_grads(seen)
         amax = amax / scale
-        if reduction_is_claimed(self):
-            return has_nan, amax  # the gradients are global
         axes = [optimizer.axis_name for optimizer in inside(self) if hasattr(optimizer, "axis_name")]
+        if reduction_is_claimed(self):
+            axis = differing_along(self)
+            if axis is None:
+                return has_nan, amax  # the gradients are global
+            axes = [axis]  # those of a group
         replicas = framework.replicas(axes[0] if axes else "batch")
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike.
         if not replicas.runs_one_program or replicas.arrival(grads, variables) in (

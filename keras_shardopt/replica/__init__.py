@@ -14,6 +14,7 @@ from keras_shardopt.replica.base import (
     World,
     claim_reduction,
     current_part,
+    differing_along,
     reduction_is_claimed,
 )
 
@@ -25,6 +26,7 @@ __all__ = [
     "World",
     "claim_reduction",
     "current_part",
+    "differing_along",
     "framework",
     "reduction_is_claimed",
 ]
