@@ -60,10 +60,22 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def loss_scale(self) -> Any:
-        """By what the loss is multiplied now: a scalar variable, or the float that was given."""
+        """By what the loss is multiplied now: a scalar variable, or the float that was given.
+
+        Where something further inside scales it too, the product: a scalar tensor or a float.
+        """
+        inner = super().loss_scale
+        if not self.scales_loss:
+            return inner
+        if isinstance(inner, (int, float)):
+            return self._own_scale if inner == 1 else self._own_scale * inner
+        return ops.multiply(self._own_scale, inner)
+
+    @property
+    def _own_scale(self) -> Any:
         if self._scaler is not None:
             return self._scaler.loss_scale
-        return super().loss_scale if self._static is None else self._static
+        return 1.0 if self._static is None else self._static
 
     @property
     def skipped_steps(self) -> Any:
@@ -79,7 +91,7 @@ class ScaledUpdate(OptimizerWrapper):
             return loss
         if hasattr(loss, "dtype"):
             loss = in_float32(loss)
-        return ops.multiply(loss, self.loss_scale)
+        return ops.multiply(loss, self._own_scale)
 
     def update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients of the loss itself."""
@@ -92,7 +104,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Unscales; decides with all other replicas; changes the scale; then updates or not."""
-        scale = self.loss_scale if self.scales_loss else 1.0
+        scale = self._own_scale
         # A copy: the variable is about to change, and so would what merely refers to it.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
         unscaled = [
