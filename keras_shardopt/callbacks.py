@@ -16,6 +16,7 @@ import numpy as np
 
 from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.replica import framework
+from keras_shardopt.wrapper import inside
 
 __all__ = ["CheckReplicas", "SyncReplicas"]
 
@@ -217,8 +218,10 @@ def _compared(model: Any) -> list[Variable]:
 
 
 def _groups(model: Any, num_replicas: int) -> Groups:
-    groups: Groups | None = getattr(getattr(model, "optimizer", None), "group_assignment", None)
-    return [list(range(num_replicas))] if groups is None or num_replicas == 1 else groups
+    optimizer = getattr(model, "optimizer", None)
+    chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
+    assigned: list[Groups] = [groups for o in chain if (groups := getattr(o, "group_assignment", None)) is not None]
+    return [list(range(num_replicas))] if not assigned or num_replicas == 1 else assigned[0]
 
 
 def _odd_ones(fingerprints: np.ndarray, group: Sequence[int]) -> str:

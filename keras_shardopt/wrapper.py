@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -373,11 +374,15 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     def load_own_variables(self, store: Any) -> None:
         """Reads a state that this wrapper, or its inner optimizer alone, has written.
 
-        Before the optimizer is built the arrays are kept, and assigned when it is.
+        Before the optimizer is built the arrays are kept, and assigned when it is. Where there are none, as in a file
+        of a model that was not compiled, the optimizer stays as it is, with a warning, as in Keras.
 
         Raises:
             ValueError: if the number or a shape of the arrays does not fit. Nothing is assigned then.
         """
+        if not list(store.keys()):
+            warnings.warn(f"The file holds no optimizer state; that of {self!r} stays as it is.", stacklevel=2)
+            return
         if not self.built:
             arrays = {key: np.array(store[key]) for key in list(store.keys())}
             # An optimizer that was never built stores its rate and a counter at 0, and fits at once.
@@ -480,7 +485,8 @@ class _WrapperState(KerasSaveable):
         return []  # nothing further inside for the saver
 
     def save_own_variables(self, store: Any) -> None:
-        for i, variable in enumerate(self._optimizer._wrapper_state):
+        # Not before it is built, as some variables are made only then; until then all have their start values.
+        for i, variable in enumerate(self._optimizer._wrapper_state if self._optimizer.built else []):
             store[str(i)] = keras.ops.convert_to_numpy(variable)
 
     def load_own_variables(self, store: Any) -> None:

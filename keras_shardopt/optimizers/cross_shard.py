@@ -178,7 +178,9 @@ class CrossShard(OptimizerWrapper):
             grads = scaled_gradients(grads, variables, self.loss_scale)
         return self.reduce_gradients(grads, variables, share)
 
-    def reduce_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
+    def reduce_gradients(
+        self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0, loss_scale: Any = None
+    ) -> Gradients:
         """Transforms and clips this replica's gradients, as the constructor was told, and reduces them. No more.
 
         For training steps that reduce by themselves, and then update inside `claim_reduction([optimizer])`. All
@@ -190,6 +192,8 @@ class CrossShard(OptimizerWrapper):
             weight: a number or scalar tensor: how much this replica counts in the mean, after its gradients have been
                 clipped. The weights of all replicas (of a group) should have the mean 1. Of a replica with weight 0
                 nothing counts, also not a NaN.
+            loss_scale: a number or scalar tensor: by what the loss was multiplied, where that was not done by the inner
+                optimizer alone. None asks that.
 
         Returns:
             A list like `grads`.
@@ -210,7 +214,7 @@ class CrossShard(OptimizerWrapper):
                 variables,
                 replicas.num_replicas,
                 arrival,
-                self.loss_scale * share,
+                (self.loss_scale if loss_scale is None else loss_scale) * share,
                 self.replica_clipnorm,
                 self.replica_transform,
             )
@@ -377,7 +381,7 @@ class CrossShard(OptimizerWrapper):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients that nobody inside may reduce again."""
-        with claim_reduction(inside(self)):
+        with claim_reduction(inside(self), None if self.group_assignment is None else self.axis_name):
             super().update_inner(grads, variables)
 
     def meet_outer_loss_scaling(self) -> None:

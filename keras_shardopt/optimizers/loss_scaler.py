@@ -261,7 +261,7 @@ def _variable(name: str, start: float, dtype: str) -> Variable:
 
 
 def _checked(algorithm: str, rules: dict[str, _Rule], params: dict[str, Any], faithful: bool) -> dict[str, Any]:
-    unknown = sorted(set(params) - set(rules))
+    unknown = sorted(set(params) - set(rules), key=str)
     if unknown:
         raise ValueError(f"`params` of {algorithm!r} may hold {list(rules)}. Received: {unknown} among them.")
     checked: dict[str, Any] = {name: params.get(name, default) for name, (default, *_) in rules.items()}

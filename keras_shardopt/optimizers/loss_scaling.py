@@ -16,7 +16,7 @@ from keras import ops
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import dtype_of, in_float32, is_next_value, map_values
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
-from keras_shardopt.replica import Arrival, framework, reduction_is_claimed
+from keras_shardopt.replica import Arrival, differing_along, framework, reduction_is_claimed
 from keras_shardopt.wrapper import OptimizerWrapper, inside
 
 
@@ -60,10 +60,22 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def loss_scale(self) -> Any:
-        """By what the loss is multiplied now: a scalar variable, or the float that was given."""
+        """By what the loss is multiplied now: a scalar variable, or the float that was given.
+
+        Where something further inside scales it too, the product: a scalar tensor or a float.
+        """
+        inner = super().loss_scale
+        if not self.scales_loss:
+            return inner
+        if isinstance(inner, (int, float)):
+            return self._own_scale if inner == 1 else self._own_scale * inner
+        return ops.multiply(self._own_scale, inner)
+
+    @property
+    def _own_scale(self) -> Any:
         if self._scaler is not None:
             return self._scaler.loss_scale
-        return super().loss_scale if self._static is None else self._static
+        return 1.0 if self._static is None else self._static
 
     @property
     def skipped_steps(self) -> Any:
@@ -79,7 +91,7 @@ class ScaledUpdate(OptimizerWrapper):
             return loss
         if hasattr(loss, "dtype"):
             loss = in_float32(loss)
-        return ops.multiply(loss, self.loss_scale)
+        return ops.multiply(loss, self._own_scale)
 
     def update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients of the loss itself."""
@@ -92,7 +104,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Unscales; decides with all other replicas; changes the scale; then updates or not."""
-        scale = self.loss_scale if self.scales_loss else 1.0
+        scale = self._own_scale
         # A copy: the variable is about to change, and so would what merely refers to it.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
         unscaled = [
@@ -119,9 +131,12 @@ class ScaledUpdate(OptimizerWrapper):
         seen = [grad for grad, variable in zip(grads, variables) if not is_next_value(variable)]
         has_nan, amax = check_grads(seen)
         amax = amax / scale
-        if reduction_is_claimed(self):
-            return has_nan, amax  # the gradients are global
         axes = [optimizer.axis_name for optimizer in inside(self) if hasattr(optimizer, "axis_name")]
+        if reduction_is_claimed(self):
+            axis = differing_along(self)
+            if axis is None:
+                return has_nan, amax  # the gradients are global
+            axes = [axis]  # those of a group
         replicas = framework.replicas(axes[0] if axes else "batch")
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike.
         if not replicas.runs_one_program or replicas.arrival(grads, variables) in (

@@ -14,6 +14,7 @@ from keras_shardopt.replica.base import (
     World,
     claim_reduction,
     current_part,
+    differing_along,
     ends_together,
     reduction_is_claimed,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "World",
     "claim_reduction",
     "current_part",
+    "differing_along",
     "ends_together",
     "framework",
     "reduction_is_claimed",

@@ -185,7 +185,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                 weights, inputs, metrics, *data, training=True, optimizer_variables=optimizer_state
             )
             with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
-                grads = reducer.reduce_gradients(grads, variables)
+                # Not the reducer's own scale: what scales the loss may also be around it.
+                grads = reducer.reduce_gradients(grads, variables, loss_scale=model.optimizer.scale_loss(1.0))
 
         def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
             if seed:

@@ -131,3 +131,61 @@ def test_masters_are_equal_on_all_replicas(scale):
     _, reference = run()
     # The gradients are bfloat16, whose sums depend on their order in the third digit.
     assert problem.relative_difference(masters, reference) < 2e-2
+
+
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.parametrize("wrap", [scaled, lambda inner: ks.MixedPrecision(inner, ks.AutomaticLossScaler())])
+def test_an_overflow_in_one_group_is_skipped_in_all(wrap):
+    """Groups have gradients of their own, but skip together: on TensorFlow replica 0 speaks for all."""
+    grads = np.ones((3, 4, 2), "float32")
+    grads[1, 3, 0] = np.inf
+    make = functools.partial(ks.CrossShard, group_assignment=[[0, 1], [2, 3]], axis_name="replicas")
+    copies = _on_four_replicas(lambda: make(wrap(keras.optimizers.SGD(0.1, momentum=0.9))), grads)
+    for weights, iterations, skipped_steps in copies:
+        assert (iterations, skipped_steps) == (2, 1)
+        np.testing.assert_array_equal(weights, copies[0][0])
+        assert np.isfinite(weights).all()
+
+
+def _on_four_replicas(make, grads):
+    """Weights and counters of each replica, after `grads` of shape [steps, replicas, size of the weight]."""
+    if keras.config.backend() == "jax":
+        import jax
+
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = make()
+        optimizer.build([weight])
+
+        def train(grads):
+            state, weights = [v.value for v in optimizer.variables], [weight.value]
+            for grad in grads:
+                scale = _value_in(state, optimizer, optimizer.loss_scale)
+                weights, state = optimizer.stateless_apply(state, [grad * scale], weights)
+            return weights[0], [_value_in(state, optimizer, v) for v in (optimizer.iterations, optimizer.skipped_steps)]
+
+        weights, counters = jax.pmap(train, axis_name="replicas", in_axes=1)(grads)
+        return [(np.asarray(weights[r]), int(counters[0][r]), int(counters[1][r])) for r in range(4)]
+    import tensorflow as tf
+
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = make()
+        optimizer.build([weight])
+
+    @tf.function(autograph=False)
+    def train(grad):
+        strategy.run(lambda g: optimizer.apply([g / 4.0 * optimizer.loss_scale], [weight]), args=(grad,))
+
+    for step in grads:
+        train(
+            strategy.experimental_distribute_values_from_function(
+                lambda context, step=step: tf.constant(step[context.replica_id_in_sync_group])
+            )
+        )
+    copies = [v.value.values for v in (weight, optimizer.iterations, optimizer.skipped_steps)]
+    return [(w.numpy(), int(i), int(s)) for w, i, s in zip(*copies)]
+
+
+def _value_in(state, optimizer, variable):
+    return next(value for v, value in zip(optimizer.variables, state) if v is variable)

@@ -88,6 +88,35 @@ def test_replica_clipnorm_is_that_of_numpy(num_rows):
     assert problem.relative_difference(weights, expected) <= problem.TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda cross_shard, sgd: ks.LossScaling(cross_shard(sgd()), 64.0),
+        lambda cross_shard, sgd: cross_shard(ks.LossScaling(sgd(loss_scale_factor=4.0), 16.0)),
+    ],
+    ids=["around CrossShard", "twice inside"],
+)
+def test_replica_clipnorm_is_in_units_of_the_loss_wherever_that_is_scaled(scaled):
+    def sgd(**more):
+        return keras.optimizers.SGD(0.1, momentum=0.9, **more)
+
+    def trained(optimizer):
+        x, y = problem.data(num_steps=3)
+        with ks.data_parallel(2) as replicas:
+            model = problem.model()
+            model.compile(optimizer, "mse")
+            ks.prepare(model)
+        model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+        replicas.close()
+        return model.get_weights()
+
+    def cross_shard(inner):
+        return ks.CrossShard(inner, replica_clipnorm=0.5)
+
+    weights = trained(scaled(cross_shard, sgd))
+    assert problem.relative_difference(weights, trained(cross_shard(sgd()))) <= problem.TOLERANCE
+
+
 class WithState(keras.Model):
     """A model whose training does what a `shard_map` around it can get wrong: dropout, batch statistics."""
 

@@ -154,6 +154,7 @@ def test_update_and_loss_scale_are_usable_alone():
         ("Backoff", {"scale_min": 1}),
         ("Backoff", {"step_window": 2000.0}),
         ("Backoff", {"log_max": 16.0}),
+        ("Backoff", {"log_max": 16.0, 1: 2.0}),
         ("Backoff", {"scale_max": None}),
         ("LogMax", {"beta1": 1}),
         ("LogMax", {"step_window": 3}),

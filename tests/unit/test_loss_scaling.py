@@ -225,6 +225,13 @@ def test_scalars_where_others_scale():
     assert (ks.CrossShard("sgd").loss_scale, ks.CrossShard("sgd").skipped_steps) == (1.0, 0)
     assert ks.CrossShard(o.SGD(loss_scale_factor=4.0)).loss_scale == 4.0
     assert number(ks.CrossShard(o.LossScaleOptimizer(o.SGD(), initial_scale=16.0)).loss_scale) == 16.0
+    # All of it, where several do.
+    for several, product in (
+        (ks.LossScaling(o.SGD(loss_scale_factor=4.0), 8.0), 32.0),
+        (ks.LossScaling(o.SGD(loss_scale_factor=4.0), "Backoff", {"scale_max": 8.0}), 32.0),
+        (ks.LossScaling(ks.MixedPrecision("sgd", ks.AutomaticLossScaler("Backoff", {"scale_max": 4.0})), 8.0), 32.0),
+    ):
+        assert number(several.loss_scale) == number(several.scale_loss(ops.convert_to_tensor(1.0))) == product
 
 
 def saved(optimizer, path, steps=3):

@@ -1,3 +1,5 @@
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -264,6 +266,35 @@ def test_masters_are_saved_and_training_continues(tmp_path):
     back.load_weights(tmp_path / "plain.weights.h5")
     back.fit(x, y, batch_size=16, shuffle=False, verbose=0)
     assert int(value(back.optimizer.iterations)) == 6
+
+
+def test_an_optimizer_that_was_never_built_is_saved_too(tmp_path):
+    """It has a scale before it has masters; a file of the scale alone would not fit later."""
+    keras.config.set_dtype_policy("bfloat16")
+    model = problem.model()
+    model.compile(ks.CrossShard(ks.MixedPrecision(o.Adam(1e-3), ks.AutomaticLossScaler())), "mse")
+    model.save(tmp_path / "model.keras")
+    for again in (keras.saving.load_model(tmp_path / "model.keras").optimizer, copy.deepcopy(model.optimizer)):
+        if not again.built:
+            again.build(model.trainable_variables)
+        assert float(value(again.loss_scale)) == 2.0**14
+
+
+@pytest.mark.filterwarnings("ignore:The file holds no optimizer state")
+@pytest.mark.parametrize("build_first", [True, False])
+def test_masters_follow_a_file_without_an_optimizer(tmp_path, build_first):
+    keras.config.set_dtype_policy("bfloat16")
+    source = problem.model()
+    source.set_weights([np.full(w.shape, 0.25) for w in source.get_weights()])
+    source.save_weights(tmp_path / "source.weights.h5")
+    model = problem.model()
+    model.compile(ks.CrossShard(ks.MixedPrecision(o.SGD(1e-3), ks.AutomaticLossScaler())), "mse")
+    if build_first:
+        model.optimizer.build(model.trainable_variables)
+    model.load_weights(tmp_path / "source.weights.h5")
+    model.train_on_batch(*problem.data(num_steps=1))
+    for variable in model.trainable_variables:
+        np.testing.assert_allclose(value(model.optimizer.get_slot(variable, "master")), 0.25, atol=0.02)
 
 
 # -- training ------------------------------------------------------------------------------------------------------

@@ -174,6 +174,14 @@ def test_groups_are_compared_within(monkeypatch):
         checking(model).check()
 
 
+def test_groups_inside_other_wrappers_are_found(monkeypatch):
+    model = problem.model()
+    model.compile(ks.LossScaling(ks.CrossShard("sgd", group_assignment=[[0, 1], [2, 3]]), 8.0), "mse")
+    rows = np.repeat(np.array([[1], [1], [2], [2]], "uint64"), 4 + len(model.optimizer.variables), axis=1)
+    monkeypatch.setattr(framework, "fingerprints", lambda variables: rows)
+    checking(model).check()
+
+
 def test_a_long_list_of_names_is_cut(monkeypatch):
     model = problem.model()
     model.compile("adam", "mse")
