@@ -170,8 +170,8 @@ def prepare(model: Any) -> Any:
     loss function that returns a scalar, or an `add_loss`, counts by the number of its replica's rows; other arithmetic
     of your own on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map`, penalties on
     activities, scalar losses and `add_loss` need batches that divide, or raise. A `BatchNormalization` normalises with
-    its own replica's rows, except on JAX without per-replica gradients, where those are all rows. Metrics are combined as
-    their variables' `aggregation` says: "sum" for those of Keras.
+    its own replica's rows, except on JAX without per-replica gradients, where those are all rows. Metrics are combined
+    as their variables' `aggregation` says: "sum" for those of Keras.
 
     Args:
         model: a `keras.Model`, compiled with an optimizer that is or contains a `CrossShard`.

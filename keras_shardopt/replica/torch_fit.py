@@ -186,6 +186,11 @@ def _run_of(session: _Session | None) -> Iterator[None]:
 def _run(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fit` and `evaluate`: on all ranks together."""
     session = _session_of(model)
+    if model.steps_per_execution > 1 and session.ranks is not None:  # Keras itself takes it on torch from 3.16 on
+        raise ValueError(
+            "`steps_per_execution` must be 1 after `prepare(model)` on PyTorch, where ranks meet before every batch. "
+            f"Received: steps_per_execution={model.steps_per_execution}. Compile the model without it."
+        )
     is_outermost = _running.get() is not session
     try:
         with _run_of(session):

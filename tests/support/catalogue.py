@@ -70,8 +70,8 @@ if hasattr(o, "MultiOptimizer"):
 INNERS = {**SIMPLE_INNERS, **COMPOSED_INNERS}
 
 
-# One inner optimizer of each kind. The wrappers in WITH_EVERY_INNER are trained with every inner optimizer: the one that
-# everybody uses, and the one with an update path of its own; the first of them goes down to files and continued training.
+# One inner optimizer of each kind. The wrappers in WITH_EVERY_INNER are trained with every inner optimizer: the one
+# that everybody uses, down to files and continued training, and the one with an update path of its own.
 REPRESENTATIVE = [
     inner
     for inner in ("SGD momentum", "Adam", "Adafactor", "Adam ema", "LossScaleOptimizer", "MultiOptimizer")
