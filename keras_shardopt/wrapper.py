@@ -390,6 +390,8 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
             if not fresh:
                 self.__dict__["_loaded"] = arrays
                 return
+        elif len(self._inner_state) > 2 and _was_never_built(store):
+            return  # `load_model` has built this one, and made it with the same rate
         self._check_fits(store, self._inner_state)
         self.inner.load_own_variables(store)
 
@@ -555,6 +557,11 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
             f"Received: {argument}={identifier!r}. "
             f"Use for example `{caller}('adam')`, or pass the optimizer itself."
         ) from error
+
+
+def _was_never_built(store: Any) -> bool:
+    """Whether the arrays are those of an optimizer before it is built: a counter at 0 and a rate."""
+    return len(store.keys()) == 2 and not np.any(store["0"]) and all(np.ndim(store[key]) == 0 for key in ("0", "1"))
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
