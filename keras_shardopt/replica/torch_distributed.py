@@ -273,6 +273,7 @@ class Torch(Framework):
     def __init__(self) -> None:
         super().__init__()
         self._ranks: Ranks | None = None
+        self._rendezvous: tuple[Any, int, int] | None = None
         self._num_groups = 0
 
     def replicas(self, axis_name: str) -> ReplicaBackend:
@@ -338,7 +339,10 @@ class Torch(Framework):
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if not running:
             self._num_groups += 1
-            store, rank, size = next(rendezvous("env://"))
+            # One store for all meetings of this program: rank 0 may serve it, and others would ask the one before.
+            if self._rendezvous is None:
+                self._rendezvous = next(rendezvous("env://"))
+            store, rank, size = self._rendezvous
             # Under a name of its own: ranks that meet a second time would else read the addresses of the first.
             store = dist.PrefixStore(f"keras_shardopt/{self._num_groups}", store)
             dist.init_process_group("gloo" if device is None else "nccl", store=store, rank=rank, world_size=size)
