@@ -291,12 +291,14 @@ def _reduce_some(
         return []
     presence = ops.convert_to_tensor([grad is not None for grad in grads] + [trains], dtype=filled[0].dtype)
     *sums, counts = replicas.all_reduce([*filled, presence], op, groups)
-    if all(grad is not None for grad in grads) and not replicas.is_at_hand(counts):
+    may_look = replicas.is_at_hand(counts) or not trains
+    if all(grad is not None for grad in grads) and not may_look:
         return list(sums)
-    *found, training = ops.convert_to_numpy(ops.cast(counts, "float32"))
-    num_members = replicas.num_replicas if groups is None else len(groups[0])
-    _check_all_train(trains, training * (num_members if op == "mean" else 1), num_members)
-    return [grad if has > 0 else None for grad, has in zip(sums, found)]
+    found = ops.convert_to_numpy(ops.cast(counts, "float32"))
+    if may_look:
+        num_members = replicas.num_replicas if groups is None else len(groups[0])
+        _check_all_train(trains, found[-1] * (num_members if op == "mean" else 1), num_members)
+    return [grad if has else None for grad, has in zip(sums, found[:-1] > 0)]
 
 
 def end_together(variables: Sequence[Variable], replicas: ReplicaBackend, groups: Groups | None = None) -> None:

@@ -64,7 +64,7 @@ class ReplicaBackend(abc.ABC):
     """Whether the last answer of `arrival` was "local" because that does no harm, and not because it was known."""
 
     def is_at_hand(self, tensor: Tensor) -> bool:
-        """Whether its values can be read without waiting for a device."""
+        """Whether its values can be read without waiting for a device, or breaking a compiled step apart."""
         del tensor
         return True
 

@@ -62,7 +62,7 @@ class Ranks(ReplicaBackend):
         self._subgroups.clear()
 
     def is_at_hand(self, tensor: Tensor) -> bool:
-        return bool(tensor.device.type == "cpu")
+        return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
     @torch.compiler.disable
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
