@@ -141,3 +141,17 @@ def test_cpu_devices_are_made_in_a_fresh_process(backend):
 def test_tensorflow_that_runs_already_is_an_error_that_says_how():
     with pytest.raises(RuntimeError, match=r"Enter `data_parallel\(num_replicas=9\)` before"), ks.data_parallel(9):
         pass
+
+
+@pytest.mark.backends("torch")
+def test_prepare_switches_the_ddp_of_newer_keras_off():
+    class Newer(keras.Sequential):
+        """As Keras 3.16, whose trainer calls this before training."""
+
+        def _initialize_ddp(self):
+            raise AssertionError("DDP would reduce gradients a second time")
+
+    model = Newer(problem.model().layers)
+    model.compile(ks.CrossShard("sgd"), "mse")
+    ks.prepare(model)
+    assert model._initialize_ddp() is None
