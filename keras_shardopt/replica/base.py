@@ -246,21 +246,32 @@ class Part:
 
 
 _part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)
+_num_parts_open = 0
+_parts_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def part_of_batch(part: Part) -> Iterator[None]:
     """Says, for the time of the block, which part of the global batch this replica works on."""
+    _count_parts(1)
     token = _part.set(part)
     try:
         yield
     finally:
         _part.reset(token)
+        _count_parts(-1)
+
+
+def _count_parts(change: int) -> None:
+    global _num_parts_open
+    with _parts_lock:
+        _num_parts_open += change
 
 
 def current_part() -> Part | None:
     """What `part_of_batch` said last, or None where nobody knows."""
-    return _part.get()
+    # Not asked for nothing: torch.compile breaks a step apart at every look into a context variable.
+    return _part.get() if _num_parts_open else None
 
 
 _ends_together: contextvars.ContextVar[bool] = contextvars.ContextVar("ends_together", default=False)

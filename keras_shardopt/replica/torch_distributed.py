@@ -184,7 +184,7 @@ class Ranks(ReplicaBackend):
         models = [
             model
             for model in _living(keras.Model)
-            if model.built and any(id(_tensor(v)) in trained for v in model.trainable_variables)
+            if getattr(model, "built", False) and any(id(_tensor(v)) in trained for v in model.trainable_variables)
         ]
         if models:
             outermost = max(models, key=lambda model: len(model.variables))
