@@ -273,7 +273,7 @@ class Torch(Framework):
     def __init__(self) -> None:
         super().__init__()
         self._ranks: Ranks | None = None
-        self._rendezvous: tuple[Any, int, int] | None = None
+        self._store: dist.Store | None = None
         self._num_groups = 0
 
     def replicas(self, axis_name: str) -> ReplicaBackend:
@@ -340,11 +340,11 @@ class Torch(Framework):
         if not running:
             self._num_groups += 1
             # One store for all meetings of this program: rank 0 may serve it, and others would ask the one before.
-            if self._rendezvous is None:
-                self._rendezvous = next(rendezvous("env://"))
-            store, rank, size = self._rendezvous
+            if self._store is None:
+                self._store, _, _ = next(rendezvous("env://"))
             # Under a name of its own: ranks that meet a second time would else read the addresses of the first.
-            store = dist.PrefixStore(f"keras_shardopt/{self._num_groups}", store)
+            store = dist.PrefixStore(f"keras_shardopt/{self._num_groups}", self._store)
+            rank = int(os.environ["RANK"])  # ranks and size as of now: fewer may meet the second time
             dist.init_process_group("gloo" if device is None else "nccl", store=store, rank=rank, world_size=size)
         try:
             _agree_on_seed()

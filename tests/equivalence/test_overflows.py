@@ -23,7 +23,9 @@ WAYS = {
     "in CrossShard": lambda: ks.CrossShard(scaled(problem.sgd_momentum())),
     "around CrossShard": lambda: scaled(ks.CrossShard(problem.sgd_momentum())),
     "without CrossShard": lambda: scaled(problem.sgd_momentum()),
-    "clipping inside": lambda: ks.CrossShard(scaled(ks.GradientClipping(problem.sgd_momentum(), 0.125))),
+    "clipping inside": lambda: ks.CrossShard(
+        scaled(ks.GradientClipping(keras.optimizers.SGD(1.0, momentum=0.9), 0.125))
+    ),
     "LogMax": lambda: ks.CrossShard(ks.LossScaling(problem.sgd_momentum(), "LogMax", {"beta1": 0.5, "beta2": 0.5})),
 }
 
