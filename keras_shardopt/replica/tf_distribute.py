@@ -144,6 +144,7 @@ class TensorFlow(Framework):
     """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
 
     places_towers = True
+    steps_are_traced = True
 
     def notice(self, optimizer: Any) -> None:
         super().notice(optimizer)
@@ -198,11 +199,16 @@ class TensorFlow(Framework):
         for optimizer in optimizers:
             for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
                 if getattr(optimizer, argument, None):
+                    given = f"{argument}={getattr(optimizer, argument)}"
                     raise ValueError(
                         f"`{argument}` of an inner optimizer cannot work under a strategy with several replicas: it "
                         "puts a meeting of the replicas inside a condition, which TensorFlow forbids. "
-                        f"Received: {type(optimizer).__name__}({argument}={getattr(optimizer, argument)}). "
-                        f"Leave `{argument}` out."
+                        f"Received: {type(optimizer).__name__}({given}). "
+                        + (
+                            f"Use `CrossShard({type(optimizer).__name__}(...), {given})`."
+                            if argument == "gradient_accumulation_steps"
+                            else f"Leave `{argument}` out."
+                        )
                     )
 
     def gradients(
