@@ -62,7 +62,7 @@ class Accumulators:
         """The variables that hold another value on each replica."""
         return [*self._sums, *([] if self._share is None else [self._share])]
 
-    def add(self, grads: Gradients, positions: Sequence[int], share: Any) -> Any:
+    def add(self, grads: Gradients, positions: Sequence[int], share: Any) -> tuple[Any, list[Tensor]]:
         """Adds the gradients of one micro-step.
 
         Args:
@@ -71,53 +71,52 @@ class Accumulators:
             share: this replica's part of the batch, in units of an equal part.
 
         Returns:
-            Whether the window is complete: a bool, or a scalar tensor that is equal on all replicas.
+            Whether the window is complete: a bool, or a scalar tensor that is equal on all replicas; and the sums.
         """
-        is_first = ops.equal(self._counter, 0)
-        sums, values = [], []
-        for grad, i in zip(grads, positions):
-            self._given.add(i)
-            if grad is None:
-                continue
-            self._present.add(i)
-            total, variable = self._sums[i], self._variables[i]
-            if is_next_value(variable):
-                total.assign(ops.where(is_first, grad, ops.maximum(total, grad)))
-                continue
-            sums.append(total)
-            values.append(ops.cast(dense(grad, variable.shape[0] if len(variable.shape) else 1), dtype_of(total)))
-        framework.add_to(sums, values)
+        starts, is_complete = framework.count_up(self._counter, self.num_steps)
+        present = {i: grad for i, grad in zip(positions, grads) if grad is not None}
+        self._given.update(positions)
+        self._present.update(present)
+        values = [self._addend(i, present.get(i)) for i in range(len(self._sums))]
+        is_sum = [not is_next_value(v) for v in self._variables]
+        framework.add_to([v for v, s in zip(self._sums, is_sum) if s], [v for v, s in zip(values, is_sum) if s], starts)
+        for total, value, summed in zip(self._sums, values, is_sum):
+            if not summed and value is not None:
+                total.assign(ops.where(starts, value, ops.maximum(total, value)))
         if self._share is not None:
-            self._share.assign(self._share + ops.cast(share, "float32"))
-        return framework.count_up(self._counter, self.num_steps)
+            share = ops.cast(share, "float32")
+            self._share.assign(ops.where(starts, share, ops.convert_to_tensor(self._share) + share))
+        return is_complete, [ops.convert_to_tensor(v) for v in self.of_this_replica]
 
-    def take(self) -> tuple[list[Tensor | None], list[int], Any]:
-        """The means over the window, and clears it.
+    def _addend(self, i: int, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        variable = self._variables[i]
+        return ops.cast(dense(grad, variable.shape[0] if len(variable.shape) else 1), dtype_of(self._sums[i]))
+
+    def means(self, sums: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int], Any]:
+        """The means over the window that is complete, of the sums that `add` returned.
 
         Returns:
             A gradient, or None where there was none, for each position that was given in the window; the positions;
             and the mean share.
         """
         positions = sorted(self._given)
-        means = [self._mean(i) if i in self._present else None for i in positions]
-        share = 1.0 if self._share is None else self._share / self.num_steps
-        # By assignment: a NaN times zero is a NaN.
-        for variable in self.of_this_replica:
-            variable.assign(ops.zeros(variable.shape, variable.dtype))
+        found = [self._mean(i, sums[i]) if i in self._present else None for i in positions]
+        share = 1.0 if self._share is None else sums[-1] / self.num_steps
         if not framework.steps_are_traced:
             self._given, self._present = set(), set()
-        return means, positions, share
+        return found, positions, share
 
-    def _mean(self, i: int) -> Tensor:
-        total, variable = self._sums[i], self._variables[i]
+    def _mean(self, i: int, total: Tensor) -> Tensor:
+        variable = self._variables[i]
         if is_next_value(variable):
-            return ops.copy(ops.convert_to_tensor(total))
-        return ops.cast(ops.convert_to_tensor(total) / self.num_steps, dtype_of(variable))
+            return ops.copy(total)
+        return ops.cast(total / self.num_steps, dtype_of(variable))
 
     def restart(self) -> None:
-        """Forgets the window so far."""
-        for variable in [self._counter, *self.of_this_replica]:
-            variable.assign(ops.zeros(variable.shape, variable.dtype))
+        """Forgets the window so far: the first micro-step of one overwrites what there is."""
+        self._counter.assign(ops.zeros(self._counter.shape, self._counter.dtype))
         if not framework.steps_are_traced:
             self._given, self._present = set(), set()
 

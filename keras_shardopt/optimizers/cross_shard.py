@@ -603,12 +603,13 @@ class CrossShard(OptimizerWrapper):
     def _accumulate(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         positions = [self.position(variable) for variable in variables]
         # The counter is the same on all replicas, so that all of them meet in the branch.
-        is_complete = self._accumulators.add(grads, positions, _share_of_rows())
-        state = [*self._trainable_variables, *self.variables]
-        framework.update_if(is_complete, lambda grads: self._end_window(), [], state)
+        is_complete, sums = self._accumulators.add(grads, positions, _share_of_rows())
+        # Not the sums, or JAX would copy them in each micro-step.
+        state = [*self._trainable_variables, *self.shared_variables]
+        framework.update_if(is_complete, self._end_window, sums, state)
 
-    def _end_window(self) -> None:
-        means, positions, share = self._accumulators.take()
+    def _end_window(self, sums: Sequence[Tensor]) -> None:
+        means, positions, share = self._accumulators.means(sums)
         variables = [self._trainable_variables[i] for i in positions]
 
         def reduced(own: Any) -> tuple[Gradients, Tensor | None]:
@@ -649,7 +650,7 @@ class CrossShard(OptimizerWrapper):
             ops.logical_not(is_bad),
             lambda grads: self._update(grads, variables),
             grads,
-            [*self._trainable_variables, *self.variables],
+            [*self._trainable_variables, *self.shared_variables],
         )
 
     def _update(self, grads: Gradients, variables: Sequence[Variable]) -> None:

@@ -417,21 +417,24 @@ class Framework:
             replica, position = (int(i) for i in ops.convert_to_numpy(culprit))
             raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
 
-    def count_up(self, counter: Variable, period: int) -> Any:
+    def count_up(self, counter: Variable, period: int) -> tuple[Any, Any]:
         """Adds 1 to an integer scalar that starts over at `period`.
 
         Returns:
-            Whether it starts over now: a bool, or a scalar tensor where it is not known yet.
+            Whether it was 0, and whether it starts over now: bools, or scalar tensors where that is not known yet.
         """
-        count = counter + 1
-        is_over = ops.equal(count, period)
-        counter.assign(ops.where(is_over, ops.zeros_like(count), count))
-        return is_over
+        before = ops.copy(ops.convert_to_tensor(counter))
+        is_over = ops.equal(before + 1, period)
+        counter.assign(ops.where(is_over, ops.zeros_like(before), before + 1))
+        return ops.equal(before, 0), is_over
 
-    def add_to(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> None:
-        """Adds to each of some variables of this replica a tensor of its shape and dtype."""
+    def add_to(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
+        """Adds a tensor, or nothing, to each of some variables of this replica; first to 0 where `starts` is true."""
         for variable, value in zip(variables, values):
-            variable.assign_add(value)
+            # In one pass, and by assignment: a NaN times zero is a NaN.
+            before = ops.convert_to_tensor(variable)
+            first = ops.zeros_like(before) if value is None else value
+            variable.assign(ops.where(starts, first, before if value is None else before + value))
 
     def stack(self, variables: Sequence[Variable]) -> str | None:
         """Gives variables a first dimension with one entry per replica, where one program keeps those of all.

@@ -322,21 +322,27 @@ class Torch(Framework):
         return function(*args)
 
     @torch.compiler.disable
-    def count_up(self, counter: Variable, period: int) -> bool:
+    def count_up(self, counter: Variable, period: int) -> tuple[bool, bool]:
         # Counted here as well: to read a number from a GPU is to wait for it. PyTorch counts what others assign.
         tensor = counter.value
         known = self._counts.get(tensor)
-        count = 1 + (known[0] if known is not None and known[1] == tensor._version else int(tensor))
-        is_over = count >= period
+        before = known[0] if known is not None and known[1] == tensor._version else int(tensor)
+        after = (before + 1) % period
         with torch.no_grad():
-            tensor.fill_(0 if is_over else count)
-        self._counts[tensor] = (0 if is_over else count, tensor._version)
-        return is_over
+            tensor.fill_(after)
+        self._counts[tensor] = (after, tensor._version)
+        return before == 0, after == 0
 
     @torch.no_grad()
-    def add_to(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> None:
-        if variables:
-            torch._foreach_add_([v.value for v in variables], list(values))
+    def add_to(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: bool) -> None:
+        pairs = [(_tensor(v), value) for v, value in zip(variables, values)]
+        given = [(tensor, value) for tensor, value in pairs if value is not None]
+        if starts:
+            for tensor, value in pairs:
+                if value is None:
+                    tensor.zero_()
+        if given:
+            (torch._foreach_copy_ if starts else torch._foreach_add_)(*map(list, zip(*given)))
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         with torch.enable_grad():

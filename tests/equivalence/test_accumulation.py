@@ -13,6 +13,7 @@ from support import accumulating, launch, problem
 import keras_shardopt as ks
 from keras_shardopt import accumulation
 from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.replica import framework
 
 in_one_process = pytest.mark.backends("tensorflow", "jax")
 NUMBERS = accumulating.NUMBERS if BACKEND != "torch" else [(1, 2), (1, 3)]
@@ -196,18 +197,23 @@ def test_the_count_can_fail():
 # -- planted faults ----------------------------------------------------------------------------------------------
 
 
-def _not_cleared(self):
-    means = [self._mean(i) if i in self._present else None for i in sorted(self._given)]
-    return means, sorted(self._given), 1.0
+def _not_cleared(variables, values, starts):
+    real_add_to(variables, values, False if BACKEND == "torch" else keras.ops.zeros((), "bool"))
 
 
-def _not_divided(self, i):
-    return keras.ops.convert_to_tensor(self._sums[i])
+def _not_divided(self, i, total):
+    return total
 
 
-@pytest.mark.parametrize("name", ["take", "_mean"])
-def test_a_planted_fault_turns_the_check_red(monkeypatch, name):
-    monkeypatch.setattr(accumulation.Accumulators, name, {"take": _not_cleared, "_mean": _not_divided}[name])
+real_add_to = framework.add_to
+
+
+@pytest.mark.parametrize("fault", ["not cleared", "not divided"])
+def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
+    if fault == "not cleared":
+        monkeypatch.setattr(framework, "add_to", _not_cleared)
+    else:
+        monkeypatch.setattr(accumulation.Accumulators, "_mean", _not_divided)
     with pytest.raises(AssertionError):
         accumulating.check("momentum", 2, *trained("momentum", 1, 2))
 
