@@ -127,8 +127,7 @@ def checked_num_steps(num_steps: Any) -> int | None:
         return None
     if isinstance(num_steps, bool) or not hasattr(num_steps, "__index__"):
         raise TypeError(
-            "`gradient_accumulation_steps` must be an int or None. "
-            f"Received: gradient_accumulation_steps={num_steps!r}"
+            f"`gradient_accumulation_steps` must be an int or None. Received: gradient_accumulation_steps={num_steps!r}"
         )
     if num_steps < 1:
         raise ValueError(

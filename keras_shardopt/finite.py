@@ -86,9 +86,8 @@ def reduce_and_judge(
 
     With groups there is one more, of a few numbers: groups have gradients of their own, but are to skip together.
 
-    Args:
-        found: of this replica's own gradients, what `first_not_finite` says, perhaps before they were clipped; None if
-            there are none, as all are reduced already.
+    `found` is what `first_not_finite` says of this replica's own gradients, perhaps before they were clipped; None if
+    there are none, as all are reduced already.
 
     Returns:
         The gradients; and an int32 tensor of shape `[3]`, equal on all replicas: greater than 0 if a gradient is not

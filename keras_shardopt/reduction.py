@@ -241,8 +241,7 @@ def global_gradients_and_flags(
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """As `global_gradients`, with some numbers that travel along.
 
-    Args:
-        flags: makes numbers of a dtype, of which a reduction leaves those positive that are so on some replica.
+    `flags` makes the numbers in a dtype. Of them a reduction leaves those positive that are so on some replica.
 
     Returns:
         The gradients; and the reduced numbers, or None where nothing travels.

@@ -87,6 +87,24 @@ class CrossShard(OptimizerWrapper):
             "auto" takes the gradients of a TensorFlow strategy for "prescaled". Say "local" in a loop of your own
             whose loss is a bare `tf.reduce_mean(...)`, and for a loss function that returns a scalar: Keras does
             not divide that one.
+        gradient_accumulation_steps: int >= 1 or None. With $k$, only each $k$-th call of `apply` (micro-step) updates,
+            with the mean of the $k$ gradients: the update of a batch that is $k$ times as large. Each replica adds up
+            its own gradients, and nothing is communicated in between. `iterations`, schedules, bias correction, decay
+            and moving averages count updates; clipping, `replica_clipnorm` and `replica_transform` see the mean of
+            the window. Of micro-steps with unequal numbers of rows it is the mean of their means. Under JAX's `fit`
+            with several replicas that takes `keras_shardopt.prepare(model)`, after `compile`, with this optimizer
+            outermost and Keras' own `train_step`; without it updates are right, but each micro-step communicates, and
+            a warning says so. Files hold nothing of a window, so that they fit any $k$ and number of replicas: a
+            loaded optimizer starts a new one. Each replica keeps one more copy of the gradients.
+        on_nonfinite: what happens where a reduced gradient is NaN or infinite, because one of any replica was, in any
+            micro-step of the window. "ignore" (default) updates all the same, as Keras does. "skip" leaves out the
+            update on all replicas: weights, slots and `iterations` stay, `skipped_steps` counts it, `last_nonfinite`
+            tells who it was, and the next window starts clean. "raise" does that, and ends training on all replicas
+            with a `FloatingPointError`: at once on PyTorch and in eager steps; with
+            `tf.errors.InvalidArgumentError` in a `tf.function`; on JAX (and on TensorFlow with `jit_compile=True`)
+            after the batch with `callbacks.StopOnNonFinite()`, else on JAX when `fit` ends. What replicas tell each
+            other travels in the reduction that there is (with groups, in one more). A dynamic loss scaling inside
+            decides by itself, and "skip" then only adds `last_nonfinite`. PyTorch reads one number per update.
         replica_clipnorm: float > 0 or None. Each replica's own gradient $g_r$ becomes
             $g_r \min(1, c / \lVert g_r \rVert)$ before it is reduced, with the norm over all variables together, so
             that one replica's explosion cannot shrink the others. In units of the replica's mean loss on every
@@ -101,8 +119,9 @@ class CrossShard(OptimizerWrapper):
 
     Raises:
         TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config; if `replica_clipnorm` is not a
-            number or `replica_transform` not a function.
-        ValueError: if `reduction` or `gradients` is unknown; if `group_assignment` breaks one of its rules, or (on
+            number, `gradient_accumulation_steps` not an int, or `replica_transform` not a function.
+        ValueError: if `reduction`, `gradients` or `on_nonfinite` is unknown; if `gradient_accumulation_steps` is less
+            than 1, or an optimizer inside accumulates, too; if `on_nonfinite` is "raise" around a dynamic loss scaling; if `group_assignment` breaks one of its rules, or (on
             first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
             `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
             nothing inside scales the loss. At the first step: if each replica's own gradients are needed where they are reduced already.
@@ -115,6 +134,16 @@ class CrossShard(OptimizerWrapper):
         >>> [float(w) for w in keras.ops.convert_to_numpy(weight)]
         [0.0, 1.0]
 
+        Two micro-steps are one update:
+
+        >>> optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2, on_nonfinite="skip")
+        >>> for grad in (1.0, 3.0, float("nan"), 1.0):
+        ...     optimizer.apply([keras.ops.convert_to_tensor([grad, grad])], [weight])
+        >>> [float(w) for w in keras.ops.convert_to_numpy(weight)]
+        [-2.0, -1.0]
+        >>> int(optimizer.iterations), int(optimizer.skipped_steps), optimizer.last_nonfinite[0]
+        (1, 1, 0)
+
     References:
         `tf.compat.v1.tpu.CrossShardOptimizer`, which scaled the loss by 1/N and summed gradients over TPU cores.
         Here the gradient is averaged instead, so `reduction` means the same wherever gradients are reduced. There a
@@ -123,7 +152,7 @@ class CrossShard(OptimizerWrapper):
     """
 
     makes_gradients_global = True
-    _accumulators: Accumulators | None
+    _accumulators: Accumulators  # None where it does not accumulate
     _skipped: Variable | None
     _culprit: Variable | None
     _num_reported: int
@@ -223,7 +252,7 @@ class CrossShard(OptimizerWrapper):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: Any) -> None:
         if self.__dict__.get("_num_steps") is None:
-            OptimizerWrapper.gradient_accumulation_steps.fset(self, value)
+            OptimizerWrapper.gradient_accumulation_steps.__set__(self, value)
         elif value != self.__dict__["_num_steps"]:
             raise ValueError(
                 "`gradient_accumulation_steps` of a `CrossShard` cannot be changed. "
@@ -389,8 +418,7 @@ class CrossShard(OptimizerWrapper):
     ) -> tuple[Gradients, Tensor | None]:
         """As `reduce_gradients`, and what `reduce_and_judge` says of them; None with `on_nonfinite="ignore"`.
 
-        Args:
-            share: this replica's part of the rows, where that is not the one of the step that is running.
+        `share` is this replica's part of the rows, where that is not the one of the step that is running.
         """
         share = _share_of_rows() if share is None else share
         # A replica's loss counts by the rows it has; what looks at its gradients wants those of its own mean loss.
@@ -618,9 +646,9 @@ class CrossShard(OptimizerWrapper):
 
         own = means if isinstance(share, float) else (means, [share])
         if reduction_is_claimed(self):
-            grads, verdict = means, None
-        else:
-            grads, verdict = framework.over_replicas(reduced, own) if self.is_stacked else reduced(own)
+            self._update_if_finite(means, variables, None)
+            return
+        grads, verdict = framework.over_replicas(reduced, own) if self.is_stacked else reduced(own)
         self._update_if_finite(grads, variables, verdict)
 
     def _warn_if_reduced(self, arrival: Arrival, replicas: ReplicaBackend) -> None:

@@ -149,8 +149,9 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         )
     if reducers[0].accumulates and not stacks:
         raise ValueError(
-            "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a `CrossShard` "
-            f"that is outermost and there when `prepare` is called. Received: optimizer={model.optimizer!r}. "
+            "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a "
+            "`CrossShard` that is outermost and there when `prepare` is called. "
+            f"Received: optimizer={model.optimizer!r}. "
             "Leave out what is around it, or call `prepare(model)` after `compile`."
         )
     weights, others, optimizer_state, metrics = state
@@ -186,9 +187,7 @@ def _rows_of(replica: Any, all_rows: int, num_replicas: int) -> Any:
     return rows if rows * num_replicas == all_rows else jax.numpy.clip(all_rows - replica * rows, 0, rows)
 
 
-def _per_replica(
-    model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool
-) -> tuple[Any, ...]:
+def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool) -> tuple[Any, ...]:
     """Forward and backward pass of each replica on its rows.
 
     Returns:

@@ -1,6 +1,7 @@
 """`gradient_accumulation_steps`: the update of the larger batch, for the communication of one step."""
 
 import functools
+import itertools
 import re
 import warnings
 
@@ -92,7 +93,7 @@ def test_batches_that_do_not_divide_are_a_mean_over_micro_steps():
 
     weights = [w.astype("float64") for w in problem.start_weights()]
     for window in ((0, 16, 32), (32, 48, 61)):
-        grads = [problem.gradients_in_numpy(weights, x[a:b], y[a:b]) for a, b in zip(window, window[1:])]
+        grads = [problem.gradients_in_numpy(weights, x[a:b], y[a:b]) for a, b in itertools.pairwise(window)]
         for weight, first, second in zip(weights, *grads):
             weight -= 0.5 * (first + second) / 2
     for num_replicas in (1, 4):
@@ -115,9 +116,7 @@ def test_tensorflow_reduces_once_in_a_window(monkeypatch):
 
     monkeypatch.setattr(distribute_lib.StrategyExtendedV2, "batch_reduce_to", counting)
     with ks.data_parallel(2) as replicas:
-        model = accumulating.compiled(
-            "momentum", ks.CrossShard("sgd", gradient_accumulation_steps=3), run_eagerly=True
-        )
+        model = accumulating.compiled("momentum", ks.CrossShard("sgd", gradient_accumulation_steps=3), run_eagerly=True)
     model.fit(*accumulating.rows(), batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
     replicas.close()
     assert sizes == [4] * (accumulating.NUM_MICRO_STEPS // 3)
@@ -145,7 +144,9 @@ def collectives(num_replicas, prepared):
         text = step.lower(state, _distribute_data((x, y))).compile().as_text()
     replicas.close()
     branches = set(re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", text))
-    branches |= {name for group in re.findall(r"branch_computations=\{([^}]*)\}", text) for name in re.split(r"[%, ]+", group)}
+    branches |= {
+        name for group in re.findall(r"branch_computations=\{([^}]*)\}", text) for name in re.split(r"[%, ]+", group)
+    }
     found, computation = {"in a branch": [], "always": []}, None
     # What a branch calls is in a branch too.
     called = {}

@@ -39,7 +39,9 @@ def main():
 
         # Which rank it was travels in the one reduction that there is.
         calls, real = [], dist.all_reduce
-        dist.all_reduce = lambda tensor, *args, **kwargs: (calls.append(tensor.numel()), real(tensor, *args, **kwargs))[1]
+        dist.all_reduce = lambda tensor, *args, **kwargs: (calls.append(tensor.numel()), real(tensor, *args, **kwargs))[
+            1
+        ]
         optimizer, weights = ks.CrossShard("sgd", on_nonfinite="skip"), nonfinite.weights()
         run(optimizer, weights, nonfinite.gradients(), rank)
         optimizer.finalize_variable_values(weights)

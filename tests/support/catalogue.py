@@ -24,7 +24,7 @@ WRAPPERS = {
     "CrossShard": lambda inner: ks.CrossShard(inner),
     "CrossShard sum": lambda inner: ks.CrossShard(inner, reduction="sum"),
     "CrossShard clipping": lambda inner: ks.CrossShard(inner, group_assignment=[[0]], replica_clipnorm=1e6),
-    "CrossShard checking": lambda inner: ks.CrossShard(inner, gradient_accumulation_steps=1, on_nonfinite="skip"),
+    "CrossShard checking": lambda inner: ks.CrossShard(inner, on_nonfinite="skip"),
     "CrossShard of CrossShard": lambda inner: ks.CrossShard(ks.CrossShard(inner)),
     "GradientClipping": lambda inner: ks.GradientClipping(inner, clip_gradients=1e6),
     "LARC": lambda inner: ks.LARC(inner, larc_eta=1e6),
@@ -39,10 +39,13 @@ WRAPPERS = {
 # Those whose arguments here leave each gradient as it is, but not before they have looked at it.
 READS_GRADIENTS = {"CrossShard clipping", "CrossShard checking", "GradientClipping", "LARC", "LossScaling"}
 # Variables that a wrapper keeps besides those of the inner optimizer, at the end.
-OWN_STATE = {"LossScaling": ["loss_scale", "good_steps", "skipped_steps"]}
+OWN_STATE = {
+    "LossScaling": ["loss_scale", "good_steps", "skipped_steps"],
+    "CrossShard checking": ["skipped_steps", "last_nonfinite"],
+}
 # Those that cannot be inside a LossScaleOptimizer: reductions, and what scales the loss already.
 REFUSES_LOSS_SCALING = (
-    *("CrossShard", "CrossShard sum", "CrossShard clipping", "CrossShard of CrossShard"),
+    *("CrossShard", "CrossShard sum", "CrossShard clipping", "CrossShard checking", "CrossShard of CrossShard"),
     *("LossScaling", "LossScaling static"),
 )
 REFUSES_MULTI_OPTIMIZER = ("LossScaling", "LossScaling static")

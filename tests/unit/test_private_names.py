@@ -115,6 +115,8 @@ def test_layout_and_value_place_a_variable():
     variable = keras.Variable(np.zeros(2))
     assert variable._layout is None
     assert variable._value is variable.value
+    variable._shape, variable._ndim = (2, 2), 2
+    assert variable.shape == (2, 2) and variable.ndim == 2
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
     assert keras.Variable(np.zeros(2))._layout is not None
 

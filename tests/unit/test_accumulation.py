@@ -1,0 +1,140 @@
+"""Windows of micro-steps on one replica, and what is refused."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import problem
+
+import keras_shardopt as ks
+
+
+def apply(optimizer, weights, *grads):
+    optimizer.apply([None if g is None else ops.full(w.shape, g) for g, w in zip(grads, weights)], weights)
+
+
+def values(weights):
+    return [float(ops.convert_to_numpy(w)[0]) for w in weights]
+
+
+def two_weights():
+    return [keras.Variable([10.0, 10.0], name=f"w{i}") for i in range(2)]
+
+
+def test_a_gradient_that_is_missing_counts_as_zero_and_one_that_is_never_there_as_none():
+    weights = two_weights()
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2)
+    apply(optimizer, weights, 4.0, None)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        apply(optimizer, weights, None, None)
+    assert values(weights) == [8.0, 10.0]
+    apply(optimizer, weights, None, 2.0)
+    apply(optimizer, weights, 6.0, None)
+    assert values(weights) == [5.0, 9.0]
+    assert int(optimizer.iterations) == 2
+
+
+def test_micro_steps_may_have_other_variables():
+    weights = two_weights()
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2)
+    optimizer.build(weights)
+    apply(optimizer, weights[1:], 4.0)
+    apply(optimizer, weights[:1], 2.0)
+    assert values(weights) == [9.0, 8.0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_the_next_window_is_clean_also_where_nobody_checks(bad):
+    weights = two_weights()
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2)
+    apply(optimizer, weights, bad, 1.0)
+    apply(optimizer, weights, 1.0, 1.0)
+    assert not np.isfinite(values(weights)[0])
+    for weight in weights:
+        weight.assign([1.0, 1.0])
+    for _ in range(2):
+        apply(optimizer, weights, 1.0, 1.0)
+    assert values(weights) == [0.0, 0.0]
+
+
+def test_files_fit_any_number_of_steps_and_a_window_starts_anew(tmp_path):
+    x, y = problem.data(3)
+
+    def trained(optimizer, file=None):
+        model = problem.model()
+        model.compile(optimizer, "mse")
+        optimizer.build(model.trainable_variables)
+        if file is not None:
+            model.load_weights(file)
+        model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+        return model
+
+    file = tmp_path / "window.weights.h5"
+    model = trained(ks.CrossShard("adam", gradient_accumulation_steps=2, on_nonfinite="skip"))
+    model.save_weights(file)  # with one gradient of the second window
+    expected = trained(keras.optimizers.Adam(), file).get_weights()
+    others = [{}, {"gradient_accumulation_steps": 1}, {"on_nonfinite": "skip"}]
+    for arguments in others:
+        found = trained(ks.CrossShard("adam", **arguments), file)
+        for a, b in zip(found.get_weights(), expected):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    model.load_weights(file)
+    again = trained(ks.CrossShard("adam", gradient_accumulation_steps=2), file)
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    for a, b in zip(model.get_weights(), again.get_weights()):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_it_tells_how_many_steps():
+    optimizer = ks.CrossShard("adam", gradient_accumulation_steps=3, on_nonfinite="raise")
+    assert optimizer.gradient_accumulation_steps == 3
+    assert "gradient_accumulation_steps=3, on_nonfinite='raise'" in repr(optimizer)
+    restored = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert restored.get_config() == optimizer.get_config()
+    with pytest.raises(ValueError, match="cannot be changed"):
+        optimizer.gradient_accumulation_steps = 2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: ks.CrossShard("sgd", gradient_accumulation_steps=0), ValueError, "must be >= 1. Received"),
+        (lambda: ks.CrossShard("sgd", gradient_accumulation_steps=2.0), TypeError, "must be an int or None"),
+        (lambda: ks.CrossShard("sgd", gradient_accumulation_steps=True), TypeError, "must be an int or None"),
+        (lambda: ks.CrossShard("sgd", on_nonfinite="stop"), ValueError, '`on_nonfinite` must be "ignore"'),
+        (
+            lambda: ks.CrossShard(keras.optimizers.Adam(gradient_accumulation_steps=2), gradient_accumulation_steps=3),
+            ValueError,
+            r"Use `CrossShard\(Adam\(...\), gradient_accumulation_steps=3\)`",
+        ),
+        (
+            lambda: ks.LossScaling(ks.CrossShard("sgd", gradient_accumulation_steps=2)),
+            ValueError,
+            r"Use `CrossShard\(LossScaling\(inner_optimizer\), gradient_accumulation_steps=...\)`",
+        ),
+        (
+            lambda: ks.CrossShard(ks.CrossShard("sgd", gradient_accumulation_steps=2)),
+            ValueError,
+            "must be given to the outer `CrossShard`",
+        ),
+        (
+            lambda: ks.CrossShard(ks.LossScaling("sgd"), on_nonfinite="raise"),
+            ValueError,
+            "end training at the first overflow",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_does(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_half_precision_is_added_up_in_float32():
+    weight = keras.Variable([0.0], dtype="bfloat16")
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=64)
+    optimizer.build([weight])
+    assert {v.dtype for v in optimizer.replica_state} == {"float32"}
+    for i in range(64):
+        optimizer.apply([ops.cast([256.0 if i == 0 else 1.0], "bfloat16")], [weight])
+    # (256 + 63) / 64, where a sum in bfloat16 stays 256
+    np.testing.assert_allclose(float(ops.convert_to_numpy(ops.cast(weight, "float32"))[0]), -4.98, atol=0.02)
