@@ -153,9 +153,10 @@ class CrossShard(OptimizerWrapper):
 
     makes_gradients_global = True
     _accumulators: Accumulators  # None where it does not accumulate
-    _skipped: Variable | None
+    _skipped: Variable
     _culprit: Variable | None
     _num_reported: int
+    _skips_inside: bool
 
     def __init__(
         self,
@@ -218,9 +219,9 @@ class CrossShard(OptimizerWrapper):
         self.__dict__["_skipped"] = self.__dict__["_culprit"] = None
         self.__dict__["_verdict"] = None
         self.__dict__["_num_reported"] = 0
+        self.__dict__["_skips_inside"] = skips_inside
         if on_nonfinite != "ignore":
-            if not skips_inside:
-                self.__dict__["_skipped"] = self.add_variable((), "zeros", dtype="int", name="skipped_steps")
+            self.__dict__["_skipped"] = self.add_variable((), "zeros", dtype="int", name="skipped_steps")
             unknown = keras.initializers.Constant(UNKNOWN)
             self.__dict__["_culprit"] = self.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
         # Past Keras' tracking: what it holds is added to the state by `build`.
@@ -311,7 +312,7 @@ class CrossShard(OptimizerWrapper):
     @property
     def skipped_steps(self) -> Any:
         """How many updates were left out because a gradient was not finite: a scalar variable, or 0."""
-        return super().skipped_steps if self._skipped is None else self._skipped
+        return super().skipped_steps if self._skipped is None or self._skips_inside else self._skipped
 
     @property
     def last_nonfinite(self) -> tuple[int | None, str | None] | None:
@@ -670,7 +671,7 @@ class CrossShard(OptimizerWrapper):
         places = ops.convert_to_tensor([*[self.position(v) for v in variables], UNKNOWN], "int32")
         names = ops.stack([verdict[1], ops.take(places, verdict[2] % (len(variables) + 1), axis=0)])
         self._culprit.assign(ops.where(is_bad, names, ops.convert_to_tensor(self._culprit)))
-        if self._skipped is None:  # a loss scaling inside decides, and counts
+        if self._skips_inside:  # a loss scaling decides, and counts
             self._update(grads, variables)
             return
         self._skipped.assign(self._skipped + ops.cast(is_bad, self._skipped.dtype))
