@@ -296,23 +296,34 @@ class Torch(Framework):
             return dist.get_world_size(), dist.get_rank()
         return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
-    def gradients(
-        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
-    ) -> list[Tensor | None]:
+    def gradients_and_more(
+        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+    ) -> tuple[list[Tensor | None], Any]:
         parameters = [_tensor(v) for v in variables]
         before = [p.grad for p in parameters]
         try:
             for parameter in parameters:
                 parameter.grad = None
             with torch.enable_grad():
-                value = loss()
+                value, more = loss()
             # Not `torch.autograd.grad`: a DDP that owns the parameters reduces in `backward` only.
             if value.requires_grad:
                 value.backward(inputs=parameters)
-            return [p.grad for p in parameters]
+            return [p.grad for p in parameters], more if more is None else more.detach()
         finally:
             for parameter, grad in zip(parameters, before):
                 parameter.grad = grad
+
+    runs_eagerly = True
+
+    def num_replicas_of_steps(self) -> int:
+        return int(self.replicas("").num_replicas)
+
+    def compiled(
+        self, function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
+    ) -> Callable[..., Tensor]:
+        function = torch.compile(function) if jit_compile else function
+        return torch.no_grad()(super().compiled(function, variables, jit_compile))
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         with torch.enable_grad():
