@@ -25,7 +25,7 @@ from keras_shardopt.optimizers import (
 from keras_shardopt.optimizers.tf1 import make_optimizer
 from keras_shardopt.replica import framework
 from keras_shardopt.summaries import Recorder, checked_every, checked_summaries
-from keras_shardopt.wrapper import OptimizerWrapper, inside
+from keras_shardopt.wrapper import inside
 
 __all__ = ["TrainingStep", "build_optimizer", "get_regularization_loss", "optimize_loss"]
 
@@ -241,6 +241,14 @@ def optimize_loss(
             "`skip_update_ph` must be None, or True where each call of the step says whether it updates. "
             f"Received: skip_update_ph={skip_update_ph!r}. Give the value to the step: `step(*batch, skip_update=...)`."
         )
+    reduces = on_horovod or _has_cross_shard(optimizer)
+    num_replicas = framework.num_replicas_of_steps()
+    if num_replicas > 1 and not reduces:
+        raise ValueError(
+            "Several replicas must train together, and without a reduction each would train by itself. "
+            f"Received: {num_replicas} replicas, with on_horovod={on_horovod!r}. "
+            "Use `optimize_loss(..., on_horovod=True)`."
+        )
     built = build_optimizer(
         optimizer,
         optimizer_params,
@@ -251,7 +259,8 @@ def optimize_loss(
         loss_scaling,
         loss_scaling_params,
         iter_size,
-        on_horovod,
+        # Also on a single replica, where it is nothing, but has slots and shows what happens inside.
+        not _has_cross_shard(optimizer),
         tf1_defaults=tf1_defaults,
     )
     every = checked_every(every)
@@ -286,8 +295,7 @@ class TrainingStep:
         self._model = model
         self._iter_size = iter_size
         self._each_call_says = each_call_says
-        self._reducer = next((o for o in [optimizer, *inside(optimizer)] if isinstance(o, CrossShard)), None)
-        self._check_reduces()
+        self._reducer = next(o for o in [optimizer, *inside(optimizer)] if isinstance(o, CrossShard))
         if not optimizer.built:
             with framework.beside(self.variables[0]):
                 optimizer.build(self.variables)
@@ -296,14 +304,6 @@ class TrainingStep:
         self._num_updates = int(ops.convert_to_numpy(optimizer.iterations))
         known = [*self.variables, *([] if model is None else model.variables), *optimizer.variables]
         self._run = framework.compiled(self._micro_step, list({id(v): v for v in known}.values()), jit_compile)
-
-    def _check_reduces(self) -> None:
-        num_replicas = framework.num_replicas_of_steps()
-        if num_replicas > 1 and self._reducer is None:
-            raise ValueError(
-                "Several replicas must train together, and without a reduction each would train by itself. "
-                f"Received: {num_replicas} replicas, with on_horovod=False. Use `optimize_loss(..., on_horovod=True)`."
-            )
 
     def __call__(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
         """Makes a micro-step.
@@ -359,8 +359,7 @@ class TrainingStep:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return self.optimizer.scale_loss(value), value
 
-        axis = "batch" if self._reducer is None else self._reducer.axis_name
-        grads, value = framework.gradients_and_more(scaled, self.variables, axis)
+        grads, value = framework.gradients_and_more(scaled, self.variables, self._reducer.axis_name)
         self.optimizer.apply(grads, self.variables)
         return value
 
@@ -399,6 +398,12 @@ def get_regularization_loss(model: Any) -> Tensor:
     """
     losses = [ops.cast(value, "float32") for value in model.losses]
     return ops.sum(ops.stack(losses)) if losses else ops.zeros((), "float32")
+
+
+def _has_cross_shard(optimizer: Any) -> bool:
+    return isinstance(optimizer, keras.optimizers.Optimizer) and any(
+        isinstance(part, CrossShard) for part in [optimizer, *inside(optimizer)]
+    )
 
 
 class _Conflict(ValueError, AttributeError):
