@@ -332,7 +332,7 @@ def _standing_before(callback: keras.callbacks.Callback) -> list[Any]:
 
 def _optimizer_variables(model: Any) -> list[Variable]:
     optimizer = getattr(model, "optimizer", None)
-    return [] if optimizer is None else list(optimizer.variables)
+    return [] if optimizer is None else list(getattr(optimizer, "shared_variables", optimizer.variables))
 
 
 def _compared(model: Any) -> list[Variable]:

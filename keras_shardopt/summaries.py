@@ -257,7 +257,7 @@ class _Observer:
         if not looks:
             return
         is_due: Any = self.is_due
-        if not framework.runs_eagerly:
+        if framework.steps_are_traced:
             update = ops.add(ops.convert_to_tensor(wrapper.iterations), 1)
             is_due = ops.equal(ops.mod(update, self._every), 0)
         plain = [(g, v) for g, v in zip(grads, variables) if not is_next_value(v)]

@@ -241,7 +241,7 @@ def optimize_loss(
             "`skip_update_ph` must be None, or True where each call of the step says whether it updates. "
             f"Received: skip_update_ph={skip_update_ph!r}. Give the value to the step: `step(*batch, skip_update=...)`."
         )
-    reduces = on_horovod or _has_cross_shard(optimizer)
+    reduces = on_horovod or _reducer_of(optimizer) is not None
     num_replicas = framework.num_replicas_of_steps()
     if num_replicas > 1 and not reduces:
         raise ValueError(
@@ -260,14 +260,19 @@ def optimize_loss(
         loss_scaling_params,
         iter_size,
         # Also on a single replica, where it is nothing, but has slots and shows what happens inside.
-        not _has_cross_shard(optimizer),
+        _reducer_of(optimizer) is None,
         tf1_defaults=tf1_defaults,
     )
+    if skip_update_ph and not getattr(_reducer_of(built), "accumulates", False):
+        raise ValueError(
+            "`skip_update_ph` needs `iter_size` > 1, or there is nothing to accumulate. "
+            f"Received: iter_size={iter_size!r}. Leave `skip_update_ph` out."
+        )
     every = checked_every(every)
     is_off = (log_dir is None and summaries is None) or (summaries is not None and not len(summaries))
     seen = None if is_off else (log_dir, summaries, every)
     variables = _trained(var_list, model)
-    return TrainingStep(loss, built, variables, model, iter_size, skip_update_ph is True, seen, jit_compile)
+    return TrainingStep(loss, built, variables, model, skip_update_ph is True, seen, jit_compile)
 
 
 class TrainingStep:
@@ -284,7 +289,6 @@ class TrainingStep:
         optimizer: Any,
         variables: Sequence[Variable],
         model: Any,
-        iter_size: int,
         each_call_says: bool,
         seen: tuple[Any, Sequence[str] | None, int] | None,
         jit_compile: bool | None,
@@ -293,9 +297,10 @@ class TrainingStep:
         self.variables = list(variables)
         self._loss = loss
         self._model = model
-        self._iter_size = iter_size
         self._each_call_says = each_call_says
-        self._reducer = next(o for o in [optimizer, *inside(optimizer)] if isinstance(o, CrossShard))
+        self._reducer = _reducer_of(optimizer)
+        self._iter_size = self._reducer.gradient_accumulation_steps if self._reducer.accumulates else 1
+        self._reducer.join_step(framework.arrival_in_steps)
         if not optimizer.built:
             with framework.beside(self.variables[0]):
                 optimizer.build(self.variables)
@@ -359,6 +364,8 @@ class TrainingStep:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return self.optimizer.scale_loss(value), value
 
+        if skip_update is not None:
+            self._reducer.decide_window(not skip_update)
         grads, value = framework.gradients_and_more(scaled, self.variables, self._reducer.axis_name)
         self.optimizer.apply(grads, self.variables)
         return value
@@ -400,10 +407,10 @@ def get_regularization_loss(model: Any) -> Tensor:
     return ops.sum(ops.stack(losses)) if losses else ops.zeros((), "float32")
 
 
-def _has_cross_shard(optimizer: Any) -> bool:
-    return isinstance(optimizer, keras.optimizers.Optimizer) and any(
-        isinstance(part, CrossShard) for part in [optimizer, *inside(optimizer)]
-    )
+def _reducer_of(optimizer: Any) -> Any:
+    """The outermost `CrossShard` of an optimizer; None where there is none."""
+    chain = [optimizer, *inside(optimizer)] if isinstance(optimizer, keras.optimizers.Optimizer) else []
+    return next((part for part in chain if isinstance(part, CrossShard)), None)
 
 
 class _Conflict(ValueError, AttributeError):

@@ -163,6 +163,16 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         """Key of the trainable variable, name and state, for the state of its own that it keeps per variable."""
         return iter(())
 
+    @property
+    def lasting_state(self) -> list[Variable]:
+        """Which of the variables of its own go into files; it keeps those that a step leaves for the next ones."""
+        return list(self._variables)
+
+    @property
+    def replica_state(self) -> list[Variable]:
+        """Which of the variables of its own hold another value on each replica."""
+        return []
+
     def meet_outer_loss_scaling(self) -> None:
         """Called when a `keras.optimizers.LossScaleOptimizer` is put around this wrapper, or further out."""
         if isinstance(self.inner, OptimizerWrapper):
@@ -217,6 +227,13 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         return [*self._inner_state, *self._wrapper_state, *self._observations]
 
     @property
+    def shared_variables(self) -> list[Variable]:
+        """Those of `variables` that are equal on all replicas."""
+        chain = [self, *inside(self)]
+        apart = {id(v) for o in chain if isinstance(o, OptimizerWrapper) for v in o.replica_state}
+        return [v for v in self.variables if id(v) not in apart]
+
+    @property
     def _inner_state(self) -> list[Variable]:
         inner = self.inner
         return inner._inner_state if isinstance(inner, OptimizerWrapper) else list(inner.variables)
@@ -240,6 +257,16 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         A compiled step must be compiled anew afterwards, because `variables` are more then, or fewer.
         """
         self.__dict__["_observer"] = observer
+
+    @property
+    def _stored_wrapper_state(self) -> list[Variable]:
+        inner = self.inner
+        return [*(inner._stored_wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self.lasting_state]
+
+    def position(self, variable: Variable) -> int:
+        """The position of a trainable variable among those that the optimizer was built on."""
+        found: int = self._trainable_variables_indices[self._var_key(variable)]
+        return found
 
     # -- updating ------------------------------------------------------------------------------------------------
 
@@ -523,7 +550,7 @@ class _WrapperState(KerasSaveable):
 
     def save_own_variables(self, store: Any) -> None:
         # Not before it is built, as some variables are made only then; until then all have their start values.
-        for i, variable in enumerate(self._optimizer._wrapper_state if self._optimizer.built else []):
+        for i, variable in enumerate(self._optimizer._stored_wrapper_state if self._optimizer.built else []):
             store[str(i)] = keras.ops.convert_to_numpy(variable)
 
     def load_own_variables(self, store: Any) -> None:
@@ -535,7 +562,7 @@ class _WrapperState(KerasSaveable):
         if not optimizer.built:
             optimizer.__dict__["_loaded_own"] = arrays
             return
-        variables = optimizer._wrapper_state
+        variables = optimizer._stored_wrapper_state
         optimizer._check_fits(arrays, variables)
         for i, variable in enumerate(variables):
             variable.assign(arrays[str(i)])

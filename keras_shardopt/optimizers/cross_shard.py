@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
+from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
 from keras_shardopt.reduction import (
     LocalTransform,
     Reduction,
@@ -30,7 +32,13 @@ from keras_shardopt.replica import (
     framework,
     reduction_is_claimed,
 )
-from keras_shardopt.wrapper import OptimizerWrapper, inside, leaves, parts
+from keras_shardopt.wrapper import OptimizerWrapper, empty_name_scope, inside, leaves, parts
+
+_SUMMED_ADVICE = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, axis_name, to='varying')` on weights."
+_GLOBAL_ADVICE = (
+    "Call `keras_shardopt.prepare(model)` after `compile` and before `fit`; in a loop of your own use "
+    "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on PyTorch."
+)
 
 # The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
 _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "sum": "sum", "weighted_mean": "mean", "weighted_sum": "sum"}
@@ -111,6 +119,7 @@ class CrossShard(OptimizerWrapper):
     """
 
     makes_gradients_global = True
+    _accumulators: Accumulators | None
 
     def __init__(
         self,
@@ -119,6 +128,7 @@ class CrossShard(OptimizerWrapper):
         group_assignment: Sequence[Sequence[int]] | None = None,
         *,
         gradients: Literal["auto", "local", "prescaled", "summed", "global"] = "auto",
+        gradient_accumulation_steps: int | None = None,
         replica_clipnorm: float | None = None,
         replica_transform: LocalTransform | None = None,
         axis_name: str = "batch",
@@ -141,8 +151,11 @@ class CrossShard(OptimizerWrapper):
                 f"Received: replica_transform={replica_transform!r}"
             )
         groups = group_assignment_of(group_assignment)
+        num_steps = checked_num_steps(gradient_accumulation_steps)
         super().__init__(inner_optimizer, name=name)
         _refuse_inside(self.inner)
+        if num_steps is not None:
+            refuse_accumulation_inside(leaves(self), num_steps)
         self.reduction = _REDUCTIONS[reduction]
         self.gradients = gradients
         self.axis_name = axis_name
@@ -151,18 +164,91 @@ class CrossShard(OptimizerWrapper):
         self.__dict__["group_assignment"] = groups
         self.__dict__["replica_transform"] = replica_transform
         self.__dict__["_arrival"] = arrivals[gradients]
+        self.__dict__["_num_steps"] = num_steps
+        # Past Keras' tracking: what it holds is added to the state by `build`.
+        self.__dict__["_accumulators"] = None
+        if num_steps is not None and num_steps > 1:
+            self.__dict__["_accumulators"] = Accumulators(num_steps, self._looks_at_own_gradients)
         # Whether `compute_gradients`, and not the caller, has last scaled a loss: then gradients come unscaled.
         self.__dict__["_computed"] = False
         # The torch ranks that this optimizer has started together with.
         self.__dict__["_peers"] = None
+        self.__dict__["_warned"] = False
         framework.notice(self)
 
     @property
     def needs_local_gradients(self) -> bool:
         """Whether it does something that needs each replica's own gradients, before they are reduced."""
-        return (
-            self.replica_clipnorm is not None or self.replica_transform is not None or self.group_assignment is not None
-        )
+        return self._looks_at_own_gradients or self.group_assignment is not None
+
+    @property
+    def _looks_at_own_gradients(self) -> bool:
+        return self.replica_clipnorm is not None or self.replica_transform is not None
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """How many micro-steps make an update; of the innermost optimizer where this one does not accumulate."""
+        steps: int | None = self.__dict__.get("_num_steps")
+        return super().gradient_accumulation_steps if steps is None else steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: Any) -> None:
+        if self.__dict__.get("_num_steps") is None:
+            OptimizerWrapper.gradient_accumulation_steps.fset(self, value)
+        elif value != self.__dict__["_num_steps"]:
+            raise ValueError(
+                "`gradient_accumulation_steps` of a `CrossShard` cannot be changed. "
+                f"Received: {value!r}, for {self!r}. Make a new one."
+            )
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether it updates only once in several calls of `apply`."""
+        return self.__dict__.get("_accumulators") is not None
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def build(self, variables: Sequence[Variable]) -> None:
+        """See `OptimizerWrapper.build`."""
+        if self.accumulates and not self.built and not self._accumulators.is_built:
+            with empty_name_scope():
+                self._accumulators.build(list(variables), self.add_variable)
+            if self.__dict__.get("_stacks"):
+                self.stack_accumulators()
+        super().build(variables)
+        if self.__dict__["_num_steps"] is not None:
+            refuse_accumulation_inside(leaves(self), self.__dict__["_num_steps"])
+
+    def stack_accumulators(self) -> None:
+        """From now on gradients come stacked: those of all replicas along a first dimension, which a step has made."""
+        self.__dict__["_stacks"] = True
+        accumulators = self._accumulators
+        if accumulators.is_built and accumulators.stacked_along is None:
+            accumulators.restart()
+            accumulators.stacked_along = framework.stack(accumulators.of_this_replica)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether gradients come stacked."""
+        return self.accumulates and self._accumulators.stacked_along is not None
+
+    @property
+    def lasting_state(self) -> list[Variable]:
+        """None of its own variables: a file that is written within a window does not hold what there is of it."""
+        return []
+
+    @property
+    def replica_state(self) -> list[Variable]:
+        """The sums of gradients."""
+        return self._accumulators.of_this_replica if self.accumulates and self._accumulators.is_built else []
+
+    def load_own_variables(self, store: Any) -> None:
+        """See `OptimizerWrapper.load_own_variables`. A window of micro-steps starts anew."""
+        super().load_own_variables(store)
+        if self.accumulates and self._accumulators.is_built:
+            self._accumulators.restart()
+
+    # -- updating ------------------------------------------------------------------------------------------------
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Makes the gradients global."""
@@ -172,11 +258,17 @@ class CrossShard(OptimizerWrapper):
         framework.check_ready(variables, leaves(self))
         share = 1.0
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
-            share = replicas.start_together(self._trainable_variables, self.variables, self._groups(replicas))
+            share = replicas.start_together(self._trainable_variables, self.shared_variables, self._groups(replicas))
             self.__dict__["_peers"] = replicas
         if self.__dict__["_computed"]:
             grads = scaled_gradients(grads, variables, self.loss_scale)
+        if self.accumulates:
+            return grads if self.is_stacked else self.own_gradients(grads, variables, share)
         return self.reduce_gradients(grads, variables, share)
+
+    def own_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
+        """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
+        return weighted_gradients(grads, variables, _none_without_rows(weight, _share_of_rows()))
 
     def reduce_gradients(
         self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0, loss_scale: Any = None
@@ -202,11 +294,17 @@ class CrossShard(OptimizerWrapper):
             ValueError: if the gradients of several replicas are not local here but must be; if `group_assignment`
                 names other replicas than there are.
         """
+        return self._reduced(grads, variables, weight, loss_scale, _share_of_rows())
+
+    def _reduced(
+        self, grads: Gradients, variables: Sequence[Variable], weight: Any, loss_scale: Any, share: Any
+    ) -> Gradients:
+        # A replica's loss counts by the rows it has; what looks at its gradients wants those of its own mean loss.
         replicas = framework.replicas(self.axis_name)
         groups = self._groups(replicas)
         arrival = self.__dict__["_arrival"] or replicas.arrival(grads, variables)
-        # A replica's loss counts by the rows it has; what looks at its gradients wants those of its own mean loss.
-        share = 1.0 if (part := current_part()) is None else part.share
+        if self.accumulates:
+            self._warn_if_reduced(arrival, replicas)
         if self.replica_clipnorm is not None or self.replica_transform is not None or groups is not None:
             self._check_local(arrival, replicas)
             grads = transformed_gradients(
@@ -240,7 +338,7 @@ class CrossShard(OptimizerWrapper):
         rule = f"`{given[0].partition('=')[0]}` needs the gradients of each replica, before they are reduced."
         if arrival is Arrival.SUMMED:
             received = "gradients that `shard_map` has summed over the replicas already"
-            advice = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, axis_name, to='varying')` on weights."
+            advice = _SUMMED_ADVICE
         else:
             received = f"gradients that are global already, with {replicas.num_replicas} replicas"
             if self.group_assignment is not None:
@@ -251,11 +349,7 @@ class CrossShard(OptimizerWrapper):
                     "On PyTorch train without `DistributedDataParallel`."
                 )
             else:
-                advice = (
-                    "Call `keras_shardopt.prepare(model)` after `compile` and before `fit`; in a loop of your own use "
-                    "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on "
-                    "PyTorch."
-                )
+                advice = _GLOBAL_ADVICE
         raise ValueError(f"{rule} Received: {', '.join(given)}, and {received}. {advice}")
 
     # -- TensorFlow 1's two phases -------------------------------------------------------------------------------
@@ -380,7 +474,54 @@ class CrossShard(OptimizerWrapper):
         super().finalize_variable_values(var_list)
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Updates with gradients that nobody inside may reduce again."""
+        """Updates with gradients that nobody inside may reduce again; when accumulating, at the end of a window."""
+        if self.accumulates:
+            framework.uncompiled(self._accumulate, grads, variables)
+        else:
+            self._update(grads, variables)
+
+    def _accumulate(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+        positions = [self.position(variable) for variable in variables]
+        # The counter is the same on all replicas, so that all of them meet in the branch.
+        is_complete = self._accumulators.add(grads, positions, _share_of_rows())
+        state = [*self._trainable_variables, *self.variables]
+        framework.update_if(is_complete, lambda grads: self._end_window(), [], state)
+
+    def _end_window(self) -> None:
+        means, positions, share = self._accumulators.take()
+        variables = [self._trainable_variables[i] for i in positions]
+
+        def reduced(own: Any) -> Gradients:
+            means, (share,) = own if isinstance(own, tuple) else (own, (1.0,))
+            return self._reduced(means, variables, 1.0, None, share)
+
+        own = means if isinstance(share, float) else (means, [share])
+        if reduction_is_claimed(self):
+            self._update(means, variables)
+        else:
+            grads = framework.over_replicas(reduced, own) if self.is_stacked else reduced(own)
+            self._update(grads, variables)
+
+    def join_step(self, arrival: Arrival | None) -> None:
+        """Called by a training step that knows how gradients arrive, and who communicates when; None finds it."""
+        if self.gradients == "auto":
+            self.__dict__["_arrival"] = arrival
+        self.__dict__["_warned"] = True
+
+    def decide_window(self, ends: bool) -> None:
+        """Says whether the next call of `apply` updates, however many micro-steps there were; each counts as ever."""
+        self._accumulators.decide(ends)
+
+    def _warn_if_reduced(self, arrival: Arrival, replicas: ReplicaBackend) -> None:
+        if replicas.num_replicas > 1 and arrival in (Arrival.GLOBAL, Arrival.SUMMED) and not self.__dict__["_warned"]:
+            self.__dict__["_warned"] = True
+            warnings.warn(
+                f"{self!r} accumulates gradients that are reduced already, so that updates are right, but each "
+                f"micro-step communicates. {_SUMMED_ADVICE if arrival is Arrival.SUMMED else _GLOBAL_ADVICE}",
+                stacklevel=2,
+            )
+
+    def _update(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         with claim_reduction(inside(self), None if self.group_assignment is None else self.axis_name):
             super().update_inner(grads, variables)
 
@@ -401,6 +542,7 @@ class CrossShard(OptimizerWrapper):
             "reduction": self.reduction,
             "group_assignment": self.group_assignment,
             "gradients": self.gradients,
+            "gradient_accumulation_steps": self.__dict__["_num_steps"],
             "replica_clipnorm": self.replica_clipnorm,
             "replica_transform": keras.saving.serialize_keras_object(self.replica_transform),
             "axis_name": self.axis_name,
@@ -417,12 +559,20 @@ class CrossShard(OptimizerWrapper):
 
     def _repr_arguments(self) -> str:
         given = [f", reduction={self.reduction!r}"]
+        if self.__dict__["_num_steps"] is not None:
+            given.append(f", gradient_accumulation_steps={self.__dict__['_num_steps']}")
         given += [
             f", {name}={getattr(self, name)!r}"
             for name in ("group_assignment", "replica_clipnorm", "replica_transform")
             if getattr(self, name) is not None
         ]
         return "".join(given)
+
+
+def _share_of_rows() -> Any:
+    """This replica's rows in units of an equal part of the batch."""
+    part = current_part()
+    return 1.0 if part is None else part.share
 
 
 def _none_without_rows(weight: Any, share: Any) -> Any:
@@ -433,6 +583,11 @@ def _none_without_rows(weight: Any, share: Any) -> Any:
 
 def _refuse_inside(optimizer: Any) -> None:
     """Refuses a `CrossShard` inside another one that would wait in vain for local gradients."""
+    if isinstance(optimizer, CrossShard) and optimizer.accumulates:
+        raise ValueError(
+            "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate in "
+            f"each micro-step. Received: inner_optimizer={optimizer!r}."
+        )
     if isinstance(optimizer, CrossShard) and optimizer.needs_local_gradients:
         raise ValueError(
             "`group_assignment`, `replica_clipnorm` and `replica_transform` need the gradients of each replica, and "

@@ -371,6 +371,9 @@ class Framework:
         del loss, variables, axis_name
         raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")
 
+    arrival_in_steps: Arrival | None = None
+    """How gradients arrive in programs made by `compiled`, where that is another way than elsewhere."""
+
     def num_replicas_of_steps(self) -> int:
         """How many replicas a program made here by `compiled` would run on."""
         return 1
@@ -397,9 +400,6 @@ class Framework:
             return function(*keras.tree.map_structure(ops.convert_to_tensor, batch), **constants)
 
         return run
-
-    runs_eagerly: bool = False
-    """Whether a step is run line by line, so that Python can decide from step to step what it does."""
 
     def when(self, condition: Any, action: Callable[[], None], variables: Sequence[Variable]) -> None:
         """Calls `action` where `condition`, a bool or a scalar bool tensor, is true.
@@ -435,6 +435,47 @@ class Framework:
         # Not `bool(condition)`, which costs torch.compile one more break of its graph.
         if condition:
             update(grads)
+
+    steps_are_traced: bool = False
+    """Whether Python runs once for many steps, so that it cannot keep account of any one of them."""
+
+    def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls `function(*args)`, step by step in Python where the framework does not trace updates anyway."""
+        return function(*args)
+
+    def count_up(self, counter: Variable, period: int) -> Any:
+        """Adds 1 to an integer scalar that starts over at `period`.
+
+        Returns:
+            Whether it starts over now: a bool, or a scalar tensor where it is not known yet.
+        """
+        count = counter + 1
+        is_over = ops.equal(count, period)
+        counter.assign(ops.where(is_over, ops.zeros_like(count), count))
+        return is_over
+
+    def add_to(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> None:
+        """Adds to each of some variables of this replica a tensor of its shape and dtype."""
+        for variable, value in zip(variables, values):
+            variable.assign_add(value)
+
+    def stack(self, variables: Sequence[Variable]) -> str | None:
+        """Gives variables a first dimension with one entry per replica, where one program keeps those of all.
+
+        Returns:
+            The name of the axis of replicas; None where there is one replica only.
+        """
+        del variables
+        return None
+
+    def over_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
+        """Calls `function(own)` on each replica with its entry of a nest of stacked tensors.
+
+        Returns:
+            What it returns, which must be equal on all replicas.
+        """
+        del function, stacked
+        raise NotImplementedError("Nothing is stacked on this Keras backend.")
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         """The gradient of a function with a scalar result at `value`."""

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras.src.backend.jax import trainer as jax_trainer
 
 from keras_shardopt._typing import Tensor
-from keras_shardopt.replica.base import Part, claim_reduction, part_of_batch
+from keras_shardopt.replica.base import AllReplicasAtOnce, Part, claim_reduction, part_of_batch
 from keras_shardopt.replica.jax_sharding import MappedAxis, batch_size_of, gather_objects
 from keras_shardopt.replica.trainer import call_silently, num_rows, stand_in
 from keras_shardopt.whole_batch import share_losses
@@ -44,6 +44,10 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     if distribution is not None:
         vars(distribution)[_TAKES_UNEVEN] = True
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
+    reducers = reducers_of(model.optimizer)
+    # Around it nothing may look at gradients in each micro-step, which would then be one replica's each.
+    if reducers[0].accumulates and reducers[0] is model.optimizer and _has_built_in_step(model):
+        reducers[0].stack_accumulators()
     stand_in(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
         stand_in(model, name, _silent_unless_chief)
@@ -133,20 +137,36 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     """The trainer's step, unless the optimizer wants to see each replica's own gradients."""
     reducers = model._keras_shardopt_reducers_of(model.optimizer)
     distribution = keras.distribution.distribution()
-    if batch_size_of(distribution) == 1 or not any(reducer.needs_local_gradients for reducer in reducers):
+    stacks = any(reducer.is_stacked for reducer in reducers)
+    needs_local = any(reducer.needs_local_gradients for reducer in reducers)
+    if batch_size_of(distribution) == 1 or not (stacks or needs_local):
         return real(state, data)
-    if type(model).train_step is not jax_trainer.JAXTrainer.train_step:
+    if not _has_built_in_step(model):
         raise ValueError(
             "A `train_step` of your own cannot be taken apart to show the optimizer each replica's gradients. "
             f"Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
             "`optimizer.stateless_apply` inside a `jax.shard_map` of your own."
         )
+    if reducers[0].accumulates and not stacks:
+        raise ValueError(
+            "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a `CrossShard` "
+            f"that is outermost and there when `prepare` is called. Received: optimizer={model.optimizer!r}. "
+            "Leave out what is around it, or call `prepare(model)` after `compile`."
+        )
     weights, others, optimizer_state, metrics = state
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     share_losses(model)
-    grads, loss, y_pred, new_others = _per_replica(model, reducers[0], distribution, state, (x, y, sample_weight))
-    with claim_reduction(reducers):
-        new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
+    data = (x, y, sample_weight)
+    grads, loss, y_pred, new_others = _per_replica(model, reducers[0], distribution, state, data, stacks)
+    if stacks:
+        all_rows = num_rows(data)
+        size = batch_size_of(distribution)
+        rows = _rows_of(jax.numpy.arange(size), all_rows, size)
+        with part_of_batch(Part(rows, all_rows, AllReplicasAtOnce(size, True, "under a `keras.distribution`"))):
+            new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
+    else:
+        with claim_reduction(reducers):
+            new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
     _, (_, _, metrics) = model.stateless_compute_loss(
         weights, others, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
@@ -155,12 +175,23 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     return logs, (new_weights, new_others, optimizer_state, metrics)
 
 
-def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any) -> tuple[Any, ...]:
+def _has_built_in_step(model: Any) -> bool:
+    return type(model).train_step is jax_trainer.JAXTrainer.train_step
+
+
+def _rows_of(replica: Any, all_rows: int, num_replicas: int) -> Any:
+    """How many rows of a batch a replica has, or each of several, where all but the last ones have as many."""
+    rows = -(-all_rows // num_replicas)
+    return rows if rows * num_replicas == all_rows else jax.numpy.clip(all_rows - replica * rows, 0, rows)
+
+
+def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool) -> tuple[Any, ...]:
     """Forward and backward pass of each replica on its rows.
 
     Returns:
-        The reduced gradients, the loss of the whole batch, the predictions of all rows, and the variables that are not
-        trained: moving statistics are the mean of the replicas', as each normalises with its own rows.
+        The reduced gradients (if `stacks`, those of all replicas along a first dimension), the loss of the whole batch,
+        the predictions of all rows, and the variables that are not trained: moving statistics are the mean of the
+        replicas', as each normalises with its own rows.
     """
     axis = distribution.batch_dim_name
     num_replicas = batch_size_of(distribution)
@@ -172,12 +203,22 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     variables = model.trainable_variables
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
+    # What differs between replicas stays where it is: `scale_loss`, for which the state is here, does not look at it.
+    apart = {id(v) for v in reducer.replica_state} if stacks else set()
+    is_apart = [id(v) in apart for v in model.optimizer.variables]
+    weights, others, optimizer_state, metrics = state
+    optimizer_state = [None if skip else value for value, skip in zip(optimizer_state, is_apart)]
+
     def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, data: Any) -> Any:
+        optimizer_state = [
+            jax.numpy.zeros(v.shape, v.dtype) if value is None else value
+            for value, v in zip(optimizer_state, model.optimizer.variables)
+        ]
         index = jax.lax.axis_index(axis)
-        mine = jax.numpy.clip(all_rows - index * rows, 0, rows) if num_missing else rows
+        mine = _rows_of(index, all_rows, num_replicas)
         # Another seed on each replica, or their dropout masks would be the same.
-        apart = jax.numpy.array([1, 0], "uint32") * index.astype("uint32") * np.uint32(0x9E3779B1)
-        inputs = [v + apart if seed else v for v, seed in zip(others, is_seed)]
+        other = jax.numpy.array([1, 0], "uint32") * index.astype("uint32") * np.uint32(0x9E3779B1)
+        inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
         part = Part(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))
         step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
         with part_of_batch(part):
@@ -185,12 +226,15 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                 weights, inputs, metrics, *data, training=True, optimizer_variables=optimizer_state
             )
             with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
-                # Not the reducer's own scale: what scales the loss may also be around it.
-                grads = reducer.reduce_gradients(grads, variables, loss_scale=model.optimizer.scale_loss(1.0))
+                if stacks:
+                    grads = [grad[None] for grad in reducer.own_gradients(grads, variables)]
+                else:
+                    # Not the reducer's own scale: what scales the loss may also be around it.
+                    grads = reducer.reduce_gradients(grads, variables, loss_scale=model.optimizer.scale_loss(1.0))
 
         def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
             if seed:
-                return after - apart
+                return after - other
             if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
                 return after
             # The mean of changes, so that what no replica changes keeps every bit; none where there were no rows.
@@ -205,10 +249,10 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         local,
         mesh=distribution.device_mesh.backend_mesh,
         in_specs=(whole, whole, whole, whole, divided),
-        out_specs=(whole, whole, divided, whole),
+        out_specs=(divided if stacks else whole, whole, divided, whole),
         check_vma=False,
     )
-    grads, loss, y_pred, changed = run(*state, _padded(data, num_missing))
+    grads, loss, y_pred, changed = run(weights, others, optimizer_state, metrics, _padded(data, num_missing))
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], y_pred), changed
 
 

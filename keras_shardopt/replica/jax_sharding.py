@@ -2,6 +2,7 @@
 
 Private names of Keras touched here (a test holds each of them):
     `Variable._layout`, `Variable._value` - the sharding of a variable and the array that has it.
+    `Variable._shape`, `Variable._ndim` - the shape of a variable, and how many dimensions that has.
     `keras.src.backend.common.stateless_scope.get_stateless_scope` - the scope that a new one opens in.
     `StatelessScope.add_update`, `get_current_value` - how variables write to a scope and read from it.
     `keras.src.backend.jax.trainer` - the module whose `predict` asks for `DataParallel.auto_shard_dataset`.
@@ -106,6 +107,7 @@ class Jax(Framework):
     """JAX: replicas are devices of one program, in one process or several."""
 
     updates_are_stateless = True
+    steps_are_traced = True
     outlives_its_block = True
 
     def replicas(self, axis_name: str) -> ReplicaBackend:
@@ -215,6 +217,30 @@ class Jax(Framework):
 
         for variable, value in zip(variables, jax.lax.cond(condition, updated, lambda: before)):
             variable.assign(value)
+
+    def stack(self, variables: Sequence[Variable]) -> str | None:
+        distribution = keras.distribution.distribution()
+        num_replicas = batch_size_of(distribution)
+        if num_replicas == 1:
+            return None
+        axis_name: str = distribution.batch_dim_name
+        for variable in variables:
+            axes = [axis_name] + [None] * len(variable.shape)
+            variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
+            zeros = jax.numpy.zeros((num_replicas, *variable.shape), variable.dtype)
+            variable._shape, variable._ndim = zeros.shape, zeros.ndim
+            variable._value = keras.distribution.distribute_tensor(zeros, variable._layout)
+        return axis_name
+
+    def over_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
+        distribution = keras.distribution.distribution()
+        return jax.shard_map(
+            lambda own: function(jax.tree.map(lambda value: value[0], own)),
+            mesh=distribution.device_mesh.backend_mesh,
+            in_specs=jax.sharding.PartitionSpec(distribution.batch_dim_name),
+            out_specs=jax.sharding.PartitionSpec(),
+            check_vma=False,
+        )(stacked)
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         return jax.grad(function)(value)

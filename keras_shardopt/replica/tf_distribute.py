@@ -24,7 +24,6 @@ from keras_shardopt.replica.base import (
     ReplicaBackend,
     SingleReplica,
     World,
-    current_part,
     reduction_is_claimed,
 )
 
@@ -43,9 +42,8 @@ class ReplicaContext(ReplicaBackend):
         return self._context.replica_id_in_sync_group
 
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
-        # Keras divides the losses of its trainer and of `keras.losses` by the number of replicas; steps of ours do not.
-        part = current_part()
-        return Arrival.LOCAL_PRESCALED if part is None or part.losses_are_divided else Arrival.LOCAL
+        # Keras divides the losses of its trainer and of `keras.losses` by the number of replicas.
+        return Arrival.LOCAL_PRESCALED
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
         tensors = list(tensors)
@@ -146,6 +144,7 @@ class TensorFlow(Framework):
     """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
 
     places_towers = True
+    steps_are_traced = True
 
     def notice(self, optimizer: Any) -> None:
         super().notice(optimizer)
@@ -200,11 +199,16 @@ class TensorFlow(Framework):
         for optimizer in optimizers:
             for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
                 if getattr(optimizer, argument, None):
+                    given = f"{argument}={getattr(optimizer, argument)}"
                     raise ValueError(
                         f"`{argument}` of an inner optimizer cannot work under a strategy with several replicas: it "
                         "puts a meeting of the replicas inside a condition, which TensorFlow forbids. "
-                        f"Received: {type(optimizer).__name__}({argument}={getattr(optimizer, argument)}). "
-                        f"Leave `{argument}` out."
+                        f"Received: {type(optimizer).__name__}({given}). "
+                        + (
+                            f"Use `CrossShard({type(optimizer).__name__}(...), {given})`."
+                            if argument == "gradient_accumulation_steps"
+                            else f"Leave `{argument}` out."
+                        )
                     )
 
     def gradients_and_more(
@@ -214,6 +218,8 @@ class TensorFlow(Framework):
             value, more = loss()
         found: list[Tensor | None] = tape.gradient(value, list(variables))
         return found, more
+
+    arrival_in_steps = Arrival.LOCAL
 
     def num_replicas_of_steps(self) -> int:
         return int(tf.distribute.get_strategy().num_replicas_in_sync)

@@ -25,6 +25,7 @@ from keras.src.backend.common import global_state
 from keras.src.utils import rng_utils
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
@@ -275,6 +276,8 @@ class Torch(Framework):
         self._ranks: Ranks | None = None
         self._store: dist.Store | None = None
         self._num_groups = 0
+        # The numbers in counters, and the versions of the tensors that hold them.
+        self._counts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def replicas(self, axis_name: str) -> ReplicaBackend:
         if not (dist.is_available() and dist.is_initialized()):
@@ -314,8 +317,6 @@ class Torch(Framework):
             for parameter, grad in zip(parameters, before):
                 parameter.grad = grad
 
-    runs_eagerly = True
-
     def num_replicas_of_steps(self) -> int:
         return int(self.replicas("").num_replicas)
 
@@ -324,6 +325,27 @@ class Torch(Framework):
     ) -> Callable[..., Tensor]:
         function = torch.compile(function) if jit_compile else function
         return torch.no_grad()(super().compiled(function, variables, jit_compile))
+
+    @torch.compiler.disable
+    def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    @torch.compiler.disable
+    def count_up(self, counter: Variable, period: int) -> bool:
+        # Counted here as well: to read a number from a GPU is to wait for it. PyTorch counts what others assign.
+        tensor = counter.value
+        known = self._counts.get(tensor)
+        count = 1 + (known[0] if known is not None and known[1] == tensor._version else int(tensor))
+        is_over = count >= period
+        with torch.no_grad():
+            tensor.fill_(0 if is_over else count)
+        self._counts[tensor] = (0 if is_over else count, tensor._version)
+        return is_over
+
+    @torch.no_grad()
+    def add_to(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> None:
+        if variables:
+            torch._foreach_add_([v.value for v in variables], list(values))
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         with torch.enable_grad():

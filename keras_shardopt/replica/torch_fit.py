@@ -310,7 +310,9 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     if session.ranks is not None:
         session.check_reduces()
     if session.ranks is not None and session.rows is not None and not session.has_started:
-        session.ranks.start_together(model.trainable_variables, model.optimizer.variables)
+        optimizer = model.optimizer
+        shared = getattr(optimizer, "shared_variables", optimizer.variables)
+        session.ranks.start_together(model.trainable_variables, shared)
         session.has_started = True
     return _step(model, real, data)
 

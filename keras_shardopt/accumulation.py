@@ -1,0 +1,158 @@
+"""The gradients of several micro-steps, added up by each replica for itself until there is an update.
+
+Hides what is kept between micro-steps, and in which form: who communicates, and when, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.numerics import dense, dtype_of, is_next_value
+from keras_shardopt.replica import framework
+
+
+class Accumulators:
+    """The sums of one *window* of micro-steps.
+
+    Args:
+        num_steps: int >= 2. How many micro-steps a window has.
+        counts_rows: bool. Whether to keep the replica's share of the rows too.
+    """
+
+    def __init__(self, num_steps: int, counts_rows: bool) -> None:
+        self.num_steps = num_steps
+        self.stacked_along: str | None = None
+        """The axis of the replicas, where one program keeps the sums of all of them along a first dimension."""
+        self._counts_rows = counts_rows
+        self._counter: Variable = None
+        self._share: Variable | None = None
+        self._sums: list[Variable] = []
+        self._variables: list[Variable] = []
+        # What was given in this window, and what of it had a gradient; by position. Where steps are traced: ever,
+        # because a trace runs any number of times.
+        self._given: set[int] = set()
+        self._present: set[int] = set()
+
+    @property
+    def is_built(self) -> bool:
+        """Whether it has variables."""
+        return bool(self._sums)
+
+    def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
+        """Makes the sums for these trainable variables."""
+        self._variables = list(variables)
+        self._counter = add_variable(shape=(), initializer="zeros", dtype="int", name="micro_steps")
+        if self._counts_rows:
+            self._share = add_variable(shape=(), initializer="zeros", dtype="float32", name="accumulated_share")
+        for i, variable in enumerate(variables):
+            # Sums of half precision lose what a larger batch would not have lost.
+            dtype = dtype_of(variable)
+            dtype = "float32" if dtype in ("float16", "bfloat16") and not is_next_value(variable) else dtype
+            self._sums.append(
+                add_variable(shape=variable.shape, initializer="zeros", dtype=dtype, name=f"accumulated_gradient_{i}")
+            )
+
+    @property
+    def of_this_replica(self) -> list[Variable]:
+        """The variables that hold another value on each replica."""
+        return [*self._sums, *([] if self._share is None else [self._share])]
+
+    def add(self, grads: Gradients, positions: Sequence[int], share: Any) -> Any:
+        """Adds the gradients of one micro-step.
+
+        Args:
+            grads: one tensor or None for each of the positions.
+            positions: which of the variables of `build` the gradients are of.
+            share: this replica's part of the batch, in units of an equal part.
+
+        Returns:
+            Whether the window is complete: a bool, or a scalar tensor that is equal on all replicas.
+        """
+        is_first = ops.equal(self._counter, 0)
+        sums, values = [], []
+        for grad, i in zip(grads, positions):
+            self._given.add(i)
+            if grad is None:
+                continue
+            self._present.add(i)
+            total, variable = self._sums[i], self._variables[i]
+            if is_next_value(variable):
+                total.assign(ops.where(is_first, grad, ops.maximum(total, grad)))
+                continue
+            sums.append(total)
+            values.append(ops.cast(dense(grad, variable.shape[0] if len(variable.shape) else 1), dtype_of(total)))
+        framework.add_to(sums, values)
+        if self._share is not None:
+            self._share.assign(self._share + ops.cast(share, "float32"))
+        return framework.count_up(self._counter, self.num_steps)
+
+    def decide(self, ends: bool) -> None:
+        """Lets the next micro-step complete the window, or not, however many there were."""
+        last = ops.full((), self.num_steps - 1, self._counter.dtype)
+        count = ops.convert_to_tensor(self._counter)
+        self._counter.assign(last if ends else ops.where(count == last, last - 1, count))
+
+    def take(self) -> tuple[list[Tensor | None], list[int], Any]:
+        """The means over the window, and clears it.
+
+        Returns:
+            A gradient, or None where there was none, for each position that was given in the window; the positions;
+            and the mean share.
+        """
+        positions = sorted(self._given)
+        means = [self._mean(i) if i in self._present else None for i in positions]
+        share = 1.0 if self._share is None else self._share / self.num_steps
+        # By assignment: a NaN times zero is a NaN.
+        for variable in self.of_this_replica:
+            variable.assign(ops.zeros(variable.shape, variable.dtype))
+        if not framework.steps_are_traced:
+            self._given, self._present = set(), set()
+        return means, positions, share
+
+    def _mean(self, i: int) -> Tensor:
+        total, variable = self._sums[i], self._variables[i]
+        if is_next_value(variable):
+            return ops.copy(ops.convert_to_tensor(total))
+        return ops.cast(ops.convert_to_tensor(total) / self.num_steps, dtype_of(variable))
+
+    def restart(self) -> None:
+        """Forgets the window so far."""
+        for variable in [self._counter, *self.of_this_replica]:
+            variable.assign(ops.zeros(variable.shape, variable.dtype))
+        if not framework.steps_are_traced:
+            self._given, self._present = set(), set()
+
+
+def checked_num_steps(num_steps: Any) -> int | None:
+    """The argument `gradient_accumulation_steps` of a constructor, if it is right."""
+    if num_steps is None:
+        return None
+    if isinstance(num_steps, bool) or not hasattr(num_steps, "__index__"):
+        raise TypeError(
+            f"`gradient_accumulation_steps` must be an int or None. Received: gradient_accumulation_steps={num_steps!r}"
+        )
+    if num_steps < 1:
+        raise ValueError(
+            f"`gradient_accumulation_steps` must be >= 1. Received: gradient_accumulation_steps={num_steps}. "
+            "Leave it out to not accumulate."
+        )
+    return int(num_steps)
+
+
+def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num_steps: int) -> None:
+    """Raises ValueError if an innermost optimizer accumulates too."""
+    for leaf in leaves:
+        theirs = getattr(leaf, "gradient_accumulation_steps", None)
+        if theirs:
+            raise ValueError(
+                "`gradient_accumulation_steps` must be given to `CrossShard` or to the inner optimizer, not to both: "
+                f"updates would come every {num_steps} * {theirs} steps only. "
+                f"Received: gradient_accumulation_steps={num_steps}, and "
+                f"{type(leaf).__name__}(gradient_accumulation_steps={theirs}) inside. "
+                f"Use `CrossShard({type(leaf).__name__}(...), gradient_accumulation_steps={num_steps})`."
+            )
