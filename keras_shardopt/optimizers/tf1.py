@@ -174,7 +174,7 @@ def make_optimizer(
     if isinstance(optimizer, type):
         if not issubclass(optimizer, keras.optimizers.Optimizer):
             raise TypeError(f"`optimizer` must be a class of Keras optimizers. Received: optimizer={optimizer!r}")
-        return optimizer(**arguments)
+        return _of_class(optimizer, arguments)
     if not isinstance(optimizer, str):
         raise TypeError(
             "`optimizer` must be the name of an optimizer, a class or an instance. "
@@ -188,7 +188,7 @@ def make_optimizer(
             f"`optimizer` must be one of {list(NAMES)}, or the name of an optimizer of Keras. "
             f"Received: optimizer={optimizer!r}"
         )
-    return kinds[optimizer.lower()](**arguments)
+    return _of_class(kinds[optimizer.lower()], arguments)
 
 
 def _made(name: str, arguments: dict[str, Any], tf1_defaults: bool) -> Any:
@@ -208,7 +208,19 @@ def _made(name: str, arguments: dict[str, Any], tf1_defaults: bool) -> Any:
     if tf1_defaults:
         arguments.pop("use_locking", None)  # nothing is locked here, and no number depended on it
         arguments = {**row.tf1_defaults, **arguments}
-    return made_by(**arguments)
+    return _of_class(made_by, arguments)
+
+
+def _of_class(kind: Any, arguments: dict[str, Any]) -> Any:
+    # Keras takes any keyword, and then raises a ValueError that does not say what it does take.
+    known = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters} - {"self"}
+    unknown = [name for name in arguments if name not in known]
+    if unknown and kind.__module__.startswith(("keras.", "keras_shardopt.")):
+        known -= {"args", "kwargs", "arguments"}
+        raise TypeError(
+            f"`optimizer_params` of {kind.__name__} may hold {sorted(known)}. Received: {unknown} among them."
+        )
+    return kind(**arguments)
 
 
 def _is_optimizer(kind: Any) -> bool:

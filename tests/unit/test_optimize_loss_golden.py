@@ -101,7 +101,9 @@ def check_variables(step, model, expected, dtype, mixed):
     for name, value in expected.items():
         kind, _, of = name.partition(":")
         if not of:
-            golden.assert_close(getattr(model, name), value, dtype, **({"rtol": 5e-3} if dtype == "float16" else tolerance))
+            golden.assert_close(
+                getattr(model, name), value, dtype, **({"rtol": 5e-3} if dtype == "float16" else tolerance)
+            )
         elif kind == "master":
             golden.assert_close(optimizer.get_slot(getattr(model, of), "master"), value, **tolerance)
         elif kind == "slot" and "/" in of and not of.startswith("cond"):
