@@ -46,9 +46,9 @@ def build_optimizer(
 ) -> Any:
     """An optimizer for `model.compile` with what the arguments ask for around it, in the order that is right.
 
-    The order is `CrossShard(MixedPrecision or LossScaling(GradientClipping or LARC(optimizer)))`: reduce and accumulate;
-    unscale and decide whether to skip; clip; update. What is not asked for is left out. With only the first three
-    arguments the result is the Keras optimizer itself.
+    The order is `CrossShard(MixedPrecision or LossScaling(GradientClipping or LARC(optimizer)))`: accumulate and
+    reduce; unscale and decide whether to skip; clip; update. What is not asked for is left out: with only the first
+    three arguments the result is the Keras optimizer itself.
 
     Args:
         optimizer: the name, class or instance of an optimizer. "Adagrad", "Adam", "AdamW", "Ftrl", "Momentum",
@@ -62,7 +62,8 @@ def build_optimizer(
             floats (default "float32") says that weights are updated in the dtype that they have. (Keras'
             "mixed_float16" policy has float32 weights, so it is "float32" here.)
         clip_gradients: float > 0 or None. The largest global norm; see `GradientClipping`.
-        larc_params: dict or None. The arguments of `LARC`: `larc_eta`, and perhaps `larc_mode`, `min_update`, `epsilon`.
+        larc_params: dict or None. The arguments of `LARC`: `larc_eta`, and perhaps `larc_mode`, `min_update`,
+            `epsilon`.
         loss_scaling: 1.0 (default) for none; a number for a static scale; "Backoff", "LogMax" or an
             `AutomaticLossScaler` for a scale that changes, and steps that overflow skipped.
         loss_scaling_params: dict or None. Those of the algorithm that `loss_scaling` names.
@@ -105,9 +106,9 @@ def build_optimizer(
         CrossShard(LossScaling(LARC(SGD, larc_eta=0.001, ...), loss_scaling=AutomaticLossScaler('Backoff', ...
 
     References:
-        `optimize_loss` of OpenSeq2Seq's `optimizers.py`. There "AdamW" by name multiplied the caller's `weight_decay` by
-        the rate, in the dict; the decay of `keras.optimizers.AdamW` is multiplied by the rate anyway, by name or class.
-        A scale for weights that are not "mixed" was reported and not used there; here it is used.
+        `optimize_loss` of OpenSeq2Seq's `optimizers.py`. There "AdamW" by name multiplied the caller's `weight_decay`
+        by the rate, in the dict; the decay of `keras.optimizers.AdamW` is multiplied by the rate anyway, by name or
+        class. A scale for weights that are not "mixed" was reported and not used there; here it is used.
     """
     if clip_gradients is not None and larc_params is not None:
         raise _Conflict(
@@ -119,7 +120,8 @@ def build_optimizer(
     scale = _scale(loss_scaling, loss_scaling_params)
     if not isinstance(cross_shard, (bool, Mapping)):
         raise TypeError(
-            f"`cross_shard` must be a bool or a dict of arguments of `CrossShard`. Received: cross_shard={cross_shard!r}"
+            "`cross_shard` must be a bool, or a dict of arguments of `CrossShard`. "
+            f"Received: cross_shard={cross_shard!r}"
         )
     built = make_optimizer(optimizer, optimizer_params, _learning_rate(learning_rate_decay_fn), tf1_defaults)
     if clip_gradients is not None:
@@ -371,9 +373,9 @@ class TrainingStep:
         return value
 
     def summaries(self) -> dict[str, Any]:
-        """What was seen in the update that was last looked at, by tag: floats, and arrays where histograms are written.
+        """What was seen in the update that was last looked at, by tag: floats, and arrays for histograms.
 
-        Empty before the first one, and where nothing was asked for. See [docs/summaries.md] for the tags.
+        Empty before the first one, and where nothing was asked for. `callbacks.TrainingSummaries` lists the tags.
         """
         return {} if self._recorder is None else self._recorder.values()[1]
 
@@ -442,7 +444,8 @@ def _learning_rate(given: Any) -> Any:
         return float(given)
     if not callable(given):
         raise TypeError(
-            "`learning_rate_decay_fn` must be a number, a `LearningRateSchedule` or a function of the number of updates. "
+            "`learning_rate_decay_fn` must be a number, a `LearningRateSchedule` or a function of the number of "
+            "updates. "
             f"Received: learning_rate_decay_fn={given!r}"
         )
     try:

@@ -21,8 +21,8 @@ class TF1Momentum(keras.optimizers.SGD):
     r"""Momentum as in TensorFlow 1: the rate multiplies the momentum, and is not folded into it.
 
     With gradient $g$, $\mu$ = `momentum` and the rate $\lambda$: $m \leftarrow \mu m + g$ and
-    $w \leftarrow w - \lambda m$, or with `nesterov` $w \leftarrow w - \lambda (g + \mu m)$. `keras.optimizers.SGD` keeps
-    $\mu m + \lambda g$ instead: the same for a constant rate, another path as soon as the rate changes.
+    $w \leftarrow w - \lambda m$, or with `nesterov` $w \leftarrow w - \lambda (g + \mu m)$. `keras.optimizers.SGD`
+    keeps $\mu m + \lambda g$ instead: the same for a constant rate, another path as soon as the rate changes.
 
     Args:
         learning_rate: float, `LearningRateSchedule` or function without arguments. Default 0.01.
@@ -70,8 +70,8 @@ class TF1RMSProp(keras.optimizers.RMSprop):
 
     With gradient $g$, $\rho$ = `rho`, $\mu$ = `momentum`, $\epsilon$ = `epsilon` and the rate $\lambda$:
     $v \leftarrow \rho v + (1 - \rho) g^2$ with $v_0 = 1$, then
-    $m \leftarrow \mu m + \lambda g / \sqrt{v + \epsilon}$ and $w \leftarrow w - m$; if `centered`, the square of a running
-    mean of $g$ is taken from $v$ under the root. `keras.optimizers.RMSprop` is the same with $v_0 = 0$.
+    $m \leftarrow \mu m + \lambda g / \sqrt{v + \epsilon}$ and $w \leftarrow w - m$; if `centered`, the square of a
+    running mean of $g$ is taken from $v$ under the root. `keras.optimizers.RMSprop` is the same with $v_0 = 0$.
 
     Args:
         learning_rate: float, `LearningRateSchedule` or function without arguments. Default 0.001.

@@ -126,7 +126,7 @@ def check_summaries(step, expected):
         if value == "histogram":
             assert found[tag].shape in ((3, 1), (1,))
         else:
-            np.testing.assert_allclose(found[tag], value, rtol=2e-3 if "b" == tag[-1] else 1e-3, err_msg=tag)
+            np.testing.assert_allclose(found[tag], value, rtol=2e-3 if tag[-1] == "b" else 1e-3, err_msg=tag)
 
 
 @pytest.mark.parametrize("id", CASES)

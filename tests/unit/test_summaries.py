@@ -157,7 +157,7 @@ def test_other_optimizers_show_their_rate_only(tmp_path):
 
 
 def test_no_list_is_none_at_all(tmp_path):
-    model, _ = fit([ks.callbacks.TrainingSummaries(tmp_path, [], every=1)], ks.CrossShard("sgd"), num_steps=2)
+    fit([ks.callbacks.TrainingSummaries(tmp_path, [], every=1)], ks.CrossShard("sgd"), num_steps=2)
     assert events.read(tmp_path) == {}
 
 
