@@ -227,6 +227,26 @@ def global_gradients(
     Returns:
         A list like `grads`, equal on all replicas (of a group).
     """
+    return global_gradients_and_flags(grads, variables, replicas, reduction, arrival, groups, None)[0]
+
+
+def global_gradients_and_flags(
+    grads: Gradients,
+    variables: Sequence[Variable],
+    replicas: ReplicaBackend,
+    reduction: Reduction,
+    arrival: Arrival | None,
+    groups: Groups | None,
+    flags: Callable[[str], Tensor] | None,
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """As `global_gradients`, with some numbers that travel along.
+
+    Args:
+        flags: makes numbers of a dtype, of which a reduction leaves those positive that are so on some replica.
+
+    Returns:
+        The gradients; and the reduced numbers, or None where nothing travels.
+    """
     if arrival is None:
         arrival = replicas.arrival(grads, variables)
     if arrival is Arrival.GLOBAL or arrival is Arrival.SUMMED:
@@ -234,7 +254,7 @@ def global_gradients(
         return [
             grad if grad is None or is_next_value(variable) else _scaled(grad, factor)
             for grad, variable in zip(grads, variables)
-        ]
+        ], None
     reduced: list[Tensor | None] = list(grads)
     next_values = [i for i, v in enumerate(variables) if grads[i] is not None and is_next_value(v)]
     for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max", groups)):
@@ -242,10 +262,13 @@ def global_gradients(
     plain = [i for i, v in enumerate(variables) if not is_next_value(v)]
     op = _collective(arrival, reduction)
     factor = _rescaling(reduction, replicas.num_replicas, groups) if arrival is Arrival.LOCAL_PRESCALED else 1
-    results = _reduce_some([grads[i] for i in plain], [variables[i] for i in plain], replicas, op, groups)
+    travelling = None if flags is None or not plain else flags(dtype_of(variables[plain[0]]))
+    results, travelled = _reduce_some(
+        [grads[i] for i in plain], [variables[i] for i in plain], replicas, op, groups, travelling
+    )
     for i, result in zip(plain, results):
         reduced[i] = None if result is None else _scaled(result, factor)
-    return reduced
+    return reduced, travelled
 
 
 def _collective(arrival: Arrival, reduction: Reduction) -> ReduceOp:
@@ -274,44 +297,60 @@ def _reduce_some(
     replicas: ReplicaBackend,
     op: ReduceOp,
     groups: Groups | None,
+    flags: Tensor | None = None,
     trains: bool = True,
-) -> list[Tensor | None]:
-    """Reduces gradients of which some are None. A replica that has ended training says so with `trains=False`."""
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Reduces gradients of which some are None, and flags. A replica that has ended training says `trains=False`."""
     if replicas.runs_one_program:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         result: list[Tensor | None] = [None] * len(grads)
-        for i, grad in zip(present, replicas.all_reduce([grads[i] for i in present], op, groups)):
+        along = [] if flags is None else [flags]
+        sums = replicas.all_reduce([*[grads[i] for i in present], *along], op, groups)
+        for i, grad in zip(present, sums):
             result[i] = grad
-        return result
+        return result, None if flags is None else sums[-1]
     # Each replica ran its own program: a branch taken on one and not on another leaves None where others have a
     # gradient, and a list that is shorter on one replica pairs the wrong tensors or hangs. So all send zeros for
     # None, and along with them which gradients they have.
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
-        return []
+        return [], flags
     presence = ops.convert_to_tensor([grad is not None for grad in grads] + [trains], dtype=filled[0].dtype)
+    if flags is not None:
+        presence = ops.concatenate([presence, ops.cast(flags, dtype_of(presence))])
     *sums, counts = replicas.all_reduce([*filled, presence], op, groups)
+    flags = None if flags is None else counts[len(grads) + 1 :]
+    counts = counts[: len(grads) + 1]
     may_look = replicas.is_at_hand(counts) or not trains
     if all(grad is not None for grad in grads) and not may_look:
-        return list(sums)
+        return list(sums), flags
     found = ops.convert_to_numpy(ops.cast(counts, "float32"))
     if may_look:
         num_members = replicas.num_replicas if groups is None else len(groups[0])
         _check_all_train(trains, found[-1] * (num_members if op == "mean" else 1), num_members)
-    return [grad if has else None for grad, has in zip(sums, found[:-1] > 0)]
+    return [grad if has else None for grad, has in zip(sums, found[:-1] > 0)], flags
 
 
-def end_together(variables: Sequence[Variable], replicas: ReplicaBackend, groups: Groups | None = None) -> None:
+def end_together(
+    variables: Sequence[Variable], replicas: ReplicaBackend, groups: Groups | None = None, num_flags: int = 0
+) -> None:
     """Tells the other replicas (of the group) that this one has ended training, where they might wait for it.
 
     It is one more reduction, of zeros: whoever still trains takes part in it with an update, and both notice.
+
+    Args:
+        variables: the trainable variables.
+        replicas: who exchanges what.
+        groups: as in `global_gradients`.
+        num_flags: how many numbers travel along with gradients.
 
     Raises:
         ValueError: on every replica, if some have ended and others have not.
     """
     # Next values travel by themselves, and only some of them, so that another replica may be somewhere else.
     if not replicas.runs_one_program and not any(is_next_value(v) for v in variables):
-        _reduce_some([None] * len(variables), variables, replicas, "sum", groups, trains=False)
+        flags = ops.zeros((num_flags,)) if num_flags else None
+        _reduce_some([None] * len(variables), variables, replicas, "sum", groups, flags, trains=False)
 
 
 def _check_all_train(trains: bool, num_training: float, num_members: int) -> None:

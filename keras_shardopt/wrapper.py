@@ -94,6 +94,9 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     keeps_state: bool = False
     """Whether it has variables of its own, besides those of the inner optimizer."""
 
+    skips_overflows: bool = False
+    """Whether it leaves out updates with gradients that are not finite."""
+
     scales_loss: bool = False
     """Whether it scales the loss and unscales the gradients itself."""
 

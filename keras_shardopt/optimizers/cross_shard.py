@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -11,6 +12,7 @@ from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
+from keras_shardopt.finite import UNKNOWN, first_not_finite, judge, num_flags, reduce_and_judge
 from keras_shardopt.reduction import (
     LocalTransform,
     Reduction,
@@ -39,6 +41,8 @@ _GLOBAL_ADVICE = (
     "Call `keras_shardopt.prepare(model)` after `compile` and before `fit`; in a loop of your own use "
     "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on PyTorch."
 )
+
+_RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
 
 # The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
 _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "sum": "sum", "weighted_mean": "mean", "weighted_sum": "sum"}
@@ -120,6 +124,9 @@ class CrossShard(OptimizerWrapper):
 
     makes_gradients_global = True
     _accumulators: Accumulators | None
+    _skipped: Variable | None
+    _culprit: Variable | None
+    _num_reported: int
 
     def __init__(
         self,
@@ -131,6 +138,7 @@ class CrossShard(OptimizerWrapper):
         gradient_accumulation_steps: int | None = None,
         replica_clipnorm: float | None = None,
         replica_transform: LocalTransform | None = None,
+        on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
         axis_name: str = "batch",
         name: str | None = None,
     ) -> None:
@@ -142,6 +150,10 @@ class CrossShard(OptimizerWrapper):
         arrivals = {"auto": None, **{arrival.value: arrival for arrival in Arrival}}
         if not isinstance(gradients, str) or gradients not in arrivals:
             raise ValueError(f"`gradients` must be one of {list(arrivals)}. Received: gradients={gradients!r}")
+        if not isinstance(on_nonfinite, str) or on_nonfinite not in ("ignore", "skip", "raise"):
+            raise ValueError(
+                f'`on_nonfinite` must be "ignore", "skip" or "raise". Received: on_nonfinite={on_nonfinite!r}'
+            )
         if not isinstance(axis_name, str):
             raise TypeError(f"`axis_name` must be a str. Received: axis_name={axis_name!r}")
         _check_clipnorm(replica_clipnorm)
@@ -156,7 +168,15 @@ class CrossShard(OptimizerWrapper):
         _refuse_inside(self.inner)
         if num_steps is not None:
             refuse_accumulation_inside(leaves(self), num_steps)
+        skips_inside = any(_skips_overflows(optimizer) for optimizer in inside(self))
+        if skips_inside and on_nonfinite == "raise":
+            raise ValueError(
+                '`on_nonfinite="raise"` would end training at the first overflow, which is how a dynamic loss scaling '
+                f"inside finds its scale. Received: inner_optimizer={self.inner!r}. Leave `on_nonfinite` out: the loss "
+                'scaling skips such updates. With `on_nonfinite="skip"` the culprit can be read, too.'
+            )
         self.reduction = _REDUCTIONS[reduction]
+        self.on_nonfinite = on_nonfinite
         self.gradients = gradients
         self.axis_name = axis_name
         self.replica_clipnorm = None if replica_clipnorm is None else float(replica_clipnorm)
@@ -165,6 +185,15 @@ class CrossShard(OptimizerWrapper):
         self.__dict__["replica_transform"] = replica_transform
         self.__dict__["_arrival"] = arrivals[gradients]
         self.__dict__["_num_steps"] = num_steps
+        # Now, as Keras makes its own counters, so that they can be read before `build`.
+        self.__dict__["_skipped"] = self.__dict__["_culprit"] = None
+        self.__dict__["_verdict"] = None
+        self.__dict__["_num_reported"] = 0
+        if on_nonfinite != "ignore":
+            if not skips_inside:
+                self.__dict__["_skipped"] = self.add_variable((), "zeros", dtype="int", name="skipped_steps")
+            unknown = keras.initializers.Constant(UNKNOWN)
+            self.__dict__["_culprit"] = self.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
         # Past Keras' tracking: what it holds is added to the state by `build`.
         self.__dict__["_accumulators"] = None
         if num_steps is not None and num_steps > 1:
@@ -248,6 +277,59 @@ class CrossShard(OptimizerWrapper):
         if self.accumulates and self._accumulators.is_built:
             self._accumulators.restart()
 
+    # -- gradients that are not finite ---------------------------------------------------------------------------
+
+    @property
+    def skipped_steps(self) -> Any:
+        """How many updates were left out because a gradient was not finite: a scalar variable, or 0."""
+        return super().skipped_steps if self._skipped is None else self._skipped
+
+    @property
+    def last_nonfinite(self) -> tuple[int | None, str | None] | None:
+        """Whose gradient was not finite last, and the path of the (first) variable that it was of.
+
+        None where all have been finite so far, and with `on_nonfinite="ignore"`. The replica is None where gradients
+        are reduced before the optimizer sees them. Reading it waits for the devices.
+        """
+        if self._culprit is None:
+            return None
+        replica, position = (int(i) for i in ops.convert_to_numpy(self._culprit))
+        if position == UNKNOWN:
+            return None
+        return (None if replica == UNKNOWN else replica), self._names()[position]
+
+    def check_finite(self) -> None:
+        """Raises if an update was left out since the last call. Compiled steps on JAX cannot raise by themselves.
+
+        Raises:
+            FloatingPointError: with the names of the replica and the variable; with `on_nonfinite="raise"` only.
+        """
+        if self.on_nonfinite == "raise":
+            num_skipped = int(ops.convert_to_numpy(self._skipped))
+            is_new, self.__dict__["_num_reported"] = num_skipped > self._num_reported, num_skipped
+            framework.stop_if(is_new, ops.convert_to_numpy(self._culprit), self._names(), _RAISES)
+
+    def _names(self) -> list[str]:
+        return [getattr(v, "path", str(v)) for v in self._trainable_variables]
+
+    def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
+        """See `OptimizerWrapper.apply`.
+
+        Raises:
+            FloatingPointError: with `on_nonfinite="raise"`, where a gradient is not finite.
+        """
+        if self.on_nonfinite == "raise":
+            before = ops.copy(ops.convert_to_tensor(self._skipped))
+            super().apply(grads, trainable_variables)
+            framework.uncompiled(self._stop_if_skipped, before)
+        else:
+            super().apply(grads, trainable_variables)
+
+    def _stop_if_skipped(self, before: Tensor) -> None:
+        # Read when the update is over, or TensorFlow might stop in the middle of it.
+        is_new = ops.convert_to_tensor(self._skipped) > before
+        framework.stop_if(is_new, ops.convert_to_tensor(self._culprit), self._names(), _RAISES)
+
     # -- updating ------------------------------------------------------------------------------------------------
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
@@ -264,7 +346,8 @@ class CrossShard(OptimizerWrapper):
             grads = scaled_gradients(grads, variables, self.loss_scale)
         if self.accumulates:
             return grads if self.is_stacked else self.own_gradients(grads, variables, share)
-        return self.reduce_gradients(grads, variables, share)
+        grads, self.__dict__["_verdict"] = self.reduced_and_judged(grads, variables, share)
+        return grads
 
     def own_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
         """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
@@ -294,17 +377,32 @@ class CrossShard(OptimizerWrapper):
             ValueError: if the gradients of several replicas are not local here but must be; if `group_assignment`
                 names other replicas than there are.
         """
-        return self._reduced(grads, variables, weight, loss_scale, _share_of_rows())
+        return self.reduced_and_judged(grads, variables, weight, loss_scale)[0]
 
-    def _reduced(
-        self, grads: Gradients, variables: Sequence[Variable], weight: Any, loss_scale: Any, share: Any
-    ) -> Gradients:
+    def reduced_and_judged(
+        self,
+        grads: Gradients,
+        variables: Sequence[Variable],
+        weight: Any = 1.0,
+        loss_scale: Any = None,
+        share: Any = None,
+    ) -> tuple[Gradients, Tensor | None]:
+        """As `reduce_gradients`, and what `reduce_and_judge` says of them; None with `on_nonfinite="ignore"`.
+
+        Args:
+            share: this replica's part of the rows, where that is not the one of the step that is running.
+        """
+        share = _share_of_rows() if share is None else share
         # A replica's loss counts by the rows it has; what looks at its gradients wants those of its own mean loss.
         replicas = framework.replicas(self.axis_name)
         groups = self._groups(replicas)
         arrival = self.__dict__["_arrival"] or replicas.arrival(grads, variables)
         if self.accumulates:
             self._warn_if_reduced(arrival, replicas)
+        is_local = arrival in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED)
+        # Before clipping, which makes all gradients NaN where one is.
+        looks = self._culprit is not None and (is_local or self._looks_at_own_gradients)
+        found = first_not_finite(grads, variables) if looks else None
         if self.replica_clipnorm is not None or self.replica_transform is not None or groups is not None:
             self._check_local(arrival, replicas)
             grads = transformed_gradients(
@@ -316,8 +414,27 @@ class CrossShard(OptimizerWrapper):
                 self.replica_clipnorm,
                 self.replica_transform,
             )
-        grads = weighted_gradients(grads, variables, _none_without_rows(weight, share))
-        return global_gradients(grads, variables, replicas, self.reduction, arrival, groups)
+        weight = _none_without_rows(weight, share)
+        grads = weighted_gradients(grads, variables, weight)
+        if self._culprit is None:
+            return global_gradients(grads, variables, replicas, self.reduction, arrival, groups), None
+        if found is not None:
+            found = ops.where(ops.equal(weight, 0), ops.zeros_like(found), found)
+        return reduce_and_judge(grads, variables, replicas, self.reduction, arrival, groups, found)
+
+    def _num_flags(self, replicas: ReplicaBackend) -> int:
+        if self._culprit is None or self._groups(replicas) is not None:
+            return 0
+        return num_flags(len(self._trainable_variables), replicas.num_replicas)
+
+    @contextlib.contextmanager
+    def judged(self, verdict: Tensor | None) -> Iterator[None]:
+        """Says, for the time of the block, what `reduced_and_judged` has said of the gradients that come."""
+        self.__dict__["_verdict"] = verdict
+        try:
+            yield
+        finally:
+            self.__dict__["_verdict"] = None
 
     def _groups(self, replicas: ReplicaBackend) -> Groups | None:
         """The groups that average, each ascending; None where all replicas are in one."""
@@ -470,7 +587,9 @@ class CrossShard(OptimizerWrapper):
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
         peers = self.__dict__["_peers"]
         if peers is not None and not ends_together() and not reduction_is_claimed(self):
-            end_together(self._trainable_variables, peers, self._groups(peers))
+            end_together(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
+        if not framework.stops_in_step:
+            self.check_finite()
         super().finalize_variable_values(var_list)
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
@@ -478,7 +597,8 @@ class CrossShard(OptimizerWrapper):
         if self.accumulates:
             framework.uncompiled(self._accumulate, grads, variables)
         else:
-            self._update(grads, variables)
+            verdict, self.__dict__["_verdict"] = self.__dict__["_verdict"], None
+            self._update_if_finite(grads, variables, verdict)
 
     def _accumulate(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         positions = [self.position(variable) for variable in variables]
@@ -491,16 +611,16 @@ class CrossShard(OptimizerWrapper):
         means, positions, share = self._accumulators.take()
         variables = [self._trainable_variables[i] for i in positions]
 
-        def reduced(own: Any) -> Gradients:
+        def reduced(own: Any) -> tuple[Gradients, Tensor | None]:
             means, (share,) = own if isinstance(own, tuple) else (own, (1.0,))
-            return self._reduced(means, variables, 1.0, None, share)
+            return self.reduced_and_judged(means, variables, share=share)
 
         own = means if isinstance(share, float) else (means, [share])
         if reduction_is_claimed(self):
-            self._update(means, variables)
+            grads, verdict = means, None
         else:
-            grads = framework.over_replicas(reduced, own) if self.is_stacked else reduced(own)
-            self._update(grads, variables)
+            grads, verdict = framework.over_replicas(reduced, own) if self.is_stacked else reduced(own)
+        self._update_if_finite(grads, variables, verdict)
 
     def join_step(self, arrival: Arrival | None) -> None:
         """Called by a training step that knows how gradients arrive, and who communicates when; None finds it."""
@@ -520,6 +640,27 @@ class CrossShard(OptimizerWrapper):
                 f"micro-step communicates. {_SUMMED_ADVICE if arrival is Arrival.SUMMED else _GLOBAL_ADVICE}",
                 stacklevel=2,
             )
+
+    def _update_if_finite(self, grads: Gradients, variables: Sequence[Variable], verdict: Tensor | None) -> None:
+        if self._culprit is None:
+            self._update(grads, variables)
+            return
+        if verdict is None:  # somebody else has reduced them
+            verdict = judge(grads, variables)
+        is_bad = verdict[0] > 0
+        places = ops.convert_to_tensor([*[self.position(v) for v in variables], UNKNOWN], "int32")
+        names = ops.stack([verdict[1], ops.take(places, verdict[2] % len(places), axis=0)])
+        self._culprit.assign(ops.where(is_bad, names, ops.convert_to_tensor(self._culprit)))
+        if self._skipped is None:  # a loss scaling inside decides, and counts
+            self._update(grads, variables)
+            return
+        self._skipped.assign(self._skipped + ops.cast(is_bad, self._skipped.dtype))
+        framework.update_if(
+            ops.logical_not(is_bad),
+            lambda grads: self._update(grads, variables),
+            grads,
+            [*self._trainable_variables, *self.variables],
+        )
 
     def _update(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         with claim_reduction(inside(self), None if self.group_assignment is None else self.axis_name):
@@ -543,6 +684,7 @@ class CrossShard(OptimizerWrapper):
             "group_assignment": self.group_assignment,
             "gradients": self.gradients,
             "gradient_accumulation_steps": self.__dict__["_num_steps"],
+            "on_nonfinite": self.on_nonfinite,
             "replica_clipnorm": self.replica_clipnorm,
             "replica_transform": keras.saving.serialize_keras_object(self.replica_transform),
             "axis_name": self.axis_name,
@@ -561,12 +703,20 @@ class CrossShard(OptimizerWrapper):
         given = [f", reduction={self.reduction!r}"]
         if self.__dict__["_num_steps"] is not None:
             given.append(f", gradient_accumulation_steps={self.__dict__['_num_steps']}")
+        if self.on_nonfinite != "ignore":
+            given.append(f", on_nonfinite={self.on_nonfinite!r}")
         given += [
             f", {name}={getattr(self, name)!r}"
             for name in ("group_assignment", "replica_clipnorm", "replica_transform")
             if getattr(self, name) is not None
         ]
         return "".join(given)
+
+
+def _skips_overflows(optimizer: Any) -> bool:
+    if isinstance(optimizer, OptimizerWrapper):
+        return optimizer.skips_overflows
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
 def _share_of_rows() -> Any:

@@ -34,6 +34,8 @@ class ScaledUpdate(OptimizerWrapper):
 
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
         super().__init__(inner_optimizer, name=name)
+        if isinstance(scale, AutomaticLossScaler):
+            _refuse_accumulation_inside(self)
         # Past `__setattr__`: what is in it is added to the state below, and nothing else of it is state.
         self.__dict__["_scaler"] = scale if isinstance(scale, AutomaticLossScaler) else None
         self.__dict__["_static"] = None if isinstance(scale, AutomaticLossScaler) else scale
@@ -50,6 +52,11 @@ class ScaledUpdate(OptimizerWrapper):
     def scales_loss(self) -> bool:  # type: ignore[override]
         """Whether it scales at all."""
         return self._scaler is not None or self._static is not None
+
+    @property
+    def skips_overflows(self) -> bool:  # type: ignore[override]
+        """Whether it checks, which it does where the scale changes."""
+        return self._scaler is not None
 
     @property
     def keeps_state(self) -> bool:  # type: ignore[override]
@@ -241,6 +248,18 @@ class LossScaling(ScaledUpdate):
 
     def _repr_arguments(self) -> str:
         return f", loss_scaling={self._scaler or self._static!r}"
+
+
+def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
+    for optimizer in inside(outer):
+        if getattr(optimizer, "makes_gradients_global", False) and getattr(optimizer, "accumulates", False):
+            name = type(outer).__name__
+            raise ValueError(
+                f"`{name}` must be inside a `CrossShard` that accumulates, not around it: replicas would have to agree "
+                "on each micro-step whether it overflows, which is the communication that accumulating saves. "
+                f"Received: inner_optimizer={outer.inner!r}. "
+                f"Use `CrossShard({name}(inner_optimizer), gradient_accumulation_steps=...)`."
+            )
 
 
 def checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:

@@ -293,6 +293,12 @@ def ends_together() -> bool:
     return _ends_together.get()
 
 
+def stopped(rule: str, replica: int, name: str | None) -> str:
+    """The message of an error about a gradient that is not finite."""
+    who = f"replica {replica}" if replica >= 0 else "a replica that cannot be told"
+    return f"{rule} Received: NaN or infinity on {who}, first in that of {name or 'a variable that cannot be told'}."
+
+
 @dataclasses.dataclass(frozen=True)
 class World:
     """Which replicas and processes this program consists of."""
@@ -442,6 +448,26 @@ class Framework:
     def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function(*args)`, step by step in Python where the framework does not trace updates anyway."""
         return function(*args)
+
+    stops_in_step: bool = True
+    """Whether `stop_if` ends the step that calls it, also where that is compiled."""
+
+    def stop_if(self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str) -> None:
+        """Raises where the scalar bool tensor `condition` is true.
+
+        Args:
+            condition: equal on all replicas.
+            culprit: an int tensor of shape `[2]`: which replica, and which of the names; -1 for unknown.
+            names: what there is to name.
+            rule: what the error begins with.
+
+        Raises:
+            FloatingPointError: with the rule, the replica and the name; inside a `tf.function`
+                `tf.errors.InvalidArgumentError`.
+        """
+        if condition:
+            replica, position = (int(i) for i in ops.convert_to_numpy(culprit))
+            raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
 
     def count_up(self, counter: Variable, period: int) -> Any:
         """Adds 1 to an integer scalar that starts over at `period`.

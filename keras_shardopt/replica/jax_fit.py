@@ -165,7 +165,8 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         with part_of_batch(Part(rows, all_rows, AllReplicasAtOnce(size, True, "under a `keras.distribution`"))):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     else:
-        with claim_reduction(reducers):
+        grads, verdict = grads
+        with claim_reduction(reducers), reducers[0].judged(verdict):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
     _, (_, _, metrics) = model.stateless_compute_loss(
@@ -230,7 +231,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                     grads = [grad[None] for grad in reducer.own_gradients(grads, variables)]
                 else:
                     # Not the reducer's own scale: what scales the loss may also be around it.
-                    grads = reducer.reduce_gradients(grads, variables, loss_scale=model.optimizer.scale_loss(1.0))
+                    scale = model.optimizer.scale_loss(1.0)
+                    grads = reducer.reduced_and_judged(grads, variables, loss_scale=scale)
 
         def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
             if seed:

@@ -261,6 +261,14 @@ class TensorFlow(Framework):
 
         tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
 
+    def stop_if(self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str) -> None:
+        if tf.executing_eagerly():
+            super().stop_if(condition, culprit, names, rule)
+            return
+        name = tf.gather(tf.constant([*names, "a variable that cannot be told"]), culprit[1] % (len(names) + 1))
+        said = [rule, "Received: NaN or infinity on replica", culprit[0], "(-1: unknown), first in that of", name]
+        tf.debugging.Assert(tf.logical_not(condition), said)
+
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         value = tf.convert_to_tensor(value)  # what Keras' own conversion leaves a variable
         with tf.GradientTape() as tape:

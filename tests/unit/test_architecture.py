@@ -34,7 +34,8 @@ LAYERS = [
     },
     {"keras_shardopt.summaries"},
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
-    {"keras_shardopt.wrapper", "keras_shardopt.reduction", "keras_shardopt.accumulation", "keras_shardopt.finite"},
+    {"keras_shardopt.wrapper", "keras_shardopt.finite"},
+    {"keras_shardopt.reduction", "keras_shardopt.accumulation"},
     {"keras_shardopt.replica"},
     {
         "keras_shardopt.replica.base",

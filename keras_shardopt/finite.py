@@ -1,0 +1,119 @@
+"""Which replica had a gradient that is not finite, and of which variable: as numbers that add up in a reduction.
+
+Each replica knows of its own gradients only. What it found travels with them as a few 0s and 1s, so that the sum, the
+mean and any dtype still tell everyone's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
+from keras_shardopt.numerics import is_next_value, is_sparse
+from keras_shardopt.reduction import Reduction, global_gradients_and_flags
+from keras_shardopt.replica import Arrival, ReplicaBackend
+
+UNKNOWN = -1
+"""Stands for a replica or variable that nobody can name."""
+
+
+def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
+    """The position, counted from 1, of the first gradient that is not finite: a scalar int32; 0 if all are.
+
+    None entries are, and the next values of variables with `overwrite_with_gradient`.
+    """
+    seen = [i for i, grad in enumerate(grads) if grad is not None and not is_next_value(variables[i])]
+    if not seen:
+        return ops.zeros((), "int32")
+    values = [grads[i].values if is_sparse(grads[i]) else ops.convert_to_tensor(grads[i]) for i in seen]
+    is_bad = ops.stack([ops.logical_not(ops.all(ops.isfinite(value))) for value in values])
+    positions = ops.convert_to_tensor([i + 1 for i in seen], "int32")
+    none = ops.full((), len(grads) + 1, "int32")
+    first = ops.min(ops.where(is_bad, positions, none))
+    return ops.where(ops.equal(first, none), ops.zeros_like(first), first)
+
+
+def num_flags(num_variables: int, num_replicas: int) -> int:
+    """How many numbers `flags` makes."""
+    return num_replicas * num_variables.bit_length()
+
+
+def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: int, dtype: str) -> Tensor:
+    """The binary digits of a position from `first_not_finite`, where this replica's are, and 0 elsewhere."""
+    places = ops.convert_to_tensor([2**i for i in range(num_variables.bit_length())], "int32")
+    digits = ops.cast(ops.floor_divide(position, places) % 2, dtype)
+    mine = ops.cast(ops.equal(ops.arange(num_replicas, dtype="int32"), ops.cast(replica_id, "int32")), dtype)
+    return ops.reshape(mine[:, None] * digits[None, :], (-1,))
+
+
+def culprit(flags: Tensor, num_variables: int, num_replicas: int) -> Tensor:
+    """The first replica and position that reduced flags tell of.
+
+    Returns:
+        An int32 tensor of shape `[2]`: the replica, and the position counted from 0; (-1, -1) if there is none.
+    """
+    num_digits = num_variables.bit_length()
+    digits = ops.cast(ops.reshape(flags, (num_replicas, num_digits)) > 0, "int32")
+    places = ops.convert_to_tensor([2**i for i in range(num_digits)], "int32")
+    positions = ops.cast(ops.sum(digits * places[None, :], axis=1), "int32")
+    replicas = ops.arange(num_replicas, dtype="int32")
+    first = ops.min(ops.where(positions > 0, replicas, ops.full_like(replicas, num_replicas)))
+    is_first = ops.cast(ops.equal(replicas, first), "int32")
+    position = ops.cast(ops.sum(positions * is_first), "int32") - 1
+    replica = ops.where(position >= 0, ops.cast(first, "int32"), ops.full((), UNKNOWN, "int32"))
+    return ops.stack([replica, position])
+
+
+def judge(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
+    """As `reduce_and_judge`, of gradients that are global already."""
+    position = first_not_finite(grads, variables)
+    return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
+
+
+def reduce_and_judge(
+    grads: Gradients,
+    variables: Sequence[Variable],
+    replicas: ReplicaBackend,
+    reduction: Reduction,
+    arrival: Arrival,
+    groups: Groups | None,
+    found: Tensor | None,
+) -> tuple[list[Tensor | None], Tensor]:
+    """Reduces gradients as `global_gradients` does, and says whether they are finite, in the same reduction.
+
+    With groups there is one more, of a few numbers: groups have gradients of their own, but are to skip together.
+
+    Args:
+        found: of this replica's own gradients, what `first_not_finite` says, perhaps before they were clipped; None if
+            there are none, as all are reduced already.
+
+    Returns:
+        The gradients; and an int32 tensor of shape `[3]`, equal on all replicas: greater than 0 if a gradient is not
+        finite, the replica, and the position of the variable (`UNKNOWN` for either).
+    """
+    size, num_variables = replicas.num_replicas, len(variables)
+
+    def mine(dtype: str) -> Tensor:
+        return flags(found, replicas.replica_id, num_variables, size, dtype)
+
+    travels = found is not None and groups is None
+    reduced, told = global_gradients_and_flags(
+        grads, variables, replicas, reduction, arrival, groups, mine if travels else None
+    )
+    # Also of the sum, which may overflow where no term does.
+    position = first_not_finite(reduced, variables)
+    if groups is not None:
+        sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")
+        (everyones,) = replicas.all_reduce([ops.concatenate([mine("float32"), sum_overflows])], "max")
+        told, position = everyones[:-1], ops.cast(everyones[-1], "int32")
+    if told is None:
+        known = position if found is None else ops.where(found > 0, found, position)
+        who = ops.full_like(known, 0 if size == 1 else UNKNOWN)
+        return reduced, ops.stack([position, ops.where(known > 0, who, ops.full_like(who, UNKNOWN)), known - 1])
+    names = culprit(told, num_variables, size)
+    is_known = names[1] >= 0
+    is_bad = ops.where(is_known, ops.ones_like(position), position)
+    return reduced, ops.stack([is_bad, names[0], ops.where(is_known, names[1], position - 1)])
