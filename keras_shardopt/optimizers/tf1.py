@@ -1,6 +1,11 @@
 """Optimizers by the names and with the parameters of TensorFlow 1, and two update rules that only it had.
 
 Hides how TensorFlow 1's names, parameters and defaults become those of Keras.
+
+Private names of Keras touched here (test_build_optimizer.py holds each of them):
+    `Optimizer._get_variable_index` - the position of a variable among those the optimizer was built on.
+    `SGD.momentums` - its slots, which the base class makes.
+    `RMSprop.add_optimizer_variables(..., "velocity")` - the name by which it makes its mean of squares.
 """
 
 from __future__ import annotations

@@ -114,9 +114,7 @@ def test_tensorflow_reduces_once_in_a_window(monkeypatch):
 
     monkeypatch.setattr(distribute_lib.StrategyExtendedV2, "batch_reduce_to", counting)
     with ks.data_parallel(2) as replicas:
-        model = accumulating.compiled(
-            "momentum", ks.CrossShard("sgd", gradient_accumulation_steps=3), run_eagerly=True
-        )
+        model = accumulating.compiled("momentum", ks.CrossShard("sgd", gradient_accumulation_steps=3), run_eagerly=True)
     model.fit(*accumulating.rows(), batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
     replicas.close()
     assert sizes == [4] * (accumulating.NUM_MICRO_STEPS // 3)
@@ -144,7 +142,9 @@ def collectives(num_replicas, prepared):
         text = step.lower(state, _distribute_data((x, y))).compile().as_text()
     replicas.close()
     branches = set(re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", text))
-    branches |= {name for group in re.findall(r"branch_computations=\{([^}]*)\}", text) for name in re.split(r"[%, ]+", group)}
+    branches |= {
+        name for group in re.findall(r"branch_computations=\{([^}]*)\}", text) for name in re.split(r"[%, ]+", group)
+    }
     found, computation = {"in a branch": [], "always": []}, None
     # What a branch calls is in a branch too.
     called = {}

@@ -6,9 +6,10 @@ import json
 import numpy as np
 import pytest
 from conftest import BACKEND
-from support import launch, problem, steps
+from support import events, launch, problem, steps
 
 import keras_shardopt as ks
+from keras_shardopt.summaries import SUMMARIES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,6 +35,30 @@ def on_devices(config):
         difference, seen = replicas.largest_difference(model), steps.scalars(step)
     replicas.close()
     return difference, found, losses, seen
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_summaries_of_fit_on_replicas(tmp_path):
+    """One program serves all replicas here; on PyTorch each rank does what one process does."""
+
+    def fit(folder, num_replicas):
+        with ks.data_parallel(num_replicas) as replicas:
+            model = problem.model()
+            arguments = dict(clip_gradients=0.3, loss_scaling="Backoff", iter_size=2, cross_shard=True)
+            model.compile(ks.build_optimizer("SGD", {}, 0.1, **arguments), "mse")
+            model = ks.prepare(model)
+            callback = ks.callbacks.TrainingSummaries(folder, list(SUMMARIES), every=2)
+            model.fit(*problem.data(num_steps=8), batch_size=16, shuffle=False, verbose=0, callbacks=[callback])
+            assert replicas.largest_difference(model) == 0
+        replicas.close()
+        return events.read(folder)
+
+    one, two = fit(tmp_path / "one", 1), fit(tmp_path / "two", 2)
+    assert set(one) == set(two)
+    for tag, values in one.items():
+        assert [step for step, _ in values] == [step for step, _ in two[tag]] == [2, 4]
+        for (_, value), (_, other) in zip(values, two[tag]):
+            assert other == pytest.approx(value, rel=1e-4), tag
 
 
 @pytest.mark.parametrize("config", steps.CONFIGS)

@@ -65,6 +65,18 @@ def test_defaults_of_tensorflow_1_on_request():
         ks.build_optimizer("AdamW", tf1_defaults=True)
 
 
+def test_private_names_of_the_rules_of_tensorflow_1():
+    weights = [keras.Variable([1.0]), keras.Variable([1.0, 2.0])]
+    for name in ("Momentum", "RMSProp"):
+        built = ks.build_optimizer(name, {"momentum": 0.5}, tf1_defaults=True)
+        built.build(weights)
+        assert [built._get_variable_index(v) for v in weights] == [0, 1]
+        if name == "Momentum":
+            assert [tuple(m.shape) for m in built.momentums] == [(1,), (2,)]
+        else:
+            assert all(np.all(ops.convert_to_numpy(v) == 1) for v in built._velocities)
+
+
 @pytest.mark.parametrize("tf1_defaults", [False, True])
 @pytest.mark.parametrize("name", ["Momentum", "RMSProp", "Adam"])
 def test_it_is_saved_and_loaded(name, tf1_defaults):
