@@ -48,21 +48,20 @@ def main():
     arguments = parser.parse_args()
     keras.utils.set_random_seed(1)
 
-    how = {
-        "optimizer": "Momentum",
-        "optimizer_params": {"momentum": 0.9},
-        "learning_rate_decay_fn": ks.schedules.CosineDecay(0.3, decay_steps=arguments.steps),
-        "loss_scaling": "Backoff",
-        "iter_size": arguments.iter_size,
-        **({"larc_params": {"larc_eta": 0.02}} if arguments.larc else {"clip_gradients": 1.0}),
-    }
+    # LARC sets the length of each step, so it goes with momentum; before Adam it would mostly cancel.
+    if arguments.larc:
+        how = {"optimizer": "Momentum", "optimizer_params": {"momentum": 0.9}, "larc_params": {"larc_eta": 0.02}}
+    else:
+        how = {"optimizer": "Adam", "clip_gradients": 1.0}
+    rate = ks.schedules.CosineDecay(1.0 if arguments.larc else 4e-3, decay_steps=arguments.steps)
+    how |= {"learning_rate_decay_fn": rate, "loss_scaling": "Backoff", "iter_size": arguments.iter_size}
     watch = {"summaries": ["learning_rate", "loss_scale", "global_gradient_norm", "gradient_norm", "variable_norm"]}
     watch["summaries"] += ["gradients", "variables", "larc_summaries"]
     with ks.data_parallel(arguments.replicas) as replicas:
         layers = [keras.Input((WINDOW,), dtype="int32"), keras.layers.Embedding(128, 32)]
         # Each sees what is before it: 2, 4, 8, 16 and at last 32 characters.
         layers += [
-            keras.layers.Conv1D(96, 2, dilation_rate=2**i, padding="causal", activation="relu") for i in range(5)
+            keras.layers.Conv1D(64, 2, dilation_rate=2**i, padding="causal", activation="relu") for i in range(5)
         ]
         model = keras.Sequential([*layers, keras.layers.Dense(128)])
         error = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

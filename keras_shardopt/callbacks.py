@@ -1,4 +1,4 @@
-"""Callbacks: `SyncReplicas` and `CheckReplicas` for several replicas, `TrainingSummaries` for what updates are like.
+"""Callbacks: `SyncReplicas`, `CheckReplicas` and `StopOnNonFinite` for several replicas, and `TrainingSummaries`.
 
 Private names of Keras touched here (a test holds each of them):
     `Layer._flatten_layers` - a model and all layers in it, at any depth.
@@ -15,11 +15,12 @@ import keras
 import numpy as np
 
 from keras_shardopt._typing import Groups, Variable
+from keras_shardopt.optimizers import CrossShard
 from keras_shardopt.replica import framework
 from keras_shardopt.summaries import Recorder, checked_every, checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.wrapper import inside
 
-__all__ = ["CheckReplicas", "SyncReplicas", "TrainingSummaries"]
+__all__ = ["CheckReplicas", "StopOnNonFinite", "SyncReplicas", "TrainingSummaries"]
 
 
 class SyncReplicas(keras.callbacks.Callback):
@@ -188,6 +189,32 @@ class CheckReplicas(keras.callbacks.Callback):
                 "Is every gradient reduced, does any replica change variables by itself, is the memory sound? "
                 "Go on from the last checkpoint; `keras_shardopt.callbacks.SyncReplicas` starts all replicas equal."
             )
+
+
+class StopOnNonFinite(keras.callbacks.Callback):
+    """Ends training right after the batch in which `CrossShard(..., on_nonfinite="raise")` met a NaN or infinity.
+
+    A compiled step cannot raise by itself everywhere: on JAX, and on TensorFlow with `jit_compile=True`, the update is
+    left out at once, but without this callback the error comes when `fit` ends on JAX, and not at all on TensorFlow.
+    Elsewhere it changes nothing. It looks at one number after each batch, which waits for the batch to be done.
+
+    Raises:
+        FloatingPointError: after such a batch, on every process, with the names of the replica and the variable.
+
+    Example:
+        >>> import keras, numpy as np, keras_shardopt as ks
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(ks.CrossShard("sgd", on_nonfinite="raise"), "mse")
+        >>> stop = ks.callbacks.StopOnNonFinite()
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), callbacks=[stop], verbose=0)
+    """
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Raises, if the batch has left out an update."""
+        optimizer = getattr(self.model, "optimizer", None)
+        for part in [] if optimizer is None else [optimizer, *inside(optimizer)]:
+            if isinstance(part, CrossShard):
+                part.check_finite()
 
 
 class TrainingSummaries(keras.callbacks.Callback):

@@ -399,7 +399,7 @@ def get_regularization_loss(model: Any) -> Tensor:
         >>> import keras, keras_shardopt as ks
         >>> layer = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.5))
         >>> layer.build((None, 4))
-        >>> float(ks.get_regularization_loss(layer))
+        >>> float(keras.ops.convert_to_numpy(ks.get_regularization_loss(layer)))
         2.0
 
     References:

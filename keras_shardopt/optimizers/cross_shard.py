@@ -649,7 +649,7 @@ class CrossShard(OptimizerWrapper):
             verdict = judge(grads, variables)
         is_bad = verdict[0] > 0
         places = ops.convert_to_tensor([*[self.position(v) for v in variables], UNKNOWN], "int32")
-        names = ops.stack([verdict[1], ops.take(places, verdict[2] % len(places), axis=0)])
+        names = ops.stack([verdict[1], ops.take(places, verdict[2] % (len(variables) + 1), axis=0)])
         self._culprit.assign(ops.where(is_bad, names, ops.convert_to_tensor(self._culprit)))
         if self._skipped is None:  # a loss scaling inside decides, and counts
             self._update(grads, variables)

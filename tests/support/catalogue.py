@@ -24,6 +24,7 @@ WRAPPERS = {
     "CrossShard": lambda inner: ks.CrossShard(inner),
     "CrossShard sum": lambda inner: ks.CrossShard(inner, reduction="sum"),
     "CrossShard clipping": lambda inner: ks.CrossShard(inner, group_assignment=[[0]], replica_clipnorm=1e6),
+    "CrossShard checking": lambda inner: ks.CrossShard(inner, gradient_accumulation_steps=1, on_nonfinite="skip"),
     "CrossShard of CrossShard": lambda inner: ks.CrossShard(ks.CrossShard(inner)),
     "GradientClipping": lambda inner: ks.GradientClipping(inner, clip_gradients=1e6),
     "LARC": lambda inner: ks.LARC(inner, larc_eta=1e6),
@@ -36,7 +37,7 @@ WRAPPERS = {
 
 
 # Those whose arguments here leave each gradient as it is, but not before they have looked at it.
-READS_GRADIENTS = {"CrossShard clipping", "GradientClipping", "LARC", "LossScaling"}
+READS_GRADIENTS = {"CrossShard clipping", "CrossShard checking", "GradientClipping", "LARC", "LossScaling"}
 # Variables that a wrapper keeps besides those of the inner optimizer, at the end.
 OWN_STATE = {"LossScaling": ["loss_scale", "good_steps", "skipped_steps"]}
 # Those that cannot be inside a LossScaleOptimizer: reductions, and what scales the loss already.

@@ -1,0 +1,115 @@
+"""What a micro-step costs: the time of a step with nothing, with Adam, and with CrossShard(Adam) between two updates.
+
+    KERAS_BACKEND=jax python benchmarks/accumulation.py
+
+prints, for a step of forward and backward pass, what each kind of optimizer step adds to it. On JAX it measures one
+device by default; `--replicas 2` measures CPU devices under `fit`'s compiled step after `prepare(model)`.
+`--quick` runs in seconds, on sizes that say nothing.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import numpy as np
+
+import keras_shardopt as ks
+
+
+class Nothing(keras.optimizers.SGD):
+    """Reads each gradient, and changes next to nothing."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        row = keras.ops.sum(gradient) * 1e-30
+        self.assign_add(self._iterations, keras.ops.cast(row, self._iterations.dtype))
+
+
+def make_model(width):
+    layers = [keras.Input((width,)), keras.layers.Dense(2 * width), keras.layers.Dense(width)]
+    return keras.Sequential(layers)
+
+
+def jax_steps(model, x, y):
+    """A function that runs that many steps, and waits."""
+    import jax
+    from keras.src.backend.jax.trainer import _distribute_data
+
+    model.fit(x, y, batch_size=len(x), verbose=0)  # builds
+    state = model._get_jax_state(
+        trainable_variables=True, non_trainable_variables=True, optimizer_variables=True, metrics_variables=True
+    )
+    shardings = None
+    if keras.distribution.distribution() is not None:
+        shardings = (None, model._get_state_sharding_spec())
+    step = jax.jit(model.train_step, donate_argnums=0, out_shardings=shardings)
+    data = _distribute_data((x, y))
+    held = [jax.tree.map(lambda value: value.copy(), state)]
+
+    def run(num_steps):
+        for _ in range(num_steps):
+            _, held[0] = step(held[0], data)
+        jax.block_until_ready(held[0])
+
+    return run
+
+
+def other_steps(model, x, y):
+    """The same on TensorFlow and PyTorch, by `train_on_batch`."""
+
+    def run(num_steps):
+        for _ in range(num_steps):
+            model.train_on_batch(x, y)
+
+    return run
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.width, arguments.repeats = 32, 2
+    random = np.random.default_rng(0)
+    x = random.normal(size=(arguments.rows, arguments.width)).astype("float32")
+    kinds = {
+        "forward and backward": lambda: Nothing(0.0),
+        "Adam": lambda: keras.optimizers.Adam(),
+        "CrossShard(Adam), micro-step": lambda: ks.CrossShard("adam", gradient_accumulation_steps=10**6),
+        "Adam's own accumulation, micro-step": lambda: keras.optimizers.Adam(gradient_accumulation_steps=10**6),
+    }
+    make_steps = jax_steps if keras.config.backend() == "jax" else other_steps
+    with ks.data_parallel(arguments.replicas) as replicas:
+        runs = {}
+        for name, make in kinds.items():
+            model = make_model(arguments.width)
+            model.compile(make(), "mse")
+            if name.startswith("CrossShard") and arguments.replicas > 1:
+                ks.prepare(model)
+            runs[name] = make_steps(model, x, x)
+            runs[name](2)
+        times = {name: [] for name in runs}
+        for _ in range(arguments.repeats):  # in turns, so that what else the machine does hits all alike
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run(arguments.steps)
+                times[name].append((time.perf_counter() - start) / arguments.steps)
+    replicas.close()
+    milliseconds = {name: 1000 * min(values) for name, values in times.items()}
+    base = milliseconds["forward and backward"]
+    adam = milliseconds["Adam"] - base
+    for name, value in milliseconds.items():
+        middle = 1000 * statistics.median(times[name])
+        print(f"{name:38} {value:8.2f} ms, median {middle:8.2f}; adds {(value - base) / adam:6.2f} of Adam's")
+
+
+if __name__ == "__main__":
+    main()
