@@ -58,7 +58,10 @@ def main():
     watch = {"summaries": ["learning_rate", "loss_scale", "global_gradient_norm", "gradient_norm", "variable_norm"]}
     watch["summaries"] += ["gradients", "variables", "larc_summaries"]
     with ks.data_parallel(arguments.replicas) as replicas:
-        layers = [keras.Input((WINDOW,), dtype="int32"), keras.layers.Embedding(128, 32)]
+        layers = [
+            keras.Input((WINDOW,), dtype="int32"),
+            keras.layers.Embedding(128, 32, keras.initializers.RandomNormal(stddev=1.0)),
+        ]
         # Each sees what is before it: 2, 4, 8, 16 and at last 32 characters.
         layers += [
             keras.layers.Conv1D(64, 2, dilation_rate=2**i, padding="causal", activation="relu") for i in range(5)
