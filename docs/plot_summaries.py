@@ -70,7 +70,7 @@ def main() -> None:
                 ax.plot([e.step for e in events], [e.value for e in events], label=name, color=color, linewidth=1.2)
         if tag in HISTOGRAMS:
             draw_distribution(ax, runs[folders[0].name].Histograms(tag), COLORS[0])
-        ax.set_title(tag, fontsize=7.5)
+        ax.set_title(tag.removeprefix(PREFIX), fontsize=7.5)
         ax.grid(alpha=0.2)
     axes.flat[0].legend(frameon=False)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
