@@ -17,6 +17,7 @@ from keras_shardopt.optimizers import (
     replicate,
 )
 from keras_shardopt.parallel import data_parallel, prepare
+from keras_shardopt.training import build_optimizer, get_regularization_loss, optimize_loss
 
 __version__ = "0.1.0.dev0"
 
@@ -31,10 +32,13 @@ __all__ = [
     "Tower",
     "VariableClipping",
     "bfloat16_scope",
+    "build_optimizer",
     "callbacks",
     "clip_by_global_norm",
     "clip_gradients_by_norm",
     "data_parallel",
+    "get_regularization_loss",
+    "optimize_loss",
     "prepare",
     "replicate",
     "schedules",

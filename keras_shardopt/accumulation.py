@@ -37,6 +37,8 @@ class Accumulators:
         # because a trace runs any number of times.
         self._given: set[int] = set()
         self._present: set[int] = set()
+        # Whether the next micro-step is the last of its window, where somebody else says so.
+        self._ends: bool | None = None
 
     @property
     def is_built(self) -> bool:
@@ -73,7 +75,8 @@ class Accumulators:
         Returns:
             Whether the window is complete: a bool, or a scalar tensor that is equal on all replicas; and the sums.
         """
-        starts, is_complete = framework.count_up(self._counter, self.num_steps)
+        starts, is_complete = framework.count_up(self._counter, self.num_steps, self._ends)
+        self._ends = None
         present = {i: grad for i, grad in zip(positions, grads) if grad is not None}
         self._given.update(positions)
         self._present.update(present)
@@ -87,6 +90,10 @@ class Accumulators:
             share = ops.cast(share, "float32")
             self._share.assign(ops.where(starts, share, ops.convert_to_tensor(self._share) + share))
         return is_complete, [ops.convert_to_tensor(v) for v in self.of_this_replica]
+
+    def decide(self, ends: bool) -> None:
+        """Lets the next micro-step complete the window, or not, however many there were."""
+        self._ends = ends
 
     def _addend(self, i: int, grad: Tensor | None) -> Tensor | None:
         if grad is None:

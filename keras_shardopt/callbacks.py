@@ -1,4 +1,4 @@
-"""Callbacks for training on several replicas: `SyncReplicas`, `CheckReplicas` and `StopOnNonFinite`.
+"""Callbacks: `SyncReplicas`, `CheckReplicas` and `StopOnNonFinite` for several replicas, and `TrainingSummaries`.
 
 Private names of Keras touched here (a test holds each of them):
     `Layer._flatten_layers` - a model and all layers in it, at any depth.
@@ -17,9 +17,10 @@ import numpy as np
 from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.optimizers import CrossShard
 from keras_shardopt.replica import framework
+from keras_shardopt.summaries import Recorder, checked_every, checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.wrapper import inside
 
-__all__ = ["CheckReplicas", "StopOnNonFinite", "SyncReplicas"]
+__all__ = ["CheckReplicas", "StopOnNonFinite", "SyncReplicas", "TrainingSummaries"]
 
 
 class SyncReplicas(keras.callbacks.Callback):
@@ -214,6 +215,130 @@ class StopOnNonFinite(keras.callbacks.Callback):
         for part in [] if optimizer is None else [optimizer, *inside(optimizer)]:
             if isinstance(part, CrossShard):
                 part.check_finite()
+
+
+class TrainingSummaries(keras.callbacks.Callback):
+    """Writes TensorBoard summaries of updates, and shows the learning rate and the loss scale beside the loss.
+
+    What is written, of every `every`-th update, with the number of the update as the step:
+
+    | name in `summaries` | tag | what |
+    |---|---|---|
+    | "learning_rate" | `learning_rate` | the rate of the update |
+    | "loss_scale" | `Loss_Optimization/loss_scale` | the scale, where it is one that changes |
+    | "global_gradient_norm" | `Loss_Optimization/global_gradient_norm` | of all gradients together: global, unscaled, not yet clipped |
+    | the same, with `GradientClipping` | `Loss_Optimization/global_clipped_gradient_norm` | after clipping |
+    | "gradient_norm" | `Loss_Optimization/gradient_norm/<variable>` | after clipping, before `LARC` |
+    | "gradients" | `Loss_Optimization/gradients/<variable>` | the same, as a histogram; 0 for what is not finite |
+    | "variable_norm" | `Loss_Optimization/variable_norm/<variable>` | before the update |
+    | "variables" | `Loss_Optimization/variables/<variable>` | the same, as a histogram |
+    | "larc_summaries" | `Loss_Optimization/larc_grad_update/<variable>`, `larc_final_lr`, `larc_clip_on` | the factor of `LARC`, the rate times it, and (in clip mode) whether it is below 1 |
+
+    and, unless `summaries` is empty, `train_loss`, the mean over the epoch so far. `<variable>` is its path. An update
+    that was skipped for an overflow leaves no trace.
+
+    The logs of each epoch get `learning_rate` and, with dynamic loss scaling, `loss_scale`, which Keras then prints and
+    keeps in the history, as it does for its own callbacks.
+
+    The numbers come from inside the optimizer, so it must be one of this package (`CrossShard(Adam())` will do, on one
+    replica too); of others the learning rate is written, if nothing else is asked for. While the callback watches, the
+    optimizer has a few more variables, one scalar or vector for each kind of number; "gradients" and "variables"
+    take as much memory as the weights, each. They are part of no file. When training ends they go, and the model's
+    training step is compiled anew next time.
+
+    Args:
+        log_dir: path or None. Where the chief of all processes writes event files; None writes none. Needs
+            `pip install "keras-shardopt[summaries]"`; TensorFlow is not needed.
+        summaries: a list of names from the table. None (default) is `["learning_rate", "global_gradient_norm",
+            "loss_scale"]`, `[]` is none at all.
+        every: int >= 1. In updates.
+
+    Raises:
+        TypeError: if `summaries` is not a list, or `every` not an int.
+        ValueError: if a name is unknown or `every` less than 1; when training begins, if something is asked for that
+            the optimizer does not show.
+        ImportError: when training begins, if files are to be written and `tensorboardX` is not installed.
+
+    Example:
+        >>> import keras, numpy as np, keras_shardopt as ks
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(ks.CrossShard(keras.optimizers.SGD(0.1)), "mse")
+        >>> callback = ks.callbacks.TrainingSummaries(log_dir=None)
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), callbacks=[callback], verbose=0)
+        >>> round(history.history["learning_rate"][0], 3)
+        0.1
+
+    References:
+        The argument `summaries` of OpenSeq2Seq's `optimize_loss`, with its tags.
+    """
+
+    def __init__(self, log_dir: Any = None, summaries: Sequence[str] | None = None, every: int = 100) -> None:
+        checked_summaries(summaries)
+        super().__init__()
+        self.log_dir = log_dir
+        self.summaries = None if summaries is None else list(summaries)
+        self.every = checked_every(every)
+        self._recorder: Recorder | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begins to look."""
+        model = self.model
+        optimizer = model.optimizer
+        if not optimizer.built:
+            with framework.beside(model.trainable_variables[0]):
+                optimizer.build(model.trainable_variables)
+        if self.log_dir is not None or self.summaries:
+            self._recorder = Recorder(optimizer, self.log_dir, self.summaries, self.every)
+            model.make_train_function(force=True)
+            self._period = self.every * self._recorder.num_micro_steps
+        self._count_from_updates()
+
+    def _count_from_updates(self) -> None:
+        if self._recorder is not None:
+            updates = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
+            self._base = updates * self._recorder.num_micro_steps
+            self._num_periods = self._base // self._period
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Batches are numbered anew."""
+        self._count_from_updates()
+
+    # At the beginning of a batch, not at the end of the one before it: Keras waits for each step's logs if anyone
+    # asks for an end.
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes, if it is time."""
+        recorder = self._recorder
+        if recorder is None:
+            return
+        done = self._base + batch
+        # Windows of micro-steps need not end where an epoch does, but one update is in each so many of them.
+        recorder.expect(done % self._period >= self._period - recorder.num_micro_steps)
+        if done // self._period > self._num_periods:
+            self._num_periods = done // self._period
+            self._record()
+
+    def _record(self) -> None:
+        assert self._recorder is not None
+        model = self.model  # on JAX this takes the state out of the training step
+        self._recorder.record(lambda: {"train_loss": float(keras.ops.convert_to_numpy(model.metrics[0].result()))})
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes what is left, and adds to `logs`, which is the dict that the callbacks after this one get."""
+        optimizer = self.model.optimizer
+        if self._recorder is not None:
+            self._record()
+        if logs is not None:
+            logs.update(rates(optimizer))
+            if (scale := dynamic_loss_scale(optimizer)) is not None:
+                logs["loss_scale"] = scale
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Looks no longer."""
+        if self._recorder is not None:
+            model = self.model
+            self._recorder.close()
+            self._recorder = None
+            model.train_function = None
 
 
 _MOST_NAMES = 8

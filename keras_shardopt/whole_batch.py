@@ -33,13 +33,18 @@ def share_losses(model: Any) -> None:
 
     May be called again at any time, and must be once the model is compiled and its losses are built.
     """
-    if keras_loss.reduce_weighted_values is _reduce_in_keras:
-        keras_loss.reduce_weighted_values = _reduce_weighted_values
+    share_loss_objects()
     for tracker in mean_losses(model):
         if "update_state" not in vars(tracker):
             object.__setattr__(tracker, "update_state", functools.partial(_update_mean_loss, tracker))
     if "_aggregate_additional_loss" not in vars(model):
         object.__setattr__(model, "_aggregate_additional_loss", functools.partial(_share_additional_loss, model))
+
+
+def share_loss_objects() -> None:
+    """Lets every `keras.losses.Loss` compute the loss of the whole batch inside `part_of_batch()`."""
+    if keras_loss.reduce_weighted_values is _reduce_in_keras:
+        keras_loss.reduce_weighted_values = _reduce_weighted_values
 
 
 def mean_losses(model: Any) -> list[Any]:

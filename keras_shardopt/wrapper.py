@@ -23,7 +23,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -55,6 +55,19 @@ def _of_innermost(name: str, default: Any) -> property:
             setattr(inner if isinstance(inner, OptimizerWrapper) else innermost(inner), name, value)
 
     return property(read, write)
+
+
+class Observer(Protocol):
+    """Who sees the gradients of updates without changing them."""
+
+    def arriving(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Called before the wrapper transforms the gradients. Assigns its own variables only."""
+
+    def departing(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Called with the gradients that the inner optimizer will see, and the variables that it will update."""
+
+    def variables_of(self, wrapper: OptimizerWrapper) -> list[Variable]:
+        """The variables of its own that travel with the state of this wrapper."""
 
 
 class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
@@ -116,6 +129,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         self.__dict__["_loaded"] = None
         self.__dict__["_loaded_own"] = None
         self.__dict__["_saved_apart"] = _WrapperState(self)
+        self.__dict__["_observer"] = None
 
     # -- what a concrete wrapper fills in ------------------------------------------------------------------------
 
@@ -134,6 +148,8 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Lets the inner optimizer update `variables` with gradients that are transformed already."""
+        if self.__dict__["_observer"] is not None:
+            self.__dict__["_observer"].departing(self, grads, self.variables_inside(variables))
         # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
         # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
         variables = self.variables_inside(variables)
@@ -209,7 +225,9 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     @property
     def variables(self) -> list[Variable]:
         """The state of the innermost optimizer, as it alone would have it, then that of the wrappers around it."""
-        return [*self._inner_state, *self._wrapper_state] if "_inner" in self.__dict__ else self._variables[:]
+        if "_inner" not in self.__dict__:
+            return self._variables[:]
+        return [*self._inner_state, *self._wrapper_state, *self._observations]
 
     @property
     def shared_variables(self) -> list[Variable]:
@@ -227,6 +245,21 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     def _wrapper_state(self) -> list[Variable]:
         inner = self.inner
         return [*(inner._wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self._variables]
+
+    @property
+    def _observations(self) -> list[Variable]:
+        """What an observer keeps for the time it watches: part of the state of a compiled step, but of no file."""
+        inner = self.inner
+        further = inner._observations if isinstance(inner, OptimizerWrapper) else []
+        observer = self.__dict__["_observer"]
+        return further if observer is None else [*further, *observer.variables_of(self)]
+
+    def observe(self, observer: Observer | None) -> None:
+        """Lets `observer` see the gradients of each update as they arrive here and as they leave; None ends that.
+
+        A compiled step must be compiled anew afterwards, because `variables` are more then, or fewer.
+        """
+        self.__dict__["_observer"] = observer
 
     @property
     def _stored_wrapper_state(self) -> list[Variable]:
@@ -259,6 +292,8 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
                 f"Received: {len(grads)} gradients for {len(variables)} variables."
             )
         self._check_variables_are_known(variables)
+        if self.__dict__["_observer"] is not None:
+            self.__dict__["_observer"].arriving(self, grads, variables)
         self.update_inner(list(self.transform_gradients(grads, variables)), variables)
 
     def _update_inner_statelessly(self, grads: Gradients) -> None:

@@ -652,6 +652,16 @@ class CrossShard(OptimizerWrapper):
         grads, verdict = framework.over_replicas(reduced, own) if self.is_stacked else reduced(own)
         self._update_if_finite(grads, variables, verdict)
 
+    def join_step(self, arrival: Arrival | None) -> None:
+        """Called by a training step that knows how gradients arrive, and who communicates when; None finds it."""
+        if self.gradients == "auto":
+            self.__dict__["_arrival"] = arrival
+        self.__dict__["_warned"] = True
+
+    def decide_window(self, ends: bool) -> None:
+        """Says whether the next call of `apply` updates, however many micro-steps there were; each counts as ever."""
+        self._accumulators.decide(ends)
+
     def _warn_if_reduced(self, arrival: Arrival, replicas: ReplicaBackend) -> None:
         if replicas.num_replicas > 1 and arrival in (Arrival.GLOBAL, Arrival.SUMMED) and not self.__dict__["_warned"]:
             self.__dict__["_warned"] = True

@@ -107,8 +107,14 @@ class LARC(OptimizerWrapper):
             for grad, variable in zip(grads, variables)
         ]
 
-    def _scaled(self, grad: Tensor, variable: Variable, loss_scale: Any) -> Tensor:
-        wide = in_float32(dense(grad, variable.shape[0] if len(variable.shape) else 1))
+    def ratio(self, grad: Tensor, variable: Variable) -> Tensor:
+        """The factor $r$ for a gradient that arrives here: a scalar tensor in float32 (float64 of float64)."""
+        return self._ratio(self._wide(grad, variable), variable, self.incoming_scale())
+
+    def _wide(self, grad: Tensor, variable: Variable) -> Tensor:
+        return in_float32(dense(grad, variable.shape[0] if len(variable.shape) else 1))
+
+    def _ratio(self, wide: Tensor, variable: Variable, loss_scale: Any) -> Tensor:
         # Nobody differentiates an update, but PyTorch would prepare for it.
         variable_norm = ops.cast(norm(ops.stop_gradient(variable)), wide.dtype)
         gradient_norm = norm(wide) / ops.cast(loss_scale, wide.dtype)
@@ -120,11 +126,15 @@ class LARC(OptimizerWrapper):
         factor = ops.maximum(factor, ops.full_like(factor, self.min_update))
         if self.larc_mode == "clip":
             factor = ops.minimum(factor, ops.ones_like(factor))
+        return factor if self.faithful else ops.where(variable_norm == 0, ops.ones_like(factor), factor)
+
+    def _scaled(self, grad: Tensor, variable: Variable, loss_scale: Any) -> Tensor:
+        wide = self._wide(grad, variable)
+        factor = self._ratio(wide, variable, loss_scale)
         if self.faithful:
             if dtype_of(variable) == "float16":
                 factor = ops.minimum(factor, ops.full_like(factor, _LARGEST_FLOAT16))
             return ops.cast(factor, dtype_of(variable)) * ops.cast(wide, dtype_of(variable))
-        factor = ops.where(variable_norm == 0, ops.ones_like(factor), factor)
         return ops.cast(wide * factor, dtype_of(variable))
 
     def get_config(self) -> dict[str, Any]:

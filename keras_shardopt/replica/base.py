@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -366,8 +367,59 @@ class Framework:
         None for a variable that the loss does not depend on. What the loss assigns to other variables (moving
         statistics, seeds) is assigned, once.
         """
+        grads, _ = self.gradients_and_more(lambda: (loss(), None), variables, axis_name)
+        return grads
+
+    def gradients_and_more(
+        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+    ) -> tuple[list[Tensor | None], Any]:
+        """As `gradients`, for a `loss` that returns the scalar and a tensor (or None) to be handed out beside them."""
         del loss, variables, axis_name
         raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")
+
+    arrival_in_steps: Arrival | None = None
+    """How gradients arrive in programs made by `compiled`, where that is another way than elsewhere."""
+
+    def num_replicas_of_steps(self) -> int:
+        """How many replicas a program made here by `compiled` would run on."""
+        return 1
+
+    def compiled(
+        self, function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
+    ) -> Callable[..., Tensor]:
+        """A training step as a program: on all replicas, with whatever variables it reads and assigns.
+
+        Args:
+            function: what each replica does with its part of the batch, given as positional arguments; keyword
+                arguments are constants of the program. It returns a scalar, the mean over the rows of its part.
+            variables: those that it reads and assigns, as far as known.
+            jit_compile: None for the way that is usual on this backend, True for the compiler that fuses most, False
+                for none.
+
+        Returns:
+            A function of the batch (arrays or tensors whose first dimension is that of the rows) and of the constants,
+            that returns the mean over the replicas which this process runs.
+        """
+        del variables, jit_compile
+
+        def run(*batch: Any, **constants: Any) -> Tensor:
+            return function(*keras.tree.map_structure(ops.convert_to_tensor, batch), **constants)
+
+        return run
+
+    def when(self, condition: Any, action: Callable[[], None], variables: Sequence[Variable]) -> None:
+        """Calls `action` where `condition`, a bool or a scalar bool tensor, is true.
+
+        The action assigns `variables` only, and exchanges nothing with other replicas.
+        """
+        del variables
+        if condition:
+            action()
+
+    def beside(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        """A scope in which new variables are made where this one is."""
+        del variable
+        return contextlib.nullcontext()
 
     def place_state(self, variables: Sequence[Variable]) -> None:
         """Puts freshly built optimizer variables where the replicas of this program expect them."""
@@ -417,14 +469,19 @@ class Framework:
             replica, position = (int(i) for i in ops.convert_to_numpy(culprit))
             raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
 
-    def count_up(self, counter: Variable, period: int) -> tuple[Any, Any]:
-        """Adds 1 to an integer scalar that starts over at `period`.
+    def count_up(self, counter: Variable, period: int, starts_over: bool | None = None) -> tuple[Any, Any]:
+        """Adds 1 to an integer scalar that starts over at `period`, or when told to.
+
+        Args:
+            counter: the scalar.
+            period: what it never reaches, if it is not told.
+            starts_over: whether it starts over now; None to go by the period.
 
         Returns:
             Whether it was 0, and whether it starts over now: bools, or scalar tensors where that is not known yet.
         """
         before = ops.copy(ops.convert_to_tensor(counter))
-        is_over = ops.equal(before + 1, period)
+        is_over = ops.equal(before + 1, period) if starts_over is None else starts_over
         counter.assign(ops.where(is_over, ops.zeros_like(before), before + 1))
         return ops.equal(before, 0), is_over
 

@@ -153,25 +153,49 @@ class Jax(Framework):
                     "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
                 )
 
-    def gradients(
-        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
-    ) -> list[Tensor | None]:
+    def gradients_and_more(
+        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+    ) -> tuple[list[Tensor | None], Any]:
         replicas = self.replicas(axis_name)
         values = [v.value for v in variables]
         if isinstance(replicas, MappedAxis):
             values = replicas.varying(values)  # or shard_map(check_vma=True) would sum their gradients
         assigned: list[Variable] = []
 
-        def of_values(values: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            with _ScopeInScope(zip(variables, values)) as scope:
-                value = loss()
+        def of_values(values: list[Tensor]) -> tuple[Tensor, tuple[list[Tensor], Any]]:
+            with ScopeInScope(zip(variables, values)) as scope:
+                value, more = loss()
             assigned[:] = scope.assigned
-            return value, [scope.get_current_value(v) for v in assigned]
+            return value, ([scope.get_current_value(v) for v in assigned], more)
 
-        found, updates = jax.grad(of_values, has_aux=True)(values)
+        found, (updates, more) = jax.grad(of_values, has_aux=True)(values)
         for variable, value in zip(assigned, updates):
             variable.assign(value)
-        return list(found)
+        return list(found), more
+
+    def num_replicas_of_steps(self) -> int:
+        return batch_size_of(keras.distribution.distribution())
+
+    def compiled(
+        self, function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
+    ) -> Callable[..., Tensor]:
+        from keras_shardopt.replica import jax_step  # it builds on this module
+
+        return jax_step.compiled(self, function, variables, jit_compile)
+
+    def when(self, condition: Any, action: Callable[[], None], variables: Sequence[Variable]) -> None:
+        if not isinstance(condition, jax.core.Tracer):
+            super().when(condition, action, variables)
+            return
+        before = [variable.value for variable in variables]
+
+        def acted() -> list[Tensor]:
+            with ScopeInScope(zip(variables, before)) as scope:
+                action()
+            return [scope.get_current_value(variable) for variable in variables]
+
+        for variable, value in zip(variables, jax.lax.cond(condition, acted, lambda: before)):
+            variable.assign(value)
 
     def update_if(
         self,
@@ -411,7 +435,7 @@ def _words(value: Any) -> Any:
     return jax.lax.bitcast_convert_type(value, bits).reshape(-1).astype("uint32")
 
 
-class _ScopeInScope(keras.StatelessScope):
+class ScopeInScope(keras.StatelessScope):
     """A scope that knows other variables as the scope around it does, and remembers which were assigned inside."""
 
     def __init__(self, state_mapping: Any) -> None:

@@ -211,13 +211,35 @@ class TensorFlow(Framework):
                         )
                     )
 
-    def gradients(
-        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
-    ) -> list[Tensor | None]:
+    def gradients_and_more(
+        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+    ) -> tuple[list[Tensor | None], Any]:
         with tf.GradientTape() as tape:
-            value = loss()
+            value, more = loss()
         found: list[Tensor | None] = tape.gradient(value, list(variables))
-        return found
+        return found, more
+
+    arrival_in_steps = Arrival.LOCAL
+
+    def num_replicas_of_steps(self) -> int:
+        return int(tf.distribute.get_strategy().num_replicas_in_sync)
+
+    def compiled(
+        self, function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
+    ) -> Callable[..., Tensor]:
+        from keras_shardopt.replica import tf_step  # it builds on this module
+
+        return tf_step.compiled(function, jit_compile)
+
+    def when(self, condition: Any, action: Callable[[], None], variables: Sequence[Variable]) -> None:
+        _cond(condition, action)
+
+    def beside(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
+        scope: contextlib.AbstractContextManager[Any] = (
+            contextlib.nullcontext() if strategy is None else strategy.scope()
+        )
+        return scope
 
     def update_if(
         self,
@@ -404,6 +426,12 @@ def _world_of(strategy: tf.distribute.Strategy) -> World:
         num_processes=num_processes,
         process_id=process_id,
     )
+
+
+def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, int]:
+    """The first replica that this process runs, and how many it runs."""
+    world = _world_of(strategy)
+    return world.replica_id, world.num_replicas // world.num_processes
 
 
 def _process_of(resolver: Any) -> tuple[int, int]:

@@ -299,39 +299,49 @@ class Torch(Framework):
             return dist.get_world_size(), dist.get_rank()
         return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
-    def gradients(
-        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
-    ) -> list[Tensor | None]:
+    def gradients_and_more(
+        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+    ) -> tuple[list[Tensor | None], Any]:
         parameters = [_tensor(v) for v in variables]
         before = [p.grad for p in parameters]
         try:
             for parameter in parameters:
                 parameter.grad = None
             with torch.enable_grad():
-                value = loss()
+                value, more = loss()
             # Not `torch.autograd.grad`: a DDP that owns the parameters reduces in `backward` only.
             if value.requires_grad:
                 value.backward(inputs=parameters)
-            return [p.grad for p in parameters]
+            return [p.grad for p in parameters], more if more is None else more.detach()
         finally:
             for parameter, grad in zip(parameters, before):
                 parameter.grad = grad
+
+    def num_replicas_of_steps(self) -> int:
+        return int(self.replicas("").num_replicas)
+
+    def compiled(
+        self, function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
+    ) -> Callable[..., Tensor]:
+        function = torch.compile(function) if jit_compile else function
+        return torch.no_grad()(super().compiled(function, variables, jit_compile))
 
     @torch.compiler.disable
     def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
     @torch.compiler.disable
-    def count_up(self, counter: Variable, period: int) -> tuple[bool, bool]:
+    def count_up(self, counter: Variable, period: int, starts_over: bool | None = None) -> tuple[bool, bool]:
         # Counted here as well: to read a number from a GPU is to wait for it. PyTorch counts what others assign.
         tensor = counter.value
         known = self._counts.get(tensor)
         before = known[0] if known is not None and known[1] == tensor._version else int(tensor)
-        after = (before + 1) % period
+        is_over = before + 1 == period if starts_over is None else starts_over
+        after = 0 if is_over else before + 1
         with torch.no_grad():
             tensor.fill_(after)
         self._counts[tensor] = (after, tensor._version)
-        return before == 0, after == 0
+        return before == 0, is_over
 
     @torch.no_grad()
     def add_to(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: bool) -> None:

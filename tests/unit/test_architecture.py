@@ -18,6 +18,8 @@ MAY_IMPORT_A_FRAMEWORK = {
     "keras_shardopt.replica.jax_sharding": {"jax"},
     "keras_shardopt.replica.torch_distributed": {"torch"},
     "keras_shardopt.replica.tf_fit": {"tensorflow"},
+    "keras_shardopt.replica.tf_step": {"tensorflow"},
+    "keras_shardopt.replica.jax_step": {"jax"},
     "keras_shardopt.replica.jax_fit": {"jax"},
     "keras_shardopt.replica.torch_fit": {"torch"},
 }
@@ -29,8 +31,8 @@ LAYERS = [
         "keras_shardopt.training",
         "keras_shardopt.callbacks",
         "keras_shardopt.parallel",
-        "keras_shardopt.summaries",
     },
+    {"keras_shardopt.summaries"},
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
     {"keras_shardopt.wrapper", "keras_shardopt.finite"},
     {"keras_shardopt.reduction", "keras_shardopt.accumulation"},

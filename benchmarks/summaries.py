@@ -1,0 +1,104 @@
+"""What summaries cost: steps of `fit` and of `optimize_loss` without them, and with them at `every=100`.
+
+    KERAS_BACKEND=jax python benchmarks/summaries.py [--quick]
+
+Off is measured twice, alternating with on, so that the difference between the two shows the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import numpy as np
+from keras import ops
+
+import keras_shardopt as ks
+
+EVERY = 100
+now = time.perf_counter
+BATCH_SIZE = 64
+EVERYTHING = ["learning_rate", "gradient_norm", "global_gradient_norm", "variable_norm", "loss_scale"]
+
+
+def make_model(width: int) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(width, activation="relu") for _ in range(3)]
+    return keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(10)])
+
+
+class Clock(keras.callbacks.Callback):
+    """Seconds per step, of epochs after the first, which compiles."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self.start = now()
+        self.seconds = [] if epoch == 0 else self.seconds
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        self.seconds.append((now() - self.start) / self.params["steps"])
+
+
+def seconds_of_fit(width: int, num_steps: int, epochs: int, summaries: list[str] | bool | None) -> float:
+    model = make_model(width)
+    model.compile(ks.CrossShard(ks.GradientClipping(keras.optimizers.Adam(), 1.0)), "mse")
+    x, y = np.ones((num_steps * BATCH_SIZE, 64), "float32"), np.ones((num_steps * BATCH_SIZE, 10), "float32")
+    clock = Clock()
+    callbacks: list[keras.callbacks.Callback] = [clock]
+    with tempfile.TemporaryDirectory() as folder:
+        if summaries is not False:
+            callbacks.append(ks.callbacks.TrainingSummaries(folder, summaries, every=EVERY))
+        model.fit(x, y, batch_size=BATCH_SIZE, epochs=epochs + 1, verbose=0, callbacks=callbacks)
+    return min(clock.seconds[1:])
+
+
+def seconds_of_steps(width: int, num_steps: int, epochs: int, summaries: list[str] | bool | None) -> float:
+    model = make_model(width)
+    x, y = np.ones((BATCH_SIZE, 64), "float32"), np.ones((BATCH_SIZE, 10), "float32")
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        seen = {} if summaries is False else {"summaries": summaries, "log_dir": folder, "every": EVERY}
+        step = ks.optimize_loss(
+            lambda x, y: ops.mean(ops.square(model(x) - y)), "Adam", clip_gradients=1.0, model=model, **seen
+        )
+        step(x, y)
+        for _ in range(epochs):
+            start = now()
+            for _ in range(num_steps):
+                value = step(x, y)
+            float(value)
+            seconds.append((now() - start) / num_steps)
+        step.close()
+    return min(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model, few steps: to see that it runs")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cpu-time", action="store_true", help="of this process, where others keep the machine busy")
+    arguments = parser.parse_args()
+    global now
+    now = time.process_time if arguments.cpu_time else time.perf_counter
+    width, num_steps, epochs, rounds = (64, 100, 1, 1) if arguments.quick else (512, 200, 2, arguments.rounds)
+    print(f"{keras.config.backend()}, 3 hidden layers of {width}, microseconds per step, best of {rounds} rounds")
+    for name, measure in (("fit", seconds_of_fit), ("optimize_loss", seconds_of_steps)):
+        kinds = {"off": False, "default": None, "norms of all": EVERYTHING, "off again": False}
+        found: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(rounds):
+            for kind, summaries in kinds.items():
+                found[kind].append(measure(width, num_steps, epochs, summaries))
+        best = {kind: min(seconds) * 1e6 for kind, seconds in found.items()}
+        # Round by round, so that what else the machine does meets both alike.
+        for kind in list(kinds)[1:]:
+            ratio = statistics.median(on / off for on, off in zip(found[kind], found["off"]))
+            print(f"{name:14} {kind:13} {best[kind]:8.0f}  against off {best['off']:8.0f}: {100 * (ratio - 1):+.1f} %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import events, problem
+
+import keras_shardopt as ks
+from keras_shardopt.summaries import SUMMARIES
+
+P = "Loss_Optimization/"
+
+
+def fit(callbacks, optimizer=None, num_steps=6, epochs=1, model=None, **arguments):
+    x, y = (array[: num_steps * 16] for array in problem.data())
+    model = problem.model() if model is None else model
+    if optimizer is not None:
+        model.compile(optimizer, "mse")
+    arguments = {"batch_size": 16, "shuffle": False, "verbose": 0, "epochs": epochs, **arguments}
+    return model, model.fit(x, y, callbacks=callbacks, **arguments)
+
+
+def states_in_numpy(num_steps, rate, clip):
+    """For each step: the weights before it, and the gradients before and after clipping."""
+    seen = []
+
+    def update(step, weights, grads):
+        norm = np.sqrt(sum(np.sum(g**2) for g in grads))
+        clipped = [g * min(1.0, clip / norm) for g in grads]
+        seen.append(([w.copy() for w in weights], grads, clipped))
+        for weight, grad in zip(weights, clipped):
+            weight -= rate * grad
+
+    problem.trained_in_numpy(update)
+    return seen[:num_steps]
+
+
+def test_numbers_of_fit_as_tensorboard_reads_them(tmp_path):
+    optimizer = ks.build_optimizer("SGD", {}, 0.1, clip_gradients=0.3, loss_scaling="Backoff", cross_shard=True)
+    model, _ = fit([ks.callbacks.TrainingSummaries(tmp_path, list(SUMMARIES), every=2)], optimizer)
+    found = events.read(tmp_path)
+    paths = [v.path for v in model.trainable_variables]
+    by_variable = ("gradients", "gradient_norm", "variables", "variable_norm")
+    tags = {"learning_rate", f"{P}global_gradient_norm", f"{P}global_clipped_gradient_norm", f"{P}loss_scale"}
+    assert set(found) == tags | {f"{P}{name}/{path}" for name in by_variable for path in paths} | {"train_loss"}
+    assert all([step for step, _ in values] == [2, 4, 6] for values in found.values())
+    norm = np.linalg.norm
+    for k, (weights, grads, clipped) in enumerate(states_in_numpy(6, 0.1, 0.3)[1::2]):
+        expected = {
+            "learning_rate": 0.1,
+            f"{P}global_gradient_norm": norm([norm(g) for g in grads]),
+            f"{P}global_clipped_gradient_norm": norm([norm(g) for g in clipped]),
+            f"{P}loss_scale": 2.0**14,
+            **{f"{P}gradient_norm/{path}": norm(g) for path, g in zip(paths, clipped)},
+            **{f"{P}variable_norm/{path}": norm(w) for path, w in zip(paths, weights)},
+        }
+        for tag, value in expected.items():
+            assert found[tag][k][1] == pytest.approx(value, rel=1e-4), tag
+        for name, arrays in (("gradients", clipped), ("variables", weights)):
+            for path, array in zip(paths, arrays):
+                size, smallest, largest = found[f"{P}{name}/{path}"][k][1]
+                assert (size, smallest) == (array.size, pytest.approx(array.min(), rel=1e-4))
+                assert largest == pytest.approx(array.max(), rel=1e-4)
+
+
+def test_larc(tmp_path):
+    for mode, tags in (("clip", ("larc_clip_on", "larc_grad_update", "larc_final_lr")), ("scale", ())):
+        larc = ks.LARC(keras.optimizers.SGD(0.1), larc_eta=0.02, larc_mode=mode)
+        folder = tmp_path / mode
+        model, _ = fit([ks.callbacks.TrainingSummaries(folder, ["larc_summaries"], every=1)], larc, num_steps=1)
+        found = events.read(folder)
+        weights, grads, _ = states_in_numpy(1, 0.1, 1e9)[0]
+        for v, w, g in zip(model.trainable_variables, weights, grads):
+            ratio = 0.02 * np.linalg.norm(w) / np.linalg.norm(g) / (0.1 if mode == "clip" else 1.0)
+            ratio = min(ratio, 1.0) if mode == "clip" else ratio
+            assert found[f"{P}larc_grad_update/{v.path}"] == [(1, pytest.approx(ratio, rel=1e-4))]
+            assert found[f"{P}larc_final_lr/{v.path}"] == [(1, pytest.approx(0.1 * ratio, rel=1e-4))]
+            if tags:
+                assert found[f"{P}larc_clip_on/{v.path}"] == [(1, float(ratio < 1))]
+            else:
+                assert f"{P}larc_clip_on/{v.path}" not in found
+
+
+def test_every_update_of_several_epochs_and_fits(tmp_path):
+    callback = ks.callbacks.TrainingSummaries(tmp_path, ["global_gradient_norm"], every=3)
+    model, _ = fit([callback], ks.CrossShard(keras.optimizers.Adam()), num_steps=4, epochs=2)
+    fit([callback], num_steps=4, epochs=1, model=model)
+    # At the end of an epoch nothing is lost, and nothing written twice.
+    assert [step for step, _ in events.read(tmp_path)[f"{P}global_gradient_norm"]] == [3, 6, 9, 12]
+
+
+def test_micro_steps_are_not_updates(tmp_path):
+    callback = ks.callbacks.TrainingSummaries(tmp_path, ["global_gradient_norm", "learning_rate"], every=2)
+    schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 4, 0.0)
+    optimizer = ks.build_optimizer("SGD", {}, schedule, iter_size=3)
+    fit([callback], optimizer, num_steps=13)
+    found = events.read(tmp_path)
+    assert [step for step, _ in found[f"{P}global_gradient_norm"]] == [2, 4]
+    assert [rate for _, rate in found["learning_rate"]] == pytest.approx([0.075, 0.025])
+
+
+def test_it_changes_nothing_but_the_logs(tmp_path):
+    def optimizer():
+        return ks.build_optimizer("Adam", {}, 0.01, clip_gradients=0.1, loss_scaling="Backoff", cross_shard=True)
+
+    plain, _ = fit([], optimizer())
+    num_variables = len(plain.optimizer.variables)
+    plain.save(tmp_path / "plain.keras")
+
+    class SaveInTheMiddle(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.num_variables = len(self.model.optimizer.variables)
+            self.model.save(tmp_path / "watched.keras")
+
+    saving = SaveInTheMiddle()
+    watched, history = fit([ks.callbacks.TrainingSummaries(tmp_path, list(SUMMARIES), every=2), saving], optimizer())
+    assert saving.num_variables > num_variables == len(watched.optimizer.variables)
+    for a, b in zip(plain.get_weights(), watched.get_weights()):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    loaded = keras.saving.load_model(tmp_path / "watched.keras")
+    for a, b in zip(loaded.optimizer.variables, watched.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(ops.convert_to_numpy(a), ops.convert_to_numpy(b))
+    assert list(history.history) == ["loss", "learning_rate", "loss_scale"]
+
+
+def test_verbose_shows_rate_and_scale(capsys):
+    optimizer = ks.LossScaling(keras.optimizers.SGD(0.125), "Backoff", {"scale_max": 64.0})
+    _, history = fit([ks.callbacks.TrainingSummaries()], optimizer, num_steps=2, verbose=2)
+    printed = capsys.readouterr().out
+    assert "learning_rate: 0.1250" in printed and "loss_scale: 64.0000" in printed
+    assert history.history["loss_scale"] == [64.0]
+    _, history = fit([ks.callbacks.TrainingSummaries()], keras.optimizers.SGD(0.125), num_steps=2)
+    assert history.history["learning_rate"] == [0.125] and "loss_scale" not in history.history
+
+
+def test_a_skipped_update_leaves_no_trace(tmp_path):
+    weight = keras.Variable([1.0, 2.0], name="weight")
+    arguments = dict(loss_scaling="Backoff", log_dir=tmp_path, every=1, summaries=["gradient_norm", "loss_scale"])
+    step = ks.optimize_loss(lambda x: ops.sum(weight * x), "SGD", {}, 0.1, var_list=[weight], **arguments)
+    for value in ([3.0, 4.0], [np.inf, 1.0], [6.0, 8.0]):
+        step(np.array(value, "float32"))
+    step.close()
+    found = events.read(tmp_path)
+    assert found[f"{P}gradient_norm/weight"] == [(1, pytest.approx(5.0)), (2, pytest.approx(10.0))]
+    assert found[f"{P}loss_scale"] == [(1, 2.0**14), (2, 2.0**13)]
+
+
+def test_other_optimizers_show_their_rate_only(tmp_path):
+    fit([ks.callbacks.TrainingSummaries(tmp_path, every=2)], keras.optimizers.SGD(0.125))
+    found = events.read(tmp_path)
+    assert set(found) == {"learning_rate", "train_loss"}
+    assert {rate for _, rate in found["learning_rate"]} == {0.125}
+    with pytest.raises(ValueError, match="CrossShard"):
+        fit([ks.callbacks.TrainingSummaries(tmp_path, ["gradients"])], keras.optimizers.SGD())
+
+
+def test_no_list_is_none_at_all(tmp_path):
+    fit([ks.callbacks.TrainingSummaries(tmp_path, [], every=1)], ks.CrossShard("sgd"), num_steps=2)
+    assert events.read(tmp_path) == {}
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="'lr'"):
+        ks.callbacks.TrainingSummaries(summaries=["lr"])
+    with pytest.raises(TypeError, match="summaries"):
+        ks.callbacks.TrainingSummaries(summaries="gradients")
+    with pytest.raises(ValueError, match="every=0"):
+        ks.callbacks.TrainingSummaries(every=0)
+    with pytest.raises(TypeError, match="every"):
+        ks.callbacks.TrainingSummaries(every=1.5)
+
+
+def test_without_the_writer_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match=r"pip install .*summaries"):
+        fit([ks.callbacks.TrainingSummaries(tmp_path)], ks.CrossShard("sgd"), num_steps=1)
+
+
+def test_only_the_chief_writes(tmp_path, monkeypatch):
+    from keras_shardopt.replica import framework
+
+    monkeypatch.setattr(framework, "process", lambda: (2, 1))
+    fit([ks.callbacks.TrainingSummaries(tmp_path, every=1)], ks.CrossShard("sgd"), num_steps=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_writing_loads_no_tensorflow(tmp_path):
+    program = f"""
+import sys
+from tensorboardX import SummaryWriter
+writer = SummaryWriter({str(tmp_path)!r})
+writer.add_scalar("a", 1.0, 1)
+writer.close()
+print("tensorflow" in sys.modules, "jax" in sys.modules)
+"""
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert printed.stdout.split() == ["False", "False"]
