@@ -11,6 +11,7 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
+import datetime
 import enum
 import threading
 import weakref
@@ -424,7 +425,7 @@ class Framework:
     """Whether `model.fit` needs what `world()` sets up even when it is called after the `with` block."""
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None) -> Iterator[World]:
+    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         """Sets up replicas and takes them down again. See `keras_shardopt.data_parallel`."""
         if num_replicas not in (None, 1):
             raise ValueError(

@@ -10,6 +10,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import os
 import pickle
@@ -210,7 +211,13 @@ class Jax(Framework):
         return jax.process_count(), jax.process_index()
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None) -> Iterator[World]:
+    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+        if timeout is not None and jax.process_count() > 1:
+            raise ValueError(
+                "`timeout` cannot be set here for several processes, because JAX has started them. "
+                f"Received: timeout={timeout.total_seconds():g} s. Give it to JAX before: "
+                "`jax.distributed.initialize(..., heartbeat_timeout_seconds=...)`."
+            )
         if num_replicas is not None:
             _make_cpu_devices(num_replicas)
         devices = keras.distribution.list_devices()

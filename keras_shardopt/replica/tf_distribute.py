@@ -8,6 +8,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import datetime
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -251,9 +252,17 @@ class TensorFlow(Framework):
         return _process_of(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None) -> Iterator[World]:
+    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         if tf.distribute.has_strategy():
             strategy = tf.distribute.get_strategy()
+            if timeout is not None and _process_of(strategy.cluster_resolver)[0] > 1:
+                raise ValueError(
+                    "`timeout` cannot be set here for several processes, because the strategy has started them. "
+                    f"Received: timeout={timeout.total_seconds():g} s. Give it to TensorFlow before the strategy: "
+                    "`tf.config.experimental.configure_coordination_service(service_type='standalone', "
+                    "heartbeat_timeout_in_ms=...)`, or `tf.distribute.experimental.CommunicationOptions("
+                    "timeout_seconds=...)` to the strategy."
+                )
             if num_replicas not in (None, strategy.num_replicas_in_sync):
                 raise ValueError(
                     "`num_replicas` must agree with the strategy whose scope is open. "
