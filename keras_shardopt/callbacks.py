@@ -1,4 +1,4 @@
-"""Callbacks for training on several replicas: `SyncReplicas` and `CheckReplicas`.
+"""Callbacks for training on several replicas: `SyncReplicas`, `CheckReplicas` and `BackupAndRestore`.
 
 Private names of Keras touched here (a test holds each of them):
     `Layer._flatten_layers` - a model and all layers in it, at any depth.
@@ -15,10 +15,12 @@ import keras
 import numpy as np
 
 from keras_shardopt._typing import Groups, Variable
+from keras_shardopt.backup import BackupAndRestore
+from keras_shardopt.optimizers import CrossShard
 from keras_shardopt.replica import framework
 from keras_shardopt.wrapper import inside
 
-__all__ = ["CheckReplicas", "SyncReplicas"]
+__all__ = ["BackupAndRestore", "CheckReplicas", "SyncReplicas"]
 
 
 class SyncReplicas(keras.callbacks.Callback):
@@ -66,6 +68,11 @@ class SyncReplicas(keras.callbacks.Callback):
                     f"Use `callbacks=[SyncReplicas(), ..., {name}(...)]`."
                 )
         model = self.model
+        optimizer = getattr(model, "optimizer", None)
+        if framework.processes_start_apart and optimizer is not None:
+            for part in [optimizer, *inside(optimizer)]:
+                if isinstance(part, CrossShard):
+                    part.check_peers()
         framework.start_equal(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

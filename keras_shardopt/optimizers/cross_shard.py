@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
+from keras_shardopt.agreement import check_agreement, described
 from keras_shardopt.reduction import (
     LocalTransform,
     Reduction,
@@ -93,7 +94,8 @@ class CrossShard(OptimizerWrapper):
         ValueError: if `reduction` or `gradients` is unknown; if `group_assignment` breaks one of its rules, or (on
             first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
             `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
-            nothing inside scales the loss. At the first step: if each replica's own gradients are needed where they are reduced already.
+            nothing inside scales the loss. At the first step: if each replica's own gradients are needed where they are reduced already;
+            on every process, if processes differ in their variables, optimizers, arguments or versions.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -155,6 +157,9 @@ class CrossShard(OptimizerWrapper):
         self.__dict__["_computed"] = False
         # The torch ranks that this optimizer has started together with.
         self.__dict__["_peers"] = None
+        # What it was built as, in words, and whether all processes have found that they have the same.
+        self.__dict__["_described"] = None
+        self.__dict__["_agrees"] = False
         framework.notice(self)
 
     @property
@@ -164,6 +169,28 @@ class CrossShard(OptimizerWrapper):
             self.replica_clipnorm is not None or self.replica_transform is not None or self.group_assignment is not None
         )
 
+    def build(self, variables: Sequence[Variable]) -> None:
+        """Builds the inner optimizer, and remembers as what, for the first update."""
+        was_built = self.built
+        super().build(variables)
+        if not was_built and framework.process()[0] > 1:
+            # Not later: callbacks change the rate, and a step that is being traced cannot read it.
+            self.__dict__["_described"] = described(self, self._trainable_variables)
+
+    def check_peers(self, replicas: ReplicaBackend | None = None) -> None:
+        """Makes sure, once, that the processes train the same with the same optimizer. All must call it together.
+
+        Raises:
+            ValueError: on every process, if they do not. It names what differs.
+        """
+        replicas = framework.replicas(self.axis_name) if replicas is None else replicas
+        if self.__dict__["_agrees"] or not replicas.spans_processes or not self.built:
+            return
+        if self.__dict__["_described"] is None:
+            self.__dict__["_described"] = described(self, self._trainable_variables)
+        check_agreement(self.__dict__["_described"])
+        self.__dict__["_agrees"] = True
+
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Makes the gradients global."""
         if reduction_is_claimed(self):
@@ -171,6 +198,7 @@ class CrossShard(OptimizerWrapper):
         replicas = framework.replicas(self.axis_name)
         framework.check_ready(variables, leaves(self))
         share = 1.0
+        self.check_peers(replicas)
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
             share = replicas.start_together(self._trainable_variables, self.variables, self._groups(replicas))
             self.__dict__["_peers"] = replicas

@@ -43,6 +43,7 @@ class Ranks(ReplicaBackend):
     """The ranks of the default process group."""
 
     runs_one_program = False
+    spans_processes = True
 
     def __init__(self) -> None:
         self.num_replicas = dist.get_world_size()
@@ -278,6 +279,7 @@ class Torch(Framework):
     """`torch.distributed`: one process per replica, each with its own data."""
 
     outlives_its_block = True
+    processes_start_apart = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,6 +299,10 @@ class Torch(Framework):
         if self._ranks is None or not self._ranks.are_current():
             self._ranks = Ranks()
         return self._ranks
+
+    def versions(self) -> dict[str, str]:
+        # Without the suffix: builds for other devices are the same version.
+        return {"PyTorch": str(torch.__version__).partition("+")[0]}
 
     def process(self) -> tuple[int, int]:
         if dist.is_available() and dist.is_initialized():
@@ -392,6 +398,16 @@ class Torch(Framework):
 
     def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
         self.replicas("").start_together(variables, optimizer_variables)
+
+    def random_state(self) -> Any:
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return [state.tolist() for state in [torch.get_rng_state(), *devices]]
+
+    def set_random_state(self, state: Any) -> None:
+        on_cpu, *on_devices = [torch.tensor(each, dtype=torch.uint8) for each in state]
+        torch.set_rng_state(on_cpu)
+        if on_devices and len(on_devices) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(on_devices)
 
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):

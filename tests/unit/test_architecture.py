@@ -26,6 +26,7 @@ MAY_IMPORT_A_FRAMEWORK = {
 LAYERS = [
     {"keras_shardopt"},
     {
+        "keras_shardopt.backup",
         "keras_shardopt.data",
         "keras_shardopt.training",
         "keras_shardopt.callbacks",
@@ -33,7 +34,7 @@ LAYERS = [
         "keras_shardopt.summaries",
     },
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
-    {"keras_shardopt.wrapper", "keras_shardopt.reduction"},
+    {"keras_shardopt.wrapper", "keras_shardopt.reduction", "keras_shardopt.agreement"},
     {"keras_shardopt.replica"},
     {
         "keras_shardopt.replica.base",
