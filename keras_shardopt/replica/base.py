@@ -491,7 +491,7 @@ class Framework:
             variable.assign(array)
 
     def random_state(self) -> Any:
-        """The state of the framework's own global random numbers in this process, as JSON has it; None if it has none."""
+        """The state of the framework's own global random numbers here, as JSON has it; None if there are none."""
         return None
 
     def set_random_state(self, state: Any) -> None:

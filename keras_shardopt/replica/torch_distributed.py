@@ -83,15 +83,16 @@ class Ranks(ReplicaBackend):
         group, size = self._group(groups)
         reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         result: list[Tensor] = [None] * len(tensors)
-        under_way = []
+        flats = []
+        under_way: list[Any] = []
         for indices in _buckets(tensors):
             flat = torch.cat([_dense(tensors[i]).reshape(-1) for i in indices])
-            with taking_part():
-                work = dist.all_reduce(flat, reduce, group=group, async_op=True)
-            under_way.append((indices, flat, work))
-        for indices, flat, work in under_way:
-            with taking_part():
-                work.wait()
+            with taking_part(under_way):
+                under_way.append(dist.all_reduce(flat, reduce, group=group, async_op=True))
+            flats.append((indices, flat))
+        for number, (indices, flat) in enumerate(flats):
+            with taking_part(under_way):
+                under_way[number].wait()
             if op == "mean":
                 flat.div_(size)
             for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):

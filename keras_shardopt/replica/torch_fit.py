@@ -115,6 +115,9 @@ class _Session:
         for reducer in self._reducers_of(self.model.optimizer):
             reducer.check_peers(self.ranks)
         self.ranks.start_together(self.model.trainable_variables, self.model.optimizer.variables)
+        for reducer in self._reducers_of(self.model.optimizer):
+            # Not once more after the first forward pass, whose moving statistics would become rank 0's.
+            reducer.have_started(self.ranks)
         self.has_started = True
 
     def meet(self, phase: _Phase, *message: int) -> list[list[int]]:

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 ANSWER_SECONDS = 1.0
-"""For how long a rank looks for signs of the others after a collective has failed."""
+"""For how long a rank at least looks for signs of the others after a collective has failed."""
+
+PATIENCE_SECONDS = 2.0
+"""For how much longer it does where the collective has failed before its time, as others may be busy just then."""
 
 
 class _Group:
@@ -76,19 +82,27 @@ def close_group() -> None:
 
 
 @contextlib.contextmanager
-def taking_part() -> Iterator[None]:
+def taking_part(under_way: list[Any] | None = None) -> Iterator[None]:
     """Put around every collective, and nothing else: what fails in it fails because of another rank.
+
+    Args:
+        under_way: the collectives that the caller has begun, in a list that is emptied when one fails.
 
     Raises:
         RuntimeError: if the collective fails, with the ranks that are missing where they can be told.
     """
+    start = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(_explained(error)) from error
+        # What holds a collective holds the connections open: the caller's list, and the frames that have failed.
+        if under_way is not None:
+            under_way.clear()
+        traceback.clear_frames(error.__traceback__)
+        raise RuntimeError(_explained(error, time.monotonic() - start)) from error
 
 
-def _explained(error: RuntimeError) -> str:
+def _explained(error: RuntimeError, waited: float) -> str:
     rule = "All ranks must take part in each step, and one of them is gone or stuck."
     cause = f"The exchange failed with: {_first_line(error)}."
     remedy = (
@@ -99,31 +113,33 @@ def _explained(error: RuntimeError) -> str:
         where = f"on rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "here"
         return f"{rule} Received: a failed exchange {where}. {cause} {remedy}"
     group = _open
-    received = f"{_in_words(group)}, asked by rank {group.rank} of {group.size}{_within(group.timeout)}"
+    rest = math.inf if group.timeout is None else group.timeout.total_seconds() - waited
+    seconds = ANSWER_SECONDS + max(0.0, min(PATIENCE_SECONDS, rest))
+    received = f"{_in_words(group, seconds)}, asked by rank {group.rank} of {group.size}{_within(group.timeout)}"
     return f"{rule} Received: {received}. {cause} {remedy}"
 
 
-def _in_words(group: _Group) -> str:
-    """Who is missing, as far as it can be told."""
+def _in_words(group: _Group, seconds: float) -> str:
+    """Who is missing, as far as it can be told in some seconds."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # The connections too: ranks further along a ring wait for this one, and would not look for signs in time.
         close_group()
     found: list[set[int]] = []
     # In a thread that may be left behind: a rank that serves the store and was stopped never answers.
-    asking = threading.Thread(target=_ask, args=(group, found), daemon=True)
+    asking = threading.Thread(target=_ask, args=(group, seconds, found), daemon=True)
     asking.start()
-    asking.join(ANSWER_SECONDS + 0.5)
+    asking.join(seconds + 0.5)
     if not found:
         return "no answer from rank 0, which holds the store" if _rank_0_serves() else "no answer from torchrun's store"
     missing = sorted(set(range(group.size)) - found[-1])
     if not missing:
-        return f"an answer from every rank, but later than {ANSWER_SECONDS:g} s or over a broken connection"
+        return "an answer from every rank, but too late or over a broken connection"
     return f"no answer from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
 
 
-def _ask(group: _Group, found: list[set[int]]) -> None:
+def _ask(group: _Group, seconds: float, found: list[set[int]]) -> None:
     """Leaves this rank's sign, and adds to `found` the ranks that have left theirs, until all or the time is up."""
-    limit = time.monotonic() + ANSWER_SECONDS
+    limit = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
         group.store.set(f"sign/{group.rank}", "1")
         signs = {group.rank}

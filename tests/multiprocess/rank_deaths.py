@@ -90,7 +90,7 @@ class TookTooLong(Exception):
 
 
 def round_of(case, folder):
-    """Runs the ranks of one case. Returns, by surviving rank, the seconds from the death to the error, and the error."""
+    """Runs the ranks of one case. Returns, by surviving rank, how it ended and how long after the death."""
     (port,) = launch.free_ports(1)
     reports = [folder / f"{rank}.json" for rank in range(case["size"])]
     children = []

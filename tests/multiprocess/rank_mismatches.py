@@ -13,7 +13,6 @@ import keras
 import numpy as np
 import torch
 import torch.distributed as dist
-from support import problem
 
 import keras_shardopt as ks
 from keras_shardopt.replica import framework
@@ -93,7 +92,7 @@ CASES = {
 }
 
 
-def trains(rank, model=layers, optimizer=sgd()["optimizer"], version=None, through="apply"):
+def trains(rank, model=layers, optimizer=lambda: ks.CrossShard(SGD(0.1)), version=None, through="apply"):
     """One update, or the error instead of it, and whether any variable changed."""
     model, optimizer = model(), optimizer()
     module, number = version or (keras, keras.__version__)
