@@ -19,6 +19,7 @@ import numpy as np
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
 from keras_shardopt.replica import framework
 
@@ -86,8 +87,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "Make epochs shorter: `model.fit(..., steps_per_epoch=..., epochs=...)`."
             )
         for argument, value in (("double_checkpoint", double_checkpoint), ("delete_checkpoint", delete_checkpoint)):
-            if not isinstance(value, bool):
-                raise TypeError(f"`{argument}` must be a bool. Received: {argument}={value!r}")
+            check.flag(argument, value)
         super().__init__()
         self.backup_dir = path
         self.save_freq = save_freq
@@ -111,8 +111,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         if _is_chief():
             try:
                 header, arrays = self._read()
-            except Exception as error:  # it must reach all processes, which wait for the answer
-                problem = error
+            except Exception as error:
+                problem = _for_all(error)
         header, problem = framework.gather_objects((header, problem))[0]
         if problem is not None:
             raise problem
@@ -135,7 +135,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             try:
                 self._write(epoch + 1, random_states)
             except Exception as error:
-                problem = error
+                problem = _for_all(error)
         # All learn how it went, and nobody goes on before it is written.
         problem = framework.gather_objects(problem)[0]
         if problem is not None:
@@ -161,7 +161,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "has_global_seed": bool(seed),
             "shapes": [list(v.shape) for v in _variables(model)],
         }
-        stored = {f"variable{i}": array for i, array in enumerate(arrays)}
+        stored: dict[str, Any] = {f"variable{i}": array for i, array in enumerate(arrays)}
         os.makedirs(self.backup_dir, exist_ok=True)
         unfinished = f"{self._path}.unfinished"
         with open(unfinished, "wb") as file:
@@ -178,7 +178,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         problem: Exception | None = None
         for path in (self._path, self._previous_path):
             try:
-                with np.load(path, allow_pickle=False) as stored:
+                with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
                     header = json.loads(stored["header"].tobytes())
                     arrays = [stored[f"variable{i}"] for i in range(len(stored.files) - 1)]
             except FileNotFoundError:
@@ -197,6 +197,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         if problem is not None:
             raise problem
         return None, None
+
+
+def _for_all(error: Exception) -> Exception:
+    """An error in a form that reaches all processes, which wait for the answer."""
+    return error if isinstance(error, ValueError) else OSError(f"{type(error).__name__}: {error}")
 
 
 def _is_chief() -> bool:

@@ -6,7 +6,6 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backup import BackupAndRestore
 from keras_shardopt.optimizers import CrossShard
@@ -129,11 +129,7 @@ class CheckReplicas(keras.callbacks.Callback):
     """
 
     def __init__(self, every: int = 100) -> None:
-        if isinstance(every, bool) or not hasattr(every, "__index__"):
-            raise TypeError(f"`every` must be an int. Received: every={every!r}")
-        every = operator.index(every)
-        if every < 1:
-            raise ValueError(f"`every` must be at least 1, in training batches. Received: every={every}")
+        every = check.integer("every", every, fix="Give it in training batches.")
         super().__init__()
         self.every = every
         self._restart()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import operator
 from numbers import Real
 from types import TracebackType
 from typing import Any
 
 import keras
 
+from keras_shardopt import arguments as check
 from keras_shardopt.optimizers import CrossShard
 from keras_shardopt.replica import World, framework
 from keras_shardopt.wrapper import inside
@@ -68,11 +68,7 @@ class data_parallel:
 
     def __init__(self, num_replicas: int | None = None, timeout: float | datetime.timedelta | None = None) -> None:
         if num_replicas is not None:
-            if isinstance(num_replicas, bool) or not hasattr(num_replicas, "__index__"):
-                raise TypeError(f"`num_replicas` must be an int or None. Received: num_replicas={num_replicas!r}")
-            num_replicas = operator.index(num_replicas)
-            if num_replicas < 1:
-                raise ValueError(f"`num_replicas` must be at least 1. Received: num_replicas={num_replicas}")
+            num_replicas = check.integer("num_replicas", num_replicas, fix="Leave it out to take all devices.")
         self._requested = num_replicas
         self._timeout = _duration(timeout)
         self._world: World | None = None
@@ -159,11 +155,11 @@ def _duration(timeout: Any) -> datetime.timedelta | None:
             f"Received: timeout={timeout!r} (of type {type(timeout).__name__})"
         )
     else:
-        # PyTorch counts milliseconds in 64 bits; NaN fails the comparison.
-        duration = datetime.timedelta(seconds=float(timeout)) if 0 < timeout <= _LONGEST_SECONDS else None
+        # PyTorch counts milliseconds, in 64 bits.
+        duration = datetime.timedelta(seconds=float(timeout)) if _in_range(timeout) else None
     if duration is None and timeout is None:
         return None
-    if duration is None or not 0.001 <= duration.total_seconds() <= _LONGEST_SECONDS:
+    if duration is None or not _in_range(duration.total_seconds()):
         raise ValueError(
             "`timeout` must be at least a millisecond and at most a year, in seconds. "
             f"Received: timeout={timeout!r}. Leave it out for the backend's own."
@@ -171,7 +167,8 @@ def _duration(timeout: Any) -> datetime.timedelta | None:
     return duration
 
 
-_LONGEST_SECONDS = 365 * 24 * 3600
+def _in_range(seconds: Any) -> bool:
+    return bool(0.001 <= seconds <= 365 * 24 * 3600)
 
 
 def prepare(model: Any) -> Any:

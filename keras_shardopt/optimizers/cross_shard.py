@@ -8,6 +8,7 @@ from typing import Any, Literal
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.agreement import check_agreement, described
 from keras_shardopt.reduction import (
@@ -190,6 +191,10 @@ class CrossShard(OptimizerWrapper):
             self.__dict__["_described"] = described(self, self._trainable_variables)
         check_agreement(self.__dict__["_described"])
         self.__dict__["_agrees"] = True
+
+    def have_started(self, replicas: ReplicaBackend) -> None:
+        """Says that these replicas have equal weights and state already, before the first update."""
+        self.__dict__["_peers"] = replicas
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Makes the gradients global."""
@@ -474,9 +479,4 @@ def _refuse_inside(optimizer: Any) -> None:
 def _check_clipnorm(replica_clipnorm: Any) -> None:
     if replica_clipnorm is None:
         return
-    if isinstance(replica_clipnorm, bool) or not isinstance(replica_clipnorm, (int, float)):
-        raise TypeError(f"`replica_clipnorm` must be a float or None. Received: replica_clipnorm={replica_clipnorm!r}")
-    if not replica_clipnorm > 0:
-        raise ValueError(
-            f"`replica_clipnorm` must be > 0. Received: replica_clipnorm={replica_clipnorm}. Leave it out to not clip."
-        )
+    check.real("replica_clipnorm", replica_clipnorm, above=0, finite=False, fix="Leave it out to not clip.")

@@ -43,7 +43,7 @@ LAYERS = [
         "keras_shardopt.slots",
         "keras_shardopt.whole_batch",
     },
-    {"keras_shardopt._typing"},
+    {"keras_shardopt._typing", "keras_shardopt.arguments"},
 ]
 
 each_module = pytest.mark.parametrize("name", MODULES)
