@@ -1,4 +1,4 @@
-"""Callbacks: `SyncReplicas`, `CheckReplicas` and `StopOnNonFinite` for several replicas, and `TrainingSummaries`.
+"""Callbacks: for several replicas, for backups, and `TrainingSummaries`.
 
 Private names of Keras touched here (a test holds each of them):
     `Layer._flatten_layers` - a model and all layers in it, at any depth.
@@ -6,7 +6,6 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +13,15 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Groups, Variable
+from keras_shardopt.backup import BackupAndRestore
 from keras_shardopt.optimizers import CrossShard
 from keras_shardopt.replica import framework
 from keras_shardopt.summaries import Recorder, checked_every, checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.wrapper import inside
 
-__all__ = ["CheckReplicas", "StopOnNonFinite", "SyncReplicas", "TrainingSummaries"]
+__all__ = ["BackupAndRestore", "CheckReplicas", "StopOnNonFinite", "SyncReplicas", "TrainingSummaries"]
 
 
 class SyncReplicas(keras.callbacks.Callback):
@@ -68,6 +69,11 @@ class SyncReplicas(keras.callbacks.Callback):
                     f"Use `callbacks=[SyncReplicas(), ..., {name}(...)]`."
                 )
         model = self.model
+        optimizer = getattr(model, "optimizer", None)
+        if framework.processes_start_apart and optimizer is not None:
+            for part in [optimizer, *inside(optimizer)]:
+                if isinstance(part, CrossShard):
+                    part.check_peers()
         framework.start_equal(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -124,11 +130,7 @@ class CheckReplicas(keras.callbacks.Callback):
     """
 
     def __init__(self, every: int = 100) -> None:
-        if isinstance(every, bool) or not hasattr(every, "__index__"):
-            raise TypeError(f"`every` must be an int. Received: every={every!r}")
-        every = operator.index(every)
-        if every < 1:
-            raise ValueError(f"`every` must be at least 1, in training batches. Received: every={every}")
+        every = check.integer("every", every, fix="Give it in training batches.")
         super().__init__()
         self.every = every
         self._restart()

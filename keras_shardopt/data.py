@@ -46,7 +46,7 @@ class _Part:
     def check_enough(self, total: int, things: str) -> None:
         if total < self.num_parts:
             raise ValueError(
-                f"There must be at least one of the {things} for each process. "
+                f"There must be at least one of the {things} of `x` for each process. "
                 f"Received: {total} {things} for {self.num_parts} processes. Use more data or fewer processes."
             )
 
@@ -300,9 +300,13 @@ def _num_rows(arguments: dict[str, Any]) -> int:
             sizes.setdefault(argument, []).append(int(leaf.shape[0]))
     if "x" not in sizes:
         raise TypeError(f"`x` must hold an array. Received: x={arguments['x']!r}")
+    for argument, nest in arguments.items():
+        if nest is not None and argument not in sizes:
+            raise TypeError(f"`{argument}` must hold an array, or be None. Received: {argument}={nest!r}")
     if len({size for of_argument in sizes.values() for size in of_argument}) > 1:
         raise ValueError(
-            f"All arrays must have the same number of rows. Received: {sizes}. "
+            f"All arrays must have the same number of rows: {', '.join(f'`{argument}`' for argument in sizes)}. "
+            f"Received: {sizes}. "
             "Pass arrays whose first dimension is that of the examples."
         )
     return sizes["x"][0]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor, Variable
 
 
@@ -116,13 +119,16 @@ def clip_by_global_norm(
         instead of NaN beside an infinite element. There None entries and scalars failed, and `use_norm` had to be
         given.
     """
-    if not isinstance(t_list, (list, tuple)):
+    if not isinstance(t_list, (list, tuple)) or not all(tensor is None or _is_numbers(tensor) for tensor in t_list):
+        what = f"with a {_odd_one(t_list)} in it" if isinstance(t_list, (list, tuple)) else f"a {type(t_list).__name__}"
         raise TypeError(
-            f"`t_list` must be a list or tuple of tensors. Received: a {type(t_list).__name__}. "
-            "Put a single tensor into a list."
+            f"`t_list` must be a list or tuple of tensors and None. Received: {what}. Put a single tensor into a list."
         )
-    if isinstance(clip_norm, (int, float)) and not clip_norm >= 0:
-        raise ValueError(f"`clip_norm` must be >= 0. Received: clip_norm={clip_norm}")
+    _check_limit("clip_norm", clip_norm)
+    if use_norm is not None and not _is_scalar(use_norm):
+        raise TypeError(f"`use_norm` must be a scalar tensor, a number or None. Received: use_norm={use_norm!r}")
+    if isinstance(use_norm, Real):
+        use_norm = float(use_norm)
     found = global_norm(t_list) if use_norm is None else in_float32(ops.convert_to_tensor(use_norm))
     factor = factor_within(found, ops.cast(clip_norm, dtype_of(found)))
     return [None if t is None else map_values(lambda value: _times(value, factor), t) for t in t_list], found
@@ -156,7 +162,13 @@ def clip_gradients_by_norm(
     References:
         `_clip_gradients_by_norm` of OpenSeq2Seq's `optimizers.py`.
     """
-    pairs = list(grads_and_vars)
+    _check_limit("clip_gradients", clip_gradients)
+    listed = isinstance(grads_and_vars, Iterable) and _rank(grads_and_vars) is None
+    pairs: list[Any] = list(grads_and_vars) if listed else [None]
+    for pair in pairs:
+        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_pair(*pair)):
+            what = repr(grads_and_vars) if pair is None else f"{pair!r} among them"
+            raise TypeError(f"`grads_and_vars` must list (gradient, variable) pairs. Received: {what}")
     clipped, _ = clip_by_global_norm([grad for grad, _ in pairs], clip_gradients)
     return [(like_variable(grad, variable), variable) for grad, (_, variable) in zip(clipped, pairs)]
 
@@ -164,6 +176,47 @@ def clip_gradients_by_norm(
 def like_variable(grad: Tensor | None, variable: Variable) -> Tensor | None:
     """The gradient in the dtype of its variable."""
     return None if grad is None else map_values(lambda value: ops.cast(value, dtype_of(variable)), grad)
+
+
+def _check_limit(name: str, limit: Any) -> None:
+    if isinstance(limit, Real):
+        check.real(name, limit, at_least=0, finite=False)
+    elif not _is_scalar(limit):
+        raise TypeError(f"`{name}` must be a number or a scalar tensor. Received: {name}={limit!r}")
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return check.is_finite(value) or isinstance(value, float)
+    return _rank(value) == 0 and _is_numbers(value)
+
+
+def _rank(value: Any) -> int | None:
+    """Of a tensor, variable or array; None of anything else."""
+    shape = getattr(value, "shape", None)
+    try:
+        return None if shape is None or not hasattr(value, "dtype") else len(shape)
+    except (TypeError, ValueError):  # TensorFlow does not know it yet
+        return 0
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether it is a tensor, sparse or not, or what can be made one."""
+    if is_sparse(value) or keras.ops.is_tensor(value) or isinstance(value, keras.Variable):
+        return True
+    try:
+        array = np.asarray(value)
+    except Exception:  # lists of unequal lengths, objects with ideas of their own
+        return False
+    return array.dtype.kind in "fiu" or "float" in str(array.dtype)
+
+
+def _is_pair(grad: Any, variable: Any) -> bool:
+    return (grad is None or _is_numbers(grad)) and _rank(variable) is not None
+
+
+def _odd_one(t_list: Sequence[Any]) -> str:
+    return next(type(tensor).__name__ for tensor in t_list if tensor is not None and not _is_numbers(tensor))
 
 
 def _values(tensor: Tensor) -> Tensor:

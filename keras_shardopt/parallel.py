@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import operator
+import datetime
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
 import keras
 
+from keras_shardopt import arguments as check
 from keras_shardopt.optimizers import CrossShard
 from keras_shardopt.replica import World, framework
 from keras_shardopt.wrapper import inside
@@ -42,11 +44,17 @@ class data_parallel:
         num_replicas: int >= 1 or None. How many replicas; None (default) takes all devices. On a machine without
             accelerators that many CPU devices are made, which must happen before TensorFlow or JAX has started. On
             PyTorch it must equal the number of processes.
+        timeout: float > 0 in seconds, `datetime.timedelta`, or None. For ranks of PyTorch: how long a rank waits for
+            the others before it raises; None (default) is PyTorch's own limit (30 minutes with "gloo", 10 with
+            "nccl"). A rank that dies is noticed at once. JAX and TensorFlow take their limits where their processes
+            are started, so there it must be left out with several processes. One process waits for nobody.
 
     Raises:
-        ValueError: if `num_replicas` is less than 1, more than there are devices, or not the number of processes.
-        TypeError: if `num_replicas` is not an int.
-        RuntimeError: if TensorFlow runs already with fewer CPU devices.
+        ValueError: if `num_replicas` is less than 1, more than there are devices, or not the number of processes; if
+            `timeout` is out of range, or cannot be set any more.
+        TypeError: if `num_replicas` is not an int, or `timeout` not a duration.
+        RuntimeError: if TensorFlow runs already with fewer CPU devices; if a rank does not come. Later, from what
+            needs all ranks, if one has died or stalled: on every other rank, with the number of that rank.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -58,14 +66,11 @@ class data_parallel:
         >>> replicas.close()
     """
 
-    def __init__(self, num_replicas: int | None = None) -> None:
+    def __init__(self, num_replicas: int | None = None, timeout: float | datetime.timedelta | None = None) -> None:
         if num_replicas is not None:
-            if isinstance(num_replicas, bool) or not hasattr(num_replicas, "__index__"):
-                raise TypeError(f"`num_replicas` must be an int or None. Received: num_replicas={num_replicas!r}")
-            num_replicas = operator.index(num_replicas)
-            if num_replicas < 1:
-                raise ValueError(f"`num_replicas` must be at least 1. Received: num_replicas={num_replicas}")
+            num_replicas = check.integer("num_replicas", num_replicas, fix="Leave it out to take all devices.")
         self._requested = num_replicas
+        self._timeout = _duration(timeout)
         self._world: World | None = None
         self._open = contextlib.ExitStack()
         self._watching = contextlib.ExitStack()
@@ -75,7 +80,7 @@ class data_parallel:
             raise RuntimeError("This `data_parallel()` scope has been entered before. Make a new one.")
         if _lingering is not None:
             _lingering.close()
-        self._world = self._open.enter_context(framework.world(self._requested))
+        self._world = self._open.enter_context(framework.world(self._requested, self._timeout))
         self._made_inside = self._watching.enter_context(framework.watch())
         return self
 
@@ -139,6 +144,31 @@ class data_parallel:
         `BatchNormalization` are each replica's own on TensorFlow and PyTorch. All processes must call it together.
         """
         return framework.largest_difference(model.trainable_weights)
+
+
+def _duration(timeout: Any) -> datetime.timedelta | None:
+    if timeout is None or isinstance(timeout, datetime.timedelta):
+        duration = timeout
+    elif isinstance(timeout, bool) or not isinstance(timeout, Real):
+        raise TypeError(
+            "`timeout` must be a number of seconds, a `datetime.timedelta` or None. "
+            f"Received: timeout={timeout!r} (of type {type(timeout).__name__})"
+        )
+    else:
+        # PyTorch counts milliseconds, in 64 bits.
+        duration = datetime.timedelta(seconds=float(timeout)) if _in_range(timeout) else None
+    if duration is None and timeout is None:
+        return None
+    if duration is None or not _in_range(duration.total_seconds()):
+        raise ValueError(
+            "`timeout` must be at least a millisecond and at most a year, in seconds. "
+            f"Received: timeout={timeout!r}. Leave it out for the backend's own."
+        )
+    return duration
+
+
+def _in_range(seconds: Any) -> bool:
+    return bool(0.001 <= seconds <= 365 * 24 * 3600)
 
 
 def prepare(model: Any) -> Any:

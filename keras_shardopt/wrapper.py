@@ -615,8 +615,11 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
             f"Use for example `{caller}(keras.optimizers.Adam(1e-3))`."
         )
     try:
-        return keras.optimizers.get(identifier)
-    except ValueError as error:
+        found = keras.optimizers.get(identifier)
+        if not isinstance(found, keras.optimizers.Optimizer):
+            raise ValueError(f"a config of a {type(found).__name__}")
+        return found
+    except Exception as error:  # a config that is none fails in many ways
         raise ValueError(
             f"`{argument}` must be the name or config of an optimizer that Keras knows. "
             f"Received: {argument}={identifier!r}. "

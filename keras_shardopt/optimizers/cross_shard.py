@@ -10,8 +10,10 @@ from typing import Any, Literal
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
+from keras_shardopt.agreement import check_agreement, described
 from keras_shardopt.finite import UNKNOWN, first_not_finite, judge, num_flags, reduce_and_judge
 from keras_shardopt.reduction import (
     LocalTransform,
@@ -124,7 +126,8 @@ class CrossShard(OptimizerWrapper):
             than 1, or an optimizer inside accumulates, too; if `on_nonfinite` is "raise" around a dynamic loss scaling; if `group_assignment` breaks one of its rules, or (on
             first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
             `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
-            nothing inside scales the loss. At the first step: if each replica's own gradients are needed where they are reduced already.
+            nothing inside scales the loss. At the first step: if each replica's own gradients are needed where they are reduced already;
+            on every process, if processes differ in their variables, optimizers, arguments or versions.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -233,6 +236,9 @@ class CrossShard(OptimizerWrapper):
         # The torch ranks that this optimizer has started together with.
         self.__dict__["_peers"] = None
         self.__dict__["_warned"] = False
+        # What it was built as, in words, and whether all processes have found that they have the same.
+        self.__dict__["_described"] = None
+        self.__dict__["_agrees"] = False
         framework.notice(self)
 
     @property
@@ -274,7 +280,11 @@ class CrossShard(OptimizerWrapper):
                 self._accumulators.build(list(variables), self.add_variable)
             if self.__dict__.get("_stacks"):
                 self.stack_accumulators()
+        was_built = self.built
         super().build(variables)
+        if not was_built and framework.process()[0] > 1:
+            # Not later: callbacks change the rate, and a step that is being traced cannot read it.
+            self.__dict__["_described"] = described(self, self._trainable_variables)
         if self.__dict__["_num_steps"] is not None:
             refuse_accumulation_inside(leaves(self), self.__dict__["_num_steps"])
 
@@ -362,6 +372,24 @@ class CrossShard(OptimizerWrapper):
 
     # -- updating ------------------------------------------------------------------------------------------------
 
+    def check_peers(self, replicas: ReplicaBackend | None = None) -> None:
+        """Makes sure, once, that the processes train the same with the same optimizer. All must call it together.
+
+        Raises:
+            ValueError: on every process, if they do not. It names what differs.
+        """
+        replicas = framework.replicas(self.axis_name) if replicas is None else replicas
+        if self.__dict__["_agrees"] or not replicas.spans_processes or not self.built:
+            return
+        if self.__dict__["_described"] is None:
+            self.__dict__["_described"] = described(self, self._trainable_variables)
+        check_agreement(self.__dict__["_described"])
+        self.__dict__["_agrees"] = True
+
+    def have_started(self, replicas: ReplicaBackend) -> None:
+        """Says that these replicas have equal weights and state already, before the first update."""
+        self.__dict__["_peers"] = replicas
+
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Makes the gradients global."""
         if reduction_is_claimed(self):
@@ -369,6 +397,7 @@ class CrossShard(OptimizerWrapper):
         replicas = framework.replicas(self.axis_name)
         framework.check_ready(variables, leaves(self))
         share = 1.0
+        self.check_peers(replicas)
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
             share = replicas.start_together(self._trainable_variables, self.shared_variables, self._groups(replicas))
             self.__dict__["_peers"] = replicas
@@ -781,9 +810,4 @@ def _refuse_inside(optimizer: Any) -> None:
 def _check_clipnorm(replica_clipnorm: Any) -> None:
     if replica_clipnorm is None:
         return
-    if isinstance(replica_clipnorm, bool) or not isinstance(replica_clipnorm, (int, float)):
-        raise TypeError(f"`replica_clipnorm` must be a float or None. Received: replica_clipnorm={replica_clipnorm!r}")
-    if not replica_clipnorm > 0:
-        raise ValueError(
-            f"`replica_clipnorm` must be > 0. Received: replica_clipnorm={replica_clipnorm}. Leave it out to not clip."
-        )
+    check.real("replica_clipnorm", replica_clipnorm, above=0, finite=False, fix="Leave it out to not clip.")

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.numerics import clip_by_global_norm, is_next_value, like_variable
 from keras_shardopt.wrapper import OptimizerWrapper
@@ -57,15 +58,10 @@ class GradientClipping(OptimizerWrapper):
     needs_global_gradients = True
 
     def __init__(self, inner_optimizer: Any, clip_gradients: float, name: str | None = None) -> None:
-        if isinstance(clip_gradients, bool) or not isinstance(clip_gradients, (int, float)):
-            raise TypeError(f"`clip_gradients` must be a float. Received: clip_gradients={clip_gradients!r}")
-        if not clip_gradients > 0:
-            raise ValueError(
-                f"`clip_gradients` must be > 0. Received: clip_gradients={clip_gradients}. "
-                "Leave `GradientClipping` out to not clip."
-            )
+        fix = "Leave `GradientClipping` out to not clip."
+        clip_gradients = check.real("clip_gradients", clip_gradients, above=0, finite=False, fix=fix)
         super().__init__(inner_optimizer, name=name)
-        self.clip_gradients = float(clip_gradients)
+        self.clip_gradients = clip_gradients
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Clips the gradients together."""

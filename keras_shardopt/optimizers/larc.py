@@ -8,6 +8,7 @@ from typing import Any, Literal
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import dense, dtype_of, in_float32, is_next_value, norm
 from keras_shardopt.wrapper import OptimizerWrapper, leaf_of
@@ -82,22 +83,17 @@ class LARC(OptimizerWrapper):
         faithful: bool = False,
         name: str | None = None,
     ) -> None:
-        if larc_mode not in ("clip", "scale"):
-            raise ValueError(f'`larc_mode` must be "clip" or "scale". Received: larc_mode={larc_mode!r}')
-        for argument, value in (("larc_eta", larc_eta), ("min_update", min_update), ("epsilon", epsilon)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"`{argument}` must be a float. Received: {argument}={value!r}")
-        if not (larc_eta > 0 and epsilon > 0 and min_update >= 0):
-            raise ValueError(
-                "`larc_eta` and `epsilon` must be > 0, and `min_update` >= 0. "
-                f"Received: larc_eta={larc_eta}, epsilon={epsilon}, min_update={min_update}"
-            )
+        check.one_of("larc_mode", larc_mode, ("clip", "scale"))
+        larc_eta = check.real("larc_eta", larc_eta, above=0)
+        min_update = check.real("min_update", min_update, at_least=0)
+        epsilon = check.real("epsilon", epsilon, above=0)
+        faithful = check.flag("faithful", faithful)
         super().__init__(inner_optimizer, name=name)
-        self.larc_eta = float(larc_eta)
+        self.larc_eta = larc_eta
         self.larc_mode = larc_mode
-        self.min_update = float(min_update)
-        self.epsilon = float(epsilon)
-        self.faithful = bool(faithful)
+        self.min_update = min_update
+        self.epsilon = epsilon
+        self.faithful = faithful
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Scales each gradient on its own."""

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import in_float32, is_sparse
 
@@ -109,7 +110,7 @@ class AutomaticLossScaler:
         if params is not None and not isinstance(params, Mapping):
             raise TypeError(f"`params` must be a dict or None. Received: params={params!r}")
         self.algorithm = _NAMES[key]
-        self.faithful = bool(faithful)
+        self.faithful = check.flag("faithful", faithful)
         self.params = _checked(self.algorithm, _PARAMS[key], dict(params or {}), self.faithful)
         self._next = self._backoff if key == "backoff" else self._logmax
         self._variables: list[Variable] | None = None

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NoReturn
 
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import dtype_of, in_float32, is_next_value, map_values
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
@@ -234,7 +236,11 @@ class LossScaling(ScaledUpdate):
                 "Leave them out."
             )
         if isinstance(loss_scaling, str):
-            loss_scaling = AutomaticLossScaler(loss_scaling, loss_scaling_params)
+            try:
+                loss_scaling = AutomaticLossScaler(loss_scaling, loss_scaling_params)
+            except (TypeError, ValueError) as error:
+                rule = "`loss_scaling` and `loss_scaling_params` must make an `AutomaticLossScaler`."
+                raise type(error)(f"{rule} {error}") from None
         super().__init__(inner_optimizer, checked_scale(loss_scaling, "loss_scaling"), name)
 
     def get_config(self) -> dict[str, Any]:
@@ -266,15 +272,13 @@ def checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:
     """A scale that a constructor was given under the name `argument`: a float > 0 or a scaler."""
     if isinstance(scale, AutomaticLossScaler):
         return scale
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(
             f"`{argument}` must be a float or an `AutomaticLossScaler`. Received: {argument}={scale!r} "
             f"(of type {type(scale).__name__}). Use for example `{argument}=128.0` or "
             f"`{argument}=AutomaticLossScaler('Backoff')`."
         )
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"`{argument}` must be finite and > 0. Received: {argument}={scale!r}")
-    return float(scale)
+    return check.real(argument, scale, above=0)
 
 
 def stored_scale(optimizer: ScaledUpdate) -> Any:

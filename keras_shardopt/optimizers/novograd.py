@@ -9,11 +9,13 @@ Private names of Keras touched here (test_novograd.py holds each of them):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.numerics import dense, dtype_of, in_float32, is_next_value
 from keras_shardopt.slots import SlotAccess, slot_prefix
@@ -94,17 +96,28 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         gradient_accumulation_steps: int | None = None,
         name: str = "novograd",
     ) -> None:
-        numbers = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
-        for argument, value in numbers.items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number and not (argument == "weight_decay" and value is None):
-                raise TypeError(f"`{argument}` must be a float. Received: {argument}={value!r}")
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ValueError(f"`beta1` and `beta2` must be in [0, 1). Received: beta1={beta1}, beta2={beta2}")
-        if not (epsilon >= 0 and (weight_decay is None or weight_decay >= 0)):
-            raise ValueError(
-                f"`epsilon` and `weight_decay` must be >= 0. Received: epsilon={epsilon}, weight_decay={weight_decay}"
-            )
+        learning_rate = _checked_rate(learning_rate)
+        beta1 = check.real("beta1", beta1, at_least=0, below=1)
+        beta2 = check.real("beta2", beta2, at_least=0, below=1)
+        epsilon = check.real("epsilon", epsilon, at_least=0)
+        weight_decay = None if weight_decay is None else check.real("weight_decay", weight_decay, at_least=0)
+        flags = {"grad_averaging": grad_averaging, "faithful": faithful, "use_ema": use_ema}
+        for argument, given in flags.items():
+            check.flag(argument, given)
+        # What Keras takes unseen, and meets in the first update or never.
+        limits = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
+        for argument, value in limits.items():
+            if value is not None:
+                check.real(argument, value, above=0, finite=False)
+        if loss_scale_factor is not None:
+            check.real("loss_scale_factor", loss_scale_factor, above=0)
+        check.real("ema_momentum", ema_momentum, at_least=0)
+        if not ema_momentum <= 1:
+            raise ValueError(f"`ema_momentum` must be in [0, 1]. Received: ema_momentum={ema_momentum!r}")
+        if ema_overwrite_frequency is not None:
+            check.integer("ema_overwrite_frequency", ema_overwrite_frequency)
+        if gradient_accumulation_steps is not None:
+            check.integer("gradient_accumulation_steps", gradient_accumulation_steps, 2)
         super().__init__(
             learning_rate=learning_rate,
             name=name,
@@ -118,11 +131,11 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
             loss_scale_factor=loss_scale_factor,
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
-        self.beta1 = float(beta1)
-        self.beta2 = float(beta2)
-        self.epsilon = float(epsilon)
-        self.grad_averaging = bool(grad_averaging)
-        self.faithful = bool(faithful)
+        self.beta1 = beta1
+        self.beta2 = beta2
+        self.epsilon = epsilon
+        self.grad_averaging = grad_averaging
+        self.faithful = faithful
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Creates momentum and second moment of each variable. Building again changes nothing."""
@@ -175,3 +188,24 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
             "grad_averaging": self.grad_averaging,
             "faithful": self.faithful,
         }
+
+
+def _checked_rate(learning_rate: Any) -> Any:
+    if isinstance(learning_rate, Real) and not isinstance(learning_rate, bool):
+        return check.real("learning_rate", learning_rate, at_least=0)
+    is_tensor = keras.ops.is_tensor(learning_rate) or isinstance(learning_rate, keras.Variable)
+    is_schedule = isinstance(learning_rate, (keras.optimizers.schedules.LearningRateSchedule, dict))
+    if not (is_tensor or is_schedule or callable(learning_rate)):
+        raise TypeError(
+            "`learning_rate` must be a float, a `LearningRateSchedule` or a function without arguments. "
+            f"Received: learning_rate={learning_rate!r} (of type {type(learning_rate).__name__})"
+        )
+    if isinstance(learning_rate, dict):
+        try:
+            return keras.optimizers.schedules.deserialize(learning_rate)
+        except Exception as error:
+            raise ValueError(
+                "`learning_rate` must be the config of a schedule, where it is a dict. "
+                f"Received: learning_rate={learning_rate!r}"
+            ) from error
+    return learning_rate

@@ -16,6 +16,7 @@ import keras
 from keras import ops, tree
 from keras.src.backend.common import global_state
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import add, is_next_value, map_values
 from keras_shardopt.replica import framework, reduction_is_claimed
@@ -315,11 +316,8 @@ def replicate(
     """
     if not callable(step):
         raise TypeError(f"`step` must be a function. Received: step={step!r}. Use for example `model.train_step`.")
-    if isinstance(num_towers, bool) or not isinstance(num_towers, int):
-        raise TypeError(f"`num_towers` must be an int. Received: num_towers={num_towers!r}")
-    if num_towers < 1:
-        raise ValueError(f"`num_towers` must be >= 1. Received: num_towers={num_towers}")
-    if loss_reduction not in _SUMS + _MEANS:
+    num_towers = check.integer("num_towers", num_towers)
+    if not isinstance(loss_reduction, str) or loss_reduction not in _SUMS + _MEANS:
         raise ValueError(
             f'`loss_reduction` must be "sum" or "mean" (or one of {[*_SUMS[1:], *_MEANS[1:]]}). '
             f"Received: loss_reduction={loss_reduction!r}"

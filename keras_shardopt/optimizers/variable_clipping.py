@@ -9,6 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import dtype_of, factor_within, in_float32, is_sparse
 from keras_shardopt.wrapper import OptimizerWrapper
@@ -79,12 +80,9 @@ class VariableClipping(OptimizerWrapper):
         name: str | None = None,
     ) -> None:
         pairs = _pairs(vars_to_clip_dims)
-        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
-            raise TypeError(f"`max_norm` must be a float. Received: max_norm={max_norm!r}")
-        if not max_norm > 0:
-            raise ValueError(f"`max_norm` must be > 0. Received: max_norm={max_norm}")
+        max_norm = check.real("max_norm", max_norm, above=0, finite=False)
         super().__init__(inner_optimizer, name=name)
-        self.max_norm = float(max_norm)
+        self.max_norm = max_norm
         # Past `__setattr__`: variables given as keys would be taken for state of the optimizer.
         self.__dict__["_keys"] = pairs
         self.__dict__["_clip_dims"] = {}

@@ -11,6 +11,7 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
+import datetime
 import enum
 import threading
 import weakref
@@ -60,6 +61,9 @@ class ReplicaBackend(abc.ABC):
 
     runs_one_program: bool = True
     """Whether one program (traced once) serves all replicas, so that a `None` gradient is `None` on all of them."""
+
+    spans_processes: bool = False
+    """Whether some of the replicas are in other processes, which then make the same calls."""
 
     arrival_is_a_guess: bool = False
     """Whether the last answer of `arrival` was "local" because that does no harm, and not because it was known."""
@@ -146,9 +150,10 @@ class AllReplicasAtOnce(ReplicaBackend):
 
     replica_id = 0
 
-    def __init__(self, num_replicas: int, is_chief: bool, place: str) -> None:
+    def __init__(self, num_replicas: int, is_chief: bool, place: str, spans_processes: bool = False) -> None:
         self.num_replicas = num_replicas
         self.is_chief = is_chief
+        self.spans_processes = spans_processes
         self._place = place
 
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
@@ -339,6 +344,9 @@ class Framework:
         """Tells whoever watches that this optimizer was made."""
         for noticed in self._watches:
             noticed.add(optimizer)
+
+    processes_start_apart: bool = False
+    """Whether each of several processes makes weights of its own, which `start_equal` then makes equal."""
 
     updates_are_stateless: bool = False
     """Whether updates are traced as pure functions, so that inner optimizers are driven by `stateless_apply`."""
@@ -543,6 +551,10 @@ class Framework:
         del tensors, divisor, rule, remedy
         return contextlib.nullcontext()
 
+    def versions(self) -> dict[str, str]:
+        """The version of the framework, by its name."""
+        return {}
+
     def process(self) -> tuple[int, int]:
         """How many processes feed data, and which of them this is, also outside `world()`."""
         return 1, 0
@@ -551,7 +563,7 @@ class Framework:
     """Whether `model.fit` needs what `world()` sets up even when it is called after the `with` block."""
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None) -> Iterator[World]:
+    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         """Sets up replicas and takes them down again. See `keras_shardopt.data_parallel`."""
         if num_replicas not in (None, 1):
             raise ValueError(
@@ -600,6 +612,22 @@ class Framework:
         """
         del variables, optimizer_variables
 
+    def assign_copies(self, variables: Sequence[Variable], arrays: Sequence[np.ndarray]) -> None:
+        """Assigns this process's copies of the variables, without a word to other processes."""
+        for variable, array in zip(variables, arrays):
+            variable.assign(array)
+
+    def random_state(self) -> Any:
+        """The state of the framework's own global random numbers here, as JSON has it; None if there are none."""
+        return None
+
+    def set_random_state(self, state: Any) -> None:
+        """Takes back what `random_state` returned."""
+        del state
+
     def gather_objects(self, value: Any) -> list[Any]:
-        """The values of all processes, which may be of different lengths, in the order of the processes."""
+        """The values of all processes, which may be of different lengths, in the order of the processes.
+
+        All processes must call it together. It may be called while a step is being traced.
+        """
         return [value]

@@ -10,7 +10,9 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import datetime
 import functools
 import os
 import pickle
@@ -35,6 +37,7 @@ class MappedAxis(ReplicaBackend):
         self._axis = axis_name
         self.num_replicas = jax.lax.axis_size(axis_name)
         self.is_chief = jax.process_index() == 0
+        self.spans_processes = _spans_processes(self.num_replicas)
 
     @property
     def replica_id(self) -> Any:
@@ -109,6 +112,7 @@ class Jax(Framework):
     updates_are_stateless = True
     steps_are_traced = True
     outlives_its_block = True
+    processes_start_apart = True
 
     def replicas(self, axis_name: str) -> ReplicaBackend:
         try:
@@ -133,7 +137,8 @@ class Jax(Framework):
         if num_replicas == 1:
             return SingleReplica()
         # GSPMD: one program over the whole batch, which XLA divides among the devices.
-        return AllReplicasAtOnce(num_replicas, jax.process_index() == 0, "under a `keras.distribution`")
+        is_chief = jax.process_index() == 0
+        return AllReplicasAtOnce(num_replicas, is_chief, "under a `keras.distribution`", _spans_processes(num_replicas))
 
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         distribution = keras.distribution.distribution()
@@ -263,11 +268,20 @@ class Jax(Framework):
                 variable._layout = distribution.get_variable_layout(variable)
                 variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
 
+    def versions(self) -> dict[str, str]:
+        return {"JAX": jax.__version__}
+
     def process(self) -> tuple[int, int]:
         return jax.process_count(), jax.process_index()
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None) -> Iterator[World]:
+    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+        if timeout is not None and jax.process_count() > 1:
+            raise ValueError(
+                "`timeout` cannot be set here for several processes, because JAX has started them. "
+                f"Received: timeout={timeout.total_seconds():g} s. Give it to JAX before: "
+                "`jax.distributed.initialize(..., heartbeat_timeout_seconds=...)`."
+            )
         if num_replicas is not None:
             _make_cpu_devices(num_replicas)
         devices = keras.distribution.list_devices()
@@ -350,14 +364,32 @@ class Jax(Framework):
             if new.tobytes() != array.tobytes():
                 variable._value = _on_the_devices_of(variable.value, new)
 
+    def assign_copies(self, variables: Sequence[Variable], arrays: Sequence[np.ndarray]) -> None:
+        if jax.process_count() == 1:
+            super().assign_copies(variables, arrays)
+            return
+        for variable, array in zip(variables, arrays):  # `assign` would ask the other processes whether they agree
+            variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
+
     def gather_objects(self, value: Any) -> list[Any]:
         return gather_objects(value)
+
+
+def _spans_processes(num_replicas: int) -> bool:
+    # One axis over the devices of this process alone would have fewer.
+    return jax.process_count() > 1 and num_replicas == jax.device_count()
 
 
 def gather_objects(value: Any) -> list[Any]:
     """What each process gives, whatever it is, in the order of their ids."""
     if jax.process_count() == 1:
         return [value]
+    # In a thread of its own, which knows nothing of a trace that is going on in this one.
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(_gathered, value).result()
+
+
+def _gathered(value: Any) -> list[Any]:
     mine = np.frombuffer(pickle.dumps(value), "uint8")
     lengths = np.asarray(multihost_utils.process_allgather(np.array(len(mine), "int32"))).reshape(-1)
     padded = np.zeros(max(lengths), "uint8")

@@ -7,7 +7,10 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import datetime
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +38,7 @@ class ReplicaContext(ReplicaBackend):
         self._context = context
         self.num_replicas = strategy.num_replicas_in_sync
         self.is_chief = bool(strategy.extended.should_checkpoint)
+        self.spans_processes = _process_of(strategy.cluster_resolver)[0] > 1
         self._is_on_tpu = isinstance(strategy, (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy))
 
     @property
@@ -280,6 +284,9 @@ class TensorFlow(Framework):
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()
         return scope
 
+    def versions(self) -> dict[str, str]:
+        return {"TensorFlow": tf.__version__}
+
     def process(self) -> tuple[int, int]:
         if tf.distribute.has_strategy():
             return _process_of(tf.distribute.get_strategy().cluster_resolver)
@@ -287,9 +294,17 @@ class TensorFlow(Framework):
         return _process_of(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None) -> Iterator[World]:
+    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         if tf.distribute.has_strategy():
             strategy = tf.distribute.get_strategy()
+            if timeout is not None and _process_of(strategy.cluster_resolver)[0] > 1:
+                raise ValueError(
+                    "`timeout` cannot be set here for several processes, because the strategy has started them. "
+                    f"Received: timeout={timeout.total_seconds():g} s. Give it to TensorFlow before the strategy: "
+                    "`tf.config.experimental.configure_coordination_service(service_type='standalone', "
+                    "heartbeat_timeout_in_ms=...)`, or `tf.distribute.experimental.CommunicationOptions("
+                    "timeout_seconds=...)` to the strategy."
+                )
             if num_replicas not in (None, strategy.num_replicas_in_sync):
                 raise ValueError(
                     "`num_replicas` must agree with the strategy whose scope is open. "
@@ -341,6 +356,29 @@ class TensorFlow(Framework):
                 rows.append(_fingerprints([tf.convert_to_tensor(copy) for copy in copies]))
         mine = np.stack([row.numpy() for row in rows]).astype("uint64")
         return np.concatenate(self._gather(strategy, mine))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        strategy = tf.distribute.get_strategy()
+        world = _world_of(strategy)
+        if world.num_processes == 1:
+            return [value]
+        mine = np.frombuffer(pickle.dumps(value), "uint8")
+        num_local = world.num_replicas // world.num_processes
+
+        def everyones(array: np.ndarray) -> np.ndarray:
+            return self._gather(strategy, np.stack([array] * num_local))[0][::num_local]
+
+        def gathered() -> list[Any]:
+            with strategy.scope():
+                lengths = everyones(np.array(len(mine)))
+                padded = np.zeros(int(max(lengths)), "uint8")
+                padded[: len(mine)] = mine
+                rows = everyones(padded).astype("uint8")
+            return [pickle.loads(row[: int(length)].tobytes()) for row, length in zip(rows, lengths)]
+
+        # In a thread of its own, which knows nothing of a replica, or a graph that is being traced, in this one.
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            return executor.submit(gathered).result()
 
     def _gather(self, strategy: tf.distribute.Strategy, array: np.ndarray) -> list[np.ndarray]:
         """The arrays (of unsigned integers below 2**63, all of one shape) of all processes."""

@@ -8,6 +8,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import gc
 import os
@@ -23,12 +24,12 @@ import torch
 import torch.distributed as dist
 from keras.src.backend.common import global_state
 from keras.src.utils import rng_utils
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
+from keras_shardopt.replica.torch_group import close_group, open_group, taking_part
 
 BUCKET_BYTES = 25 * 2**20
 """Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
@@ -43,6 +44,7 @@ class Ranks(ReplicaBackend):
     """The ranks of the default process group."""
 
     runs_one_program = False
+    spans_processes = True
 
     def __init__(self) -> None:
         self.num_replicas = dist.get_world_size()
@@ -82,12 +84,16 @@ class Ranks(ReplicaBackend):
         group, size = self._group(groups)
         reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         result: list[Tensor] = [None] * len(tensors)
-        under_way = []
+        flats = []
+        under_way: list[Any] = []
         for indices in _buckets(tensors):
             flat = torch.cat([_dense(tensors[i]).reshape(-1) for i in indices])
-            under_way.append((indices, flat, dist.all_reduce(flat, reduce, group=group, async_op=True)))
-        for indices, flat, work in under_way:
-            work.wait()
+            with taking_part(under_way):
+                under_way.append(dist.all_reduce(flat, reduce, group=group, async_op=True))
+            flats.append((indices, flat))
+        for number, (indices, flat) in enumerate(flats):
+            with taking_part(under_way):
+                under_way[number].wait()
             if op == "mean":
                 flat.div_(size)
             for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):
@@ -101,7 +107,8 @@ class Ranks(ReplicaBackend):
         result = []
         for tensor in tensors:
             part = tensor.new_empty(tensor.numel() // size)
-            _reduce_scatter(part, tensor.contiguous(), dist.ReduceOp.SUM, group=group)
+            with taking_part():
+                _reduce_scatter(part, tensor.contiguous(), dist.ReduceOp.SUM, group=group)
             result.append(part.div_(size) if op == "mean" else part)
         return result
 
@@ -112,7 +119,8 @@ class Ranks(ReplicaBackend):
         result = []
         for tensor in tensors:
             whole = tensor.new_empty(tensor.numel() * size)
-            _all_gather(whole, tensor.contiguous(), group=group)
+            with taking_part():
+                _all_gather(whole, tensor.contiguous(), group=group)
             result.append(whole)
         return result
 
@@ -125,7 +133,8 @@ class Ranks(ReplicaBackend):
         for indices in _buckets(tensors):
             # As bytes: every dtype travels, and bits stay what they are.
             flat = torch.cat([tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in indices])
-            dist.broadcast(flat, source, group=group)
+            with taking_part():
+                dist.broadcast(flat, source, group=group)
             sizes = [tensors[i].numel() * tensors[i].element_size() for i in indices]
             for i, part in zip(indices, flat.split(sizes)):
                 result[i] = part.clone().view(tensors[i].dtype).view(tensors[i].shape)
@@ -134,7 +143,8 @@ class Ranks(ReplicaBackend):
     def broadcast_object(self, thing: Any, root: int) -> Any:
         """Every rank gets rank `root`'s `thing`, whatever it is."""
         things = [thing]
-        dist.broadcast_object_list(things, root)
+        with taking_part():
+            dist.broadcast_object_list(things, root)
         return things[0]
 
     @torch.compiler.disable
@@ -148,8 +158,7 @@ class Ranks(ReplicaBackend):
         state = [_tensor(v) for v in optimizer_variables]
         others = self._model_and_seed_state(weights)
         mine = (_signature(weights), _signature(state), _signature(others))
-        theirs: list[Any] = [None] * self.num_replicas
-        dist.all_gather_object(theirs, mine)
+        theirs = _gather_objects(mine)
         for what, position in (("trainable variables", 0), ("optimizer variables", 1)):
             for rank, signature in enumerate(theirs):
                 if signature[position] != theirs[0][position]:
@@ -164,7 +173,8 @@ class Ranks(ReplicaBackend):
             self._take_from_root(others, groups)
         group, size = self._group(groups)
         num_equal = torch.tensor(float(equal), device=weights[0].device)
-        dist.all_reduce(num_equal, group=group)
+        with taking_part():
+            dist.all_reduce(num_equal, group=group)
         return size / float(num_equal) if equal else 0.0
 
     def _take_from_root(self, tensors: Sequence[Tensor], groups: Groups | None) -> bool:
@@ -210,7 +220,8 @@ class Ranks(ReplicaBackend):
             return None, self.num_replicas
         key = tuple(tuple(group) for group in groups)
         if key not in self._subgroups:
-            self._subgroups[key] = [dist.new_group(list(group)) for group in key]
+            with taking_part():
+                self._subgroups[key] = [dist.new_group(list(group)) for group in key]
         position = next(i for i, group in enumerate(key) if self.replica_id in group)
         return self._subgroups[key][position], len(key[position])
 
@@ -270,12 +281,11 @@ class Torch(Framework):
     """`torch.distributed`: one process per replica, each with its own data."""
 
     outlives_its_block = True
+    processes_start_apart = True
 
     def __init__(self) -> None:
         super().__init__()
         self._ranks: Ranks | None = None
-        self._store: dist.Store | None = None
-        self._num_groups = 0
         # The numbers in counters, and the versions of the tensors that hold them.
         self._counts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -293,6 +303,10 @@ class Torch(Framework):
         if self._ranks is None or not self._ranks.are_current():
             self._ranks = Ranks()
         return self._ranks
+
+    def versions(self) -> dict[str, str]:
+        # Without the suffix: builds for other devices are the same version.
+        return {"PyTorch": str(torch.__version__).partition("+")[0]}
 
     def process(self) -> tuple[int, int]:
         if dist.is_available() and dist.is_initialized():
@@ -361,7 +375,7 @@ class Torch(Framework):
         return gradient
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None) -> Iterator[World]:
+    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         running = dist.is_available() and dist.is_initialized()
         size = dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", "1"))
         if num_replicas not in (None, size):
@@ -373,28 +387,27 @@ class Torch(Framework):
         if size == 1:
             yield World()
             return
+        if running and timeout is not None:
+            raise ValueError(
+                "`timeout` is that of the process group, and must be given where it is opened. "
+                f"Received: timeout={timeout.total_seconds():g} s, and a group that is open already. "
+                "Use `torch.distributed.init_process_group(..., timeout=...)`, or let `data_parallel` open the group."
+            )
         device = None
         if torch.cuda.is_available():
             device = torch.cuda.current_device()
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if not running:
-            self._num_groups += 1
-            # One store for all meetings of this program: rank 0 may serve it, and others would ask the one before.
-            if self._store is None:
-                self._store, _, _ = next(rendezvous("env://"))
-            # Under a name of its own: ranks that meet a second time would else read the addresses of the first.
-            store = dist.PrefixStore(f"keras_shardopt/{self._num_groups}", self._store)
-            rank = int(os.environ["RANK"])  # ranks and size as of now: fewer may meet the second time
-            dist.init_process_group("gloo" if device is None else "nccl", store=store, rank=rank, world_size=size)
+            open_group("gloo" if device is None else "nccl", timeout)
         try:
             _agree_on_seed()
             rank = dist.get_rank()
             yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank)
         finally:
-            if not running and dist.is_initialized():
+            if not running:
                 if self._ranks is not None:
                     self._ranks.forget_groups()
-                dist.destroy_process_group()
+                close_group()
             if device is not None:
                 torch.cuda.set_device(device)
 
@@ -408,8 +421,9 @@ class Torch(Framework):
             return 0.0
         flat = torch.cat([_tensor(v).detach().reshape(-1).to(torch.float64) for v in variables])
         largest, smallest = flat.clone(), flat
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        with taking_part():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            dist.all_reduce(smallest, dist.ReduceOp.MIN)
         return float((largest - smallest).max())
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
@@ -426,12 +440,27 @@ class Torch(Framework):
     def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
         self.replicas("").start_together(variables, optimizer_variables)
 
+    def random_state(self) -> Any:
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return [state.tolist() for state in [torch.get_rng_state(), *devices]]
+
+    def set_random_state(self, state: Any) -> None:
+        on_cpu, *on_devices = [torch.tensor(each, dtype=torch.uint8) for each in state]
+        torch.set_rng_state(on_cpu)
+        if on_devices and len(on_devices) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(on_devices)
+
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):
             return [value]
-        everyones: list[Any] = [None] * dist.get_world_size()
+        return _gather_objects(value)
+
+
+def _gather_objects(value: Any) -> list[Any]:
+    everyones: list[Any] = [None] * dist.get_world_size()
+    with taking_part():
         dist.all_gather_object(everyones, value)
-        return everyones
+    return everyones
 
 
 _CHUNK = 2**16
@@ -480,9 +509,9 @@ def _odd_factors(num_factors: int, device: Any, seed: int = 1) -> Tensor:
 
 def _agree_on_seed() -> None:
     """Lets models built from here on start equal: all ranks take rank 0's Keras seed unless they agree already."""
-    seeds: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(seeds, rng_utils.get_random_seed())
+    seeds = _gather_objects(rng_utils.get_random_seed())
     if seeds[0] is None or any(seed != seeds[0] for seed in seeds):
         chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]
-        dist.broadcast_object_list(chosen)
+        with taking_part():
+            dist.broadcast_object_list(chosen)
         keras.utils.set_random_seed(chosen[0])

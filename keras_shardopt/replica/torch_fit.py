@@ -109,6 +109,19 @@ class _Session:
                 "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
             )
 
+    def start_together(self) -> None:
+        """Lets all ranks begin with rank 0's values, if they train the same."""
+        assert self.ranks is not None
+        for reducer in self._reducers_of(self.model.optimizer):
+            reducer.check_peers(self.ranks)
+        optimizer = self.model.optimizer
+        shared = getattr(optimizer, "shared_variables", optimizer.variables)
+        self.ranks.start_together(self.model.trainable_variables, shared)
+        for reducer in self._reducers_of(self.model.optimizer):
+            # Not once more after the first forward pass, whose moving statistics would become rank 0's.
+            reducer.have_started(self.ranks)
+        self.has_started = True
+
     def meet(self, phase: _Phase, *message: int) -> list[list[int]]:
         """Tells the other ranks a message, and returns what each of them tells.
 
@@ -310,10 +323,7 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     if session.ranks is not None:
         session.check_reduces()
     if session.ranks is not None and session.rows is not None and not session.has_started:
-        optimizer = model.optimizer
-        shared = getattr(optimizer, "shared_variables", optimizer.variables)
-        session.ranks.start_together(model.trainable_variables, shared)
-        session.has_started = True
+        session.start_together()
     return _step(model, real, data)
 
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor
-from keras_shardopt.schedules import arguments as check
-from keras_shardopt.schedules.schedule import Schedule, get
+from keras_shardopt.schedules.schedule import Schedule, part
 from keras_shardopt.schedules.step_count import StepCount
 
 
@@ -56,7 +56,7 @@ class Warmup(Schedule):
     def __init__(
         self, schedule: Any, warmup_steps: int, start_factor: float = 0.0, delay_schedule: bool = True
     ) -> None:
-        self.schedule = get(schedule)
+        self.schedule = part("schedule", schedule)
         self.warmup_steps = check.count("warmup_steps", warmup_steps, 1)
         self.start_factor = check.number("start_factor", start_factor, at_least=0)
         if not isinstance(delay_schedule, bool):
@@ -99,7 +99,7 @@ class Join(Schedule):
     """
 
     def __init__(self, schedules: Sequence[Any], boundaries: Sequence[int]) -> None:
-        self.schedules = [get(schedule) for schedule in check.sequence("schedules", schedules)]
+        self.schedules = [part("schedules", schedule) for schedule in check.sequence("schedules", schedules)]
         self.boundaries = check.counts("boundaries", boundaries, "Give them as ints, in updates.", at_least=0)
         if len(self.boundaries) != len(self.schedules) - 1:
             raise ValueError(
@@ -155,11 +155,9 @@ class ScaledByReplicas(Schedule):
     def __init__(
         self, schedule: Any, num_replicas: int, rule: Literal["linear", "sqrt"] = "linear", warmup_steps: int = 0
     ) -> None:
-        self.schedule = get(schedule)
+        self.schedule = part("schedule", schedule)
         self.num_replicas = check.count("num_replicas", num_replicas, 1)
-        if rule not in ("linear", "sqrt"):
-            raise ValueError(f'`rule` must be "linear" or "sqrt". Received: rule={rule!r}')
-        self.rule = rule
+        self.rule = check.one_of("rule", rule, ("linear", "sqrt"))
         self.warmup_steps = check.count("warmup_steps", warmup_steps, 0)
 
     def rate_at(self, steps: StepCount) -> Tensor:
@@ -198,7 +196,7 @@ class PerUpdate(Schedule):
     """
 
     def __init__(self, schedule: Any, gradient_accumulation_steps: int) -> None:
-        self.schedule = get(schedule)
+        self.schedule = part("schedule", schedule)
         self.gradient_accumulation_steps = check.count("gradient_accumulation_steps", gradient_accumulation_steps, 1)
 
     def rate_at(self, steps: StepCount) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor
-from keras_shardopt.schedules import arguments as check
 from keras_shardopt.schedules.schedule import Policy, at_least_float32
 from keras_shardopt.schedules.step_count import StepCount, repeated_squares
 
@@ -392,6 +392,8 @@ class InvPolyDecay(Policy):
         self.power = _power(power)
         self.begin_decay_at = check.count("begin_decay_at", begin_decay_at, 0)
         self.warmup_steps = check.count("warmup_steps", warmup_steps, 0)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"`name` must be a str or None. Received: name={name!r}")
         self.name = name
         if self.begin_decay_at:
             raise ValueError(
@@ -411,8 +413,8 @@ class InvPolyDecay(Policy):
             self._slope = math.inf
         if self._slope > 1e28:  # times any step it must stay in float32
             raise ValueError(
-                "`power` must be large enough that (learning_rate / min_lr) ** (1 / power) / decay_steps is at most "
-                f"1e28. Received: power={power!r}, learning_rate={learning_rate!r}, min_lr={min_lr!r}. "
+                "`power` must be large enough that (`learning_rate` / `min_lr`) ** (1 / `power`) / `decay_steps` is at "
+                f"most 1e28. Received: power={power!r}, learning_rate={learning_rate!r}, min_lr={min_lr!r}. "
                 "Raise one of `power` and `min_lr`."
             )
 
@@ -473,9 +475,7 @@ class TransformerPolicy(Policy):
         self.warmup_steps = check.count("warmup_steps", warmup_steps, 1)
         self.max_lr = None if max_lr is None else check.number("max_lr", max_lr, at_least=0)
         self.coefficient = check.number("coefficient", coefficient, at_least=0)
-        self.dtype = None if dtype is None else keras.backend.standardize_dtype(dtype)
-        if self.dtype is not None and not keras.backend.is_float_dtype(self.dtype):
-            raise ValueError(f"`dtype` must be a float dtype or None. Received: dtype={dtype!r}")
+        self.dtype = None if dtype is None else _float_dtype(dtype)
 
     def __call__(self, step: Any) -> Tensor:
         """The rate at `step`, in `dtype`."""
@@ -498,6 +498,17 @@ def _warmed_up(learning_rate: float, warmup_steps: int, steps: StepCount) -> Ten
     if not warmup_steps:
         return learning_rate
     return learning_rate * steps.elapsed(warmup_steps)
+
+
+def _float_dtype(dtype: Any) -> str:
+    try:
+        found: str = keras.backend.standardize_dtype(dtype)
+        is_float = keras.backend.is_float_dtype(found)
+    except Exception:  # what is no dtype at all fails in many ways
+        is_float = False
+    if not is_float:
+        raise ValueError(f"`dtype` must be a float dtype or None. Received: dtype={dtype!r}")
+    return found
 
 
 def _sine(angle: Tensor, dtype: str) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor
-from keras_shardopt.schedules import arguments as check
 from keras_shardopt.schedules.step_count import StepCount
 
 
@@ -170,7 +170,14 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
 min_lr=0.0)
     """
     if isinstance(identifier, str):
-        return _named(identifier)(**arguments)
+        kind = _named(identifier)
+        try:
+            inspect.signature(kind).bind(**arguments)
+        except TypeError as error:
+            raise TypeError(
+                f"`identifier` must come with the arguments of its constructor. Received: {identifier!r}: {error}"
+            ) from None
+        return kind(**arguments)
     if arguments:
         raise ValueError(
             f"Arguments must come with the name of a schedule. Received: identifier={identifier!r} and "
@@ -179,15 +186,28 @@ min_lr=0.0)
     if isinstance(identifier, keras.optimizers.schedules.LearningRateSchedule):
         return identifier
     if isinstance(identifier, Real) and not isinstance(identifier, bool):
-        return _named("FixedLR")(identifier)
+        return _named("FixedLR")(check.number("identifier", identifier, at_least=0))
     if isinstance(identifier, dict) and "class_name" in identifier:
         if identifier.get("module") is None and identifier.get("registered_name") is None:
             return _named(identifier["class_name"]).from_config(identifier.get("config", {}))
-        return keras.optimizers.schedules.deserialize(identifier)
+        try:
+            return keras.optimizers.schedules.deserialize(identifier)
+        except Exception as error:
+            raise ValueError(
+                f"`identifier` must be the config of a schedule, where it is a dict. Received: {identifier!r}"
+            ) from error
     raise TypeError(
-        "A schedule must be a `LearningRateSchedule`, a number, a name with arguments, or a config with a "
+        "`identifier` must be a `LearningRateSchedule`, a number, a name with arguments, or a config with a "
         f'"class_name". Received: {identifier!r} of type {type(identifier).__name__}'
     )
+
+
+def part(argument: str, identifier: Any) -> keras.optimizers.schedules.LearningRateSchedule:
+    """The schedule that was given to another one as `argument`. See `get`."""
+    try:
+        return get(identifier)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"`{argument}` must be a schedule. {error}") from None
 
 
 def at_least_float32(dtype: str) -> str:
@@ -199,7 +219,9 @@ def at_least_float32(dtype: str) -> str:
 _PACKAGE = __name__.rpartition(".")[0]
 
 
-def _named(name: str) -> Any:
+def _named(name: Any) -> Any:
+    if not isinstance(name, str):
+        raise TypeError(f"`identifier` must name its class by a str. Received: class_name={name!r}")
     classes = [*Schedule.__subclasses__(), *Policy.__subclasses__()]
     # Not a user's own class of the same name.
     classes = [cls for cls in classes if cls is not Policy and cls.__module__.startswith(_PACKAGE)]
@@ -208,7 +230,9 @@ def _named(name: str) -> Any:
     found = ours.get(name.replace("_", "").lower()) or getattr(keras.optimizers.schedules, name, None)
     if not inspect.isclass(found) or found is keras.optimizers.schedules.LearningRateSchedule:
         names = sorted(cls.__name__ for cls in ours.values())
-        raise ValueError(f"The name of a schedule must be one of {names} or one of Keras'. Received: {name!r}")
+        raise ValueError(
+            f"`identifier`: the name of a schedule must be one of {names} or one of Keras'. Received: {name!r}"
+        )
     return found
 
 

@@ -145,7 +145,9 @@ def other_shapes_are_refused_on_every_rank(scope):
     optimizer = ks.CrossShard("sgd")
     grads = [torch.ones(tuple(v.shape)) for v in model.trainable_variables]
     before = model.get_weights()
-    refused(lambda: optimizer.apply(grads, model.trainable_variables), ValueError, "same trainable variables")
+    refused(
+        lambda: optimizer.apply(grads, model.trainable_variables), ValueError, "shape (5, 3) in float32 on process 1"
+    )
     assert all((a == b).all() for a, b in zip(before, model.get_weights()))
 
 
@@ -154,7 +156,7 @@ def other_optimizers_are_refused_on_every_rank(scope):
     model = problem.model()
     optimizer = ks.CrossShard("adam" if scope.replica_id == 1 else "sgd")
     grads = [torch.ones(tuple(v.shape)) for v in model.trainable_variables]
-    refused(lambda: optimizer.apply(grads, model.trainable_variables), ValueError, "same optimizer variables")
+    refused(lambda: optimizer.apply(grads, model.trainable_variables), ValueError, "class of optimizer 1")
 
 
 @check

@@ -31,7 +31,7 @@ def torchrun(script, num_replicas, *arguments, timeout=150.0, environment=None):
     """
     (port,) = free_ports(1)
     environments = [
-        _variables(
+        variables(
             "torch",
             OMP_NUM_THREADS="1",
             MASTER_ADDR="127.0.0.1",
@@ -55,7 +55,7 @@ def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.
     return workers(
         script,
         [
-            _variables(
+            variables(
                 "jax",
                 JAX_PLATFORMS="cpu",
                 JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
@@ -77,7 +77,7 @@ def tensorflow_workers(script, num_workers, *arguments, timeout=150.0):
     tasks = [
         {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}} for worker in range(num_workers)
     ]
-    environments = [_variables("tensorflow", TF_CONFIG=json.dumps(task)) for task in tasks]
+    environments = [variables("tensorflow", TF_CONFIG=json.dumps(task)) for task in tasks]
     return workers(script, environments, *arguments, timeout=timeout)
 
 
@@ -90,7 +90,8 @@ def free_ports(number):
         return [each.getsockname()[1] for each in sockets]
 
 
-def _variables(backend, **more):
+def variables(backend, **more):
+    """The environment of a worker."""
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,

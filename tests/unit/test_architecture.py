@@ -22,11 +22,13 @@ MAY_IMPORT_A_FRAMEWORK = {
     "keras_shardopt.replica.jax_step": {"jax"},
     "keras_shardopt.replica.jax_fit": {"jax"},
     "keras_shardopt.replica.torch_fit": {"torch"},
+    "keras_shardopt.replica.torch_group": {"torch"},
 }
 # From the top down. A module imports from its own layer or below.
 LAYERS = [
     {"keras_shardopt"},
     {
+        "keras_shardopt.backup",
         "keras_shardopt.data",
         "keras_shardopt.training",
         "keras_shardopt.callbacks",
@@ -34,7 +36,7 @@ LAYERS = [
     },
     {"keras_shardopt.summaries"},
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
-    {"keras_shardopt.wrapper", "keras_shardopt.finite"},
+    {"keras_shardopt.wrapper", "keras_shardopt.finite", "keras_shardopt.agreement"},
     {"keras_shardopt.reduction", "keras_shardopt.accumulation"},
     {"keras_shardopt.replica"},
     {
@@ -44,7 +46,7 @@ LAYERS = [
         "keras_shardopt.slots",
         "keras_shardopt.whole_batch",
     },
-    {"keras_shardopt._typing"},
+    {"keras_shardopt._typing", "keras_shardopt.arguments"},
 ]
 
 each_module = pytest.mark.parametrize("name", MODULES)

@@ -162,7 +162,7 @@ def test_none_gradients_stay_none():
         ({"larc_eta": 0.1, "larc_mode": "both"}, ValueError, '`larc_mode` must be "clip" or "scale"'),
         ({"larc_eta": 0.0}, ValueError, "must be > 0"),
         ({"larc_eta": 0.1, "epsilon": 0}, ValueError, "must be > 0"),
-        ({"larc_eta": 0.1, "min_update": -1.0}, ValueError, "`min_update` >= 0"),
+        ({"larc_eta": 0.1, "min_update": -1.0}, ValueError, "`min_update` must be >= 0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, message):

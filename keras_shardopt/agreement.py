@@ -1,0 +1,165 @@
+"""What processes that train together must have in common, and the error where they do not.
+
+Each process describes in words what it is about to train: versions, variables, optimizers and their arguments. They
+compare a digest of that, and only where digests differ the words, so that every process can name what is different.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_shardopt._typing import Variable
+from keras_shardopt.replica import framework
+from keras_shardopt.wrapper import parts
+
+Description = dict[str, str]
+
+
+def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
+    """What is to be trained, as pairs of a thing and its value, both in words.
+
+    What may differ between right programs is left out: the names of optimizers, and the counters that Keras adds to
+    the names of layers, of which only the order counts.
+    """
+    names = _without_counters([_path(variable) for variable in variables])
+    package = sys.modules["keras_shardopt"]  # imports point the other way
+    found = {"Keras": keras.__version__, "keras_shardopt": package.__version__, **framework.versions()}
+    found["number of trainable variables"] = str(len(variables))
+    for i, (variable, name) in enumerate(zip(variables, names)):
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        found[f"{_VARIABLE}{i}"] = f"`{name}` of shape {tuple(variable.shape)} in {dtype}"
+    paths = dict(zip(map(_path, variables), names))
+    # Reading a rate, which is a variable, must not become a part of a traced step.
+    with framework.outside_trace():
+        _describe(optimizer, found, paths)
+    return found
+
+
+_VARIABLE = "trainable variable "
+
+
+def check_agreement(mine: Description) -> None:
+    """Compares this process's description with those of all others. All processes must call it together.
+
+    Raises:
+        ValueError: on every process, if descriptions differ. It names what does.
+    """
+    digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
+    if len(set(framework.gather_objects(digest))) == 1:
+        return
+    everyones = framework.gather_objects(mine)
+    things = list(dict.fromkeys(thing for theirs in everyones for thing in theirs))
+    differing = [thing for thing in things if len({theirs.get(thing) for theirs in everyones}) > 1]
+    if not differing:
+        differing, everyones = ["order"], [{"order": repr(list(theirs))} for theirs in everyones]
+    # Where one is missing or changes places, all that follow differ too, which says nothing.
+    variables = [thing for thing in differing if thing.startswith(_VARIABLE)]
+    named = [thing for thing in differing if thing not in variables[1:]]
+    listed = [f"{thing}: {_by_process([theirs.get(thing, 'none') for theirs in everyones])}" for thing in named]
+    more = f"; and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
+    raise ValueError(
+        "All processes must train the same variables with the same optimizer and the same versions. Nothing has been "
+        f"updated yet. Received {'; '.join(listed[:_MOST_NAMES])}{more}. "
+        "Run the same script with the same arguments, and the same installation, in every process."
+    )
+
+
+_MOST_NAMES = 8
+
+
+def _by_process(values: Sequence[str]) -> str:
+    processes: dict[str, list[int]] = {}
+    for process, value in enumerate(values):
+        processes.setdefault(value, []).append(process)
+    return ", ".join(f"{value} on {_processes(ids)}" for value, ids in processes.items())
+
+
+def _processes(ids: Sequence[int]) -> str:
+    if len(ids) == 1:
+        return f"process {ids[0]}"
+    shown = [str(i) for i in ids[:_MOST_NAMES]]
+    last = shown.pop() if len(ids) <= _MOST_NAMES else f"{len(ids) - _MOST_NAMES} others"
+    return f"processes {', '.join(shown)} and {last}"
+
+
+# -- in words ------------------------------------------------------------------------------------------------------
+
+
+def _describe(optimizer: Any, found: Description, paths: dict[str, str]) -> None:
+    """Adds the class and arguments of an optimizer, and of those inside it."""
+    number = sum(thing.startswith("class of optimizer ") for thing in found)
+    kind = type(optimizer)
+    found[f"class of optimizer {number}"] = f"{kind.__module__}.{kind.__qualname__}"
+    where = f"optimizer {number} ({kind.__name__})"
+    try:
+        config = optimizer.get_config()
+    except Exception as error:  # anything: it is a function of the user's, and its failing is not our business
+        config = {"config": type(error).__name__}
+    for argument, value in config.items():
+        if argument not in ("name", "inner_optimizer", "optimizers"):
+            found[f"`{argument}` of {where}"] = _in_words(value, paths)
+    for part in parts(optimizer):
+        _describe(part, found, paths)
+
+
+def _in_words(value: Any, paths: dict[str, str]) -> str:
+    if isinstance(value, dict):
+        if value.get("class_name") == "__lambda__":
+            return "a lambda"  # stored with the name of its file, which may differ
+        if isinstance(value.get("class_name"), str) and "config" in value:
+            return f"{value['class_name']}({_in_words(value['config'], paths)})"
+        items = [f"{_in_words(key, paths)}: {_in_words(item, paths)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_in_words(item, paths) for item in value)}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(_in_words(item, paths) for item in value))}}}"
+    if isinstance(value, keras.Variable):
+        return repr(paths.get(value.path, value.path))
+    if isinstance(value, str):
+        return repr(paths.get(value, value))
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (bool, int, float, type(None))):
+        return repr(value)
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text or "object>" in text else text
+
+
+def _path(variable: Any) -> str:
+    return str(getattr(variable, "path", ""))
+
+
+def _without_counters(paths: Sequence[str]) -> list[str]:
+    """Paths in which what Keras counts up ("dense_7") is counted from 0 among those of the same name.
+
+    A process that has made another layer before has other counters, but counts in the same order.
+    """
+    split = [path.split("/") for path in paths]
+    numbers: dict[str, set[int]] = {}
+    for part in (part for pieces in split for part in pieces):
+        name, number = _counted(part)
+        numbers.setdefault(name, set()).add(number)
+    places = {name: {number: place for place, number in enumerate(sorted(each))} for name, each in numbers.items()}
+
+    def renamed(part: str) -> str:
+        name, number = _counted(part)
+        place = places[name][number]
+        return f"{name}_{place}" if place else name
+
+    return ["/".join(renamed(part) for part in pieces) for pieces in split]
+
+
+def _counted(part: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(.+)_(\d+)", part)
+    return (part, 0) if found is None else (found[1], int(found[2]))

@@ -1,0 +1,144 @@
+"""What constructors accept: plain numbers in their range, flags, words, and nothing that turns up later.
+
+Each function returns the argument as a Python number, which is what configs hold, or raises with the rule, the
+value and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+Number = int | float
+
+
+def number(name: str, value: Any, at_least: float | None = None, above: float | None = None, fix: str = "") -> float:
+    """A finite float, `at_least` or `above` a bound."""
+    _check_type(name, value, fix)
+    rule = f"`{name}` must be a finite number"
+    if at_least is not None:
+        rule += f", at least {at_least:g}"
+    if above is not None:
+        rule += f", greater than {above:g}"
+    # Written so that a NaN fails every comparison.
+    in_range = (at_least is None or value >= at_least) and (above is None or value > above)
+    if not (is_finite(value) and in_range):
+        raise ValueError(_message(rule, name, value, fix))
+    return float(value)
+
+
+def count(name: str, value: Any, at_least: int, fix: str = "") -> int:
+    """An int of at least `at_least`. Whole floats such as 5e3 are taken as ints."""
+    _check_type(name, value, fix)
+    if not (is_finite(value) and value == int(value) and value >= at_least):
+        raise ValueError(_message(f"`{name}` must be a whole number, at least {at_least}", name, value, fix))
+    return int(value)
+
+
+def duration(name: str, value: Any) -> Number:
+    """A number of updates that may have a fraction: at least 1, an int if it is whole."""
+    length = number(name, value, at_least=1, fix="Give the number of updates that the decay takes.")
+    return int(value) if length == int(length) else length
+
+
+def counts(name: str, values: Any, fix: str = "", at_least: int = 1) -> list[int]:
+    """A list of `at_least` so many ints of at least 0 that do not decrease."""
+    whole = [count(name, value, 0, fix) for value in sequence(name, values, at_least)]
+    if whole != sorted(whole):
+        raise ValueError(_message(f"`{name}` must not decrease", name, values, fix or "Sort them."))
+    return whole
+
+
+def sequence(name: str, values: Any, at_least: int = 1) -> list[Any]:
+    """A list of `at_least` so many items."""
+    listed = isinstance(values, Sequence) or (hasattr(values, "tolist") and len(getattr(values, "shape", ())) > 0)
+    if isinstance(values, (str, bytes)) or not listed:
+        raise TypeError(_message(f"`{name}` must be a list", name, values))
+    items = list(values)
+    if len(items) < at_least:
+        raise ValueError(_message(f"`{name}` must not be empty", name, values))
+    return items
+
+
+def real(
+    name: str,
+    value: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    finite: bool = True,
+    fix: str = "",
+) -> float:
+    """A float of an optimizer: as `number`, with an upper bound, and infinite where that has a meaning."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        kind = f" (of type {type(value).__name__})"
+        raise TypeError(_message(f"`{name}` must be a float", name, value, fix, kind))
+    number: Any = value
+    in_range = (
+        (at_least is None or number >= at_least)
+        and (above is None or number > above)
+        and (below is None or number < below)
+        and number == number
+    )
+    infinite = not finite and value in (math.inf, -math.inf)
+    if not in_range or not (is_finite(value) or infinite):
+        bounds = [
+            f"{sign} {bound:g}" for sign, bound in ((">=", at_least), (">", above), ("<", below)) if bound is not None
+        ]
+        rule = " and ".join([*bounds, *(["finite"] if finite else [])]) or "a number"
+        raise ValueError(_message(f"`{name}` must be {rule}", name, value, fix))
+    return float(value)
+
+
+def integer(name: str, value: Any, at_least: int = 1, fix: str = "") -> int:
+    """An int of at least `at_least`, of which there can be as many in a computer; no whole floats, and no bools."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        whole = operator.index(value)
+    except TypeError:
+        raise TypeError(_message(f"`{name}` must be an int", name, value, fix)) from None
+    if not at_least <= whole < 2**63:
+        raise ValueError(_message(f"`{name}` must be at least {at_least}", name, value, fix))
+    return whole
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool."""
+    if not isinstance(value, bool):
+        raise TypeError(_message(f"`{name}` must be a bool", name, value))
+    return value
+
+
+def one_of(name: str, value: Any, words: Sequence[str]) -> str:
+    """One of some words."""
+    if not isinstance(value, str) or value not in words:
+        raise ValueError(
+            _message(f"`{name}` must be {' or '.join(f'{chr(34)}{word}{chr(34)}' for word in words)}", name, value)
+        )
+    return value
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
+
+
+def _check_type(name: str, value: Any, fix: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(_message(f"`{name}` must be a number of Python or NumPy", name, value, fix))
+
+
+def _message(rule: str, name: str, value: Any, fix: str = "", kind: str = "") -> str:
+    try:
+        received = repr(value)
+    except Exception:  # an object of the user's that cannot show itself, or an int of too many digits
+        received = f"a {type(value).__name__}"
+    return f"{rule}. Received: {name}={received}{kind}{'. ' + fix if fix else ''}"

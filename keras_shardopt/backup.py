@@ -1,0 +1,256 @@
+"""`BackupAndRestore`: training that goes on where it was interrupted, on all processes alike.
+
+Private names of Keras touched here (a test holds each of them):
+    `Trainer._initial_epoch` - the epoch with which a running `fit` begins.
+    `keras.src.random.seed_generator.global_seed_generator` - makes the seed of layers without their own.
+    `keras.src.backend.common.global_state` - holds that as "global_seed_generator", once there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
+
+from keras_shardopt import arguments as check
+from keras_shardopt._typing import Variable
+from keras_shardopt.replica import framework
+
+
+class BackupAndRestore(keras.callbacks.Callback):
+    """Lets training that was killed go on where it was, bit for bit, on one process or several.
+
+    At the end of each epoch the chief writes what training needs to go on: the model's variables (weights, moving
+    statistics, seeds of `Dropout` layers), those of the optimizer, the number of epochs, Keras' global seed, and the
+    state of the random numbers of Python, NumPy and PyTorch on each process. It writes one file, atomically: after a
+    crash at any moment there is a whole backup, the new one or the one before. When a `fit` with the same directory
+    begins, the chief reads it, and all processes go on with the same values from the next epoch. So a job that is
+    started again (`torchrun --max-restarts 3 train.py`) ends with the weights of one that was never interrupted.
+
+    `keras.callbacks.BackupAndRestore` has the same arguments and lets every process write the same files.
+
+    Everything that is made anew in a restarted program has to come out the same: model, optimizer, data and arguments
+    of `fit`. Data that `fit` shuffles has the same order again on PyTorch and JAX (from arrays); on TensorFlow use
+    `shuffle=False` or a data set seeded by epoch. Other callbacks begin anew, as they do in Keras. What each replica
+    keeps for itself, such as moving statistics without `prepare`, becomes that of the chief.
+
+    Args:
+        backup_dir: str or path: a local directory, which is made if it is not there. Only the chief needs to see it.
+            Not to be shared with another training run.
+        save_freq: "epoch" (default). Backups in the middle of an epoch are not possible: Keras can begin a `fit` with
+            another epoch, but not with another batch.
+        double_checkpoint: bool. True also keeps the backup before the last, for disks that lose what was written.
+        delete_checkpoint: bool. True (default) deletes the backups when training has come to its end.
+
+    Raises:
+        TypeError: if `backup_dir` is not a path, or a flag not a bool.
+        ValueError: if `backup_dir` is empty or not local, or `save_freq` is not "epoch". When training begins, on every
+            process, if the backup is one of another model or optimizer.
+        OSError: from training, on every process, if a backup cannot be written or read.
+
+    Example:
+        >>> import keras, numpy as np, tempfile, keras_shardopt as ks
+        >>> with ks.data_parallel() as replicas:
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(ks.CrossShard("sgd"), "mse")
+        >>> backup = ks.callbacks.BackupAndRestore(tempfile.mkdtemp())
+        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), epochs=2, callbacks=[backup], verbose=0)
+        >>> replicas.close()
+
+    References:
+        `keras.callbacks.BackupAndRestore`, which stores neither random numbers nor Keras' global seed.
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: str = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+    ) -> None:
+        if not isinstance(backup_dir, (str, os.PathLike)):
+            raise TypeError(f"`backup_dir` must be a path. Received: backup_dir={backup_dir!r}")
+        path = os.fspath(backup_dir)
+        if not isinstance(path, str) or not path or "://" in path or "\0" in path:
+            raise ValueError(f"`backup_dir` must be the path of a local directory. Received: backup_dir={backup_dir!r}")
+        if not isinstance(save_freq, str) or save_freq != "epoch":
+            raise ValueError(
+                '`save_freq` must be "epoch": Keras cannot begin in the middle of an epoch, so a backup from there '
+                f"would train some batches twice. Received: save_freq={save_freq!r}. "
+                "Make epochs shorter: `model.fit(..., steps_per_epoch=..., epochs=...)`."
+            )
+        for argument, value in (("double_checkpoint", double_checkpoint), ("delete_checkpoint", delete_checkpoint)):
+            check.flag(argument, value)
+        super().__init__()
+        self.backup_dir = path
+        self.save_freq = save_freq
+        self.double_checkpoint = double_checkpoint
+        self.delete_checkpoint = delete_checkpoint
+        self._path = os.path.join(path, "backup.npz")
+        self._previous_path = os.path.join(path, "previous.npz")
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Goes on from the backup, if there is one."""
+        model = self.model
+        model._initial_epoch = None
+        if not model.built:
+            raise ValueError(
+                f"A model must be built before `BackupAndRestore` can restore it. Received: {model!r}. "
+                "Give it a `keras.Input`, or call it on a batch of data."
+            )
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        header, arrays, problem = None, None, None
+        if _is_chief():
+            try:
+                header, arrays = self._read()
+            except Exception as error:
+                problem = _for_all(error)
+        header, problem = framework.gather_objects((header, problem))[0]
+        if problem is not None:
+            raise problem
+        if header is None:
+            return
+        seed = _global_seed(header["has_global_seed"])
+        if arrays is not None:
+            framework.assign_copies([*_variables(model), *seed], arrays)
+        framework.start_equal([*model.variables, *seed], _optimizer_variables(model))
+        num_processes, process_id = framework.process()
+        if len(header["random_states"]) == num_processes:
+            _set_random_state(header["random_states"][process_id])
+        model._initial_epoch = header["epoch"]
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes a backup."""
+        random_states = framework.gather_objects(_random_state())
+        problem = None
+        if _is_chief():
+            try:
+                self._write(epoch + 1, random_states)
+            except Exception as error:
+                problem = _for_all(error)
+        # All learn how it went, and nobody goes on before it is written.
+        problem = framework.gather_objects(problem)[0]
+        if problem is not None:
+            raise problem
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Deletes the backups, unless they are to be kept."""
+        self.model._initial_epoch = None
+        if self.delete_checkpoint and _is_chief():
+            for path in (self._path, self._previous_path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(path)
+            with contextlib.suppress(OSError):  # others have files there, or it was never made
+                os.rmdir(self.backup_dir)
+
+    def _write(self, epoch: int, random_states: list[Any]) -> None:
+        model = self.model
+        seed = _global_seed(make=False)
+        arrays = [_storable(keras.ops.convert_to_numpy(v)) for v in [*_variables(model), *seed]]
+        header = {
+            "epoch": epoch,
+            "random_states": random_states,
+            "has_global_seed": bool(seed),
+            "shapes": [list(v.shape) for v in _variables(model)],
+        }
+        stored: dict[str, Any] = {f"variable{i}": array for i, array in enumerate(arrays)}
+        os.makedirs(self.backup_dir, exist_ok=True)
+        unfinished = f"{self._path}.unfinished"
+        with open(unfinished, "wb") as file:
+            np.savez(file, header=np.frombuffer(json.dumps(header).encode(), "uint8"), **stored)
+            file.flush()
+            os.fsync(file.fileno())
+        if self.double_checkpoint and os.path.exists(self._path):
+            os.replace(self._path, self._previous_path)
+        os.replace(unfinished, self._path)
+        _sync_directory(self.backup_dir)
+
+    def _read(self) -> tuple[Any, list[np.ndarray] | None]:
+        """The header and arrays of the last backup that can be read; (None, None) if there is none at all."""
+        problem: Exception | None = None
+        for path in (self._path, self._previous_path):
+            try:
+                with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+                    header = json.loads(stored["header"].tobytes())
+                    arrays = [stored[f"variable{i}"] for i in range(len(stored.files) - 1)]
+            except FileNotFoundError:
+                continue
+            except Exception as error:  # a file that is no archive, or a damaged one, fails in many ways
+                problem = problem or OSError(f"The backup {path!r} cannot be read: {error}")
+                continue
+            shapes = [list(v.shape) for v in _variables(self.model)]
+            if header["shapes"] != shapes:
+                raise ValueError(
+                    "`backup_dir` must hold a backup of the same model and optimizer. "
+                    f"Received: {path!r}, with variables of the shapes {header['shapes']}, where the model and its "
+                    f"optimizer have {shapes}. Use another directory, or delete it to begin anew."
+                )
+            return header, arrays
+        if problem is not None:
+            raise problem
+        return None, None
+
+
+def _for_all(error: Exception) -> Exception:
+    """An error in a form that reaches all processes, which wait for the answer."""
+    return error if isinstance(error, ValueError) else OSError(f"{type(error).__name__}: {error}")
+
+
+def _is_chief() -> bool:
+    return framework.process()[1] == 0
+
+
+def _variables(model: Any) -> list[Variable]:
+    return [*model.variables, *_optimizer_variables(model)]
+
+
+def _optimizer_variables(model: Any) -> list[Variable]:
+    return [] if model.optimizer is None else list(model.optimizer.variables)
+
+
+def _global_seed(make: bool) -> list[Variable]:
+    """Keras' global seed in a list, which is empty if there is none."""
+    found = (
+        seed_generator.global_seed_generator() if make else global_state.get_global_attribute("global_seed_generator")
+    )
+    return [] if found is None else [found.state]
+
+
+def _storable(array: np.ndarray) -> np.ndarray:
+    # NumPy's files know no bfloat16 and float8; float32 holds them to the last bit.
+    return array if array.dtype.kind in "biufc" else array.astype("float32")
+
+
+def _random_state() -> dict[str, Any]:
+    """The state of this process's global random numbers, as JSON has it."""
+    kind, keys, *others = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *others],
+        "framework": framework.random_state(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    framework.set_random_state(state["framework"])
+
+
+def _sync_directory(path: str) -> None:
+    # Or the new name may be lost although the file is not. Not every system can open a directory.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

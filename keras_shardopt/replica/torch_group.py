@@ -1,0 +1,166 @@
+"""Process groups of `torch.distributed` in which no rank waits for ever, and that say which rank is missing.
+
+When a rank dies or stalls, the collective that needs it fails on some of the others, at once or when the time is up,
+with an error that names a socket. So the first rank that notices closes its connections, which makes the collectives
+of all others fail too; then each leaves a sign in the store in which the ranks met, and looks for those of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+ANSWER_SECONDS = 1.0
+"""For how long a rank at least looks for signs of the others after a collective has failed."""
+
+PATIENCE_SECONDS = 2.0
+"""For how much longer it does where the collective has failed before its time, as others may be busy just then."""
+
+
+class _Group:
+    """The default process group, as opened here."""
+
+    def __init__(self, store: dist.Store, timeout: datetime.timedelta | None) -> None:
+        self.store = store
+        self.timeout = timeout
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+
+# What is open, the store in which all groups of this program meet, and how many there have been.
+_open: _Group | None = None
+_store: dist.Store | None = None
+_num_groups = 0
+
+
+def open_group(backend: str, timeout: datetime.timedelta | None) -> None:
+    """Opens the default process group of the ranks that torchrun started.
+
+    Args:
+        backend: "gloo" or "nccl".
+        timeout: after how long a collective fails; None for PyTorch's own limit.
+
+    Raises:
+        RuntimeError: if some rank does not come in time.
+    """
+    global _open, _store, _num_groups
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # as of now: fewer may meet the second time
+    limit = {} if timeout is None else {"timeout": timeout}
+    _num_groups += 1
+    try:
+        # One store for all meetings of this program: rank 0 may serve it, and others would ask the one before.
+        if _store is None:
+            _store, _, _ = next(rendezvous("env://", **limit))
+        # Under a name of its own: ranks that meet a second time would else read the addresses of the first.
+        store = dist.PrefixStore(f"keras_shardopt/{_num_groups}", _store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
+        _open = _Group(store, timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"All {size} ranks must meet before training{_within(timeout)}. Received on rank {rank}: "
+            f"{_first_line(error)}. Were all of them started, with the same MASTER_ADDR and MASTER_PORT? "
+            "Where some need longer, use `data_parallel(timeout=...)`."
+        ) from error
+
+
+def close_group() -> None:
+    """Closes the default process group, if it is still open."""
+    global _open
+    _open = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def taking_part(under_way: list[Any] | None = None) -> Iterator[None]:
+    """Put around every collective, and nothing else: what fails in it fails because of another rank.
+
+    Args:
+        under_way: the collectives that the caller has begun, in a list that is emptied when one fails.
+
+    Raises:
+        RuntimeError: if the collective fails, with the ranks that are missing where they can be told.
+    """
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        # What holds a collective holds the connections open: the caller's list, and the frames that have failed.
+        if under_way is not None:
+            under_way.clear()
+        traceback.clear_frames(error.__traceback__)
+        raise RuntimeError(_explained(error, time.monotonic() - start)) from error
+
+
+def _explained(error: RuntimeError, waited: float) -> str:
+    rule = "All ranks must take part in each step, and one of them is gone or stuck."
+    cause = f"The exchange failed with: {_first_line(error)}."
+    remedy = (
+        "That rank's own output says why; where a rank may take longer, use `data_parallel(timeout=...)`. Start the "
+        "job again: with `keras_shardopt.callbacks.BackupAndRestore` it goes on from its last backup."
+    )
+    if _open is None:
+        where = f"on rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "here"
+        return f"{rule} Received: a failed exchange {where}. {cause} {remedy}"
+    group = _open
+    rest = math.inf if group.timeout is None else group.timeout.total_seconds() - waited
+    seconds = ANSWER_SECONDS + max(0.0, min(PATIENCE_SECONDS, rest))
+    received = f"{_in_words(group, seconds)}, asked by rank {group.rank} of {group.size}{_within(group.timeout)}"
+    return f"{rule} Received: {received}. {cause} {remedy}"
+
+
+def _in_words(group: _Group, seconds: float) -> str:
+    """Who is missing, as far as it can be told in some seconds."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        # The connections too: ranks further along a ring wait for this one, and would not look for signs in time.
+        close_group()
+    found: list[set[int]] = []
+    # In a thread that may be left behind: a rank that serves the store and was stopped never answers.
+    asking = threading.Thread(target=_ask, args=(group, seconds, found), daemon=True)
+    asking.start()
+    asking.join(seconds + 0.5)
+    if not found:
+        return "no answer from rank 0, which holds the store" if _rank_0_serves() else "no answer from torchrun's store"
+    missing = sorted(set(range(group.size)) - found[-1])
+    if not missing:
+        return "an answer from every rank, but too late or over a broken connection"
+    return f"no answer from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+
+
+def _ask(group: _Group, seconds: float, found: list[set[int]]) -> None:
+    """Leaves this rank's sign, and adds to `found` the ranks that have left theirs, until all or the time is up."""
+    limit = time.monotonic() + seconds
+    with contextlib.suppress(RuntimeError):
+        group.store.set(f"sign/{group.rank}", "1")
+        signs = {group.rank}
+        while True:
+            others = set(range(group.size)) - signs
+            signs |= {rank for rank in others if group.store.check([f"sign/{rank}"])}
+            found.append(set(signs))
+            # The rank that serves the store stays, or it would be gone before all have looked.
+            have_all = len(signs) == group.size and not (group.rank == 0 and _rank_0_serves())
+            if have_all or time.monotonic() > limit:
+                return
+            time.sleep(0.02)
+
+
+def _rank_0_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _within(timeout: datetime.timedelta | None) -> str:
+    return "" if timeout is None else f" within {timeout.total_seconds():g} s"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].partition(". This is typically")[0].rstrip(".")

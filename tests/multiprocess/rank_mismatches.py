@@ -1,0 +1,181 @@
+"""One rank of three trains something else, in twenty ways; every rank says so before its first update, and what.
+
+Argument: the file to which rank 0 writes the names of the cases that passed.
+"""
+
+import json
+import pathlib
+import random
+import sys
+import warnings
+
+import keras
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import keras_shardopt as ks
+from keras_shardopt.replica import framework
+
+warnings.filterwarnings("ignore")
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+
+
+def layers(units=4, names=("first", "second"), frozen=False, dtype=None, num=2):
+    made = [keras.layers.Dense(units, name=name, dtype=dtype) for name in names[:num]]
+    made[-1].trainable = not frozen
+    return keras.Sequential([keras.Input((4,)), *made])
+
+
+def halved(grads, variables):
+    return [None if g is None else g / 2 for g in grads]
+
+
+def doubled(grads, variables):
+    return [None if g is None else g * 2 for g in grads]
+
+
+def decay(rate):
+    return keras.optimizers.schedules.ExponentialDecay(0.1, 10, rate)
+
+
+def sgd(**arguments):
+    return {"optimizer": lambda: ks.CrossShard(SGD(**{"learning_rate": 0.1, **arguments}))}
+
+
+def cross_shard(inner="sgd", **arguments):
+    return {"optimizer": lambda: ks.CrossShard(inner() if callable(inner) else inner, **arguments)}
+
+
+# What most ranks train, what one trains (arguments of `trains`), and what the error names.
+CASES = {
+    "size of a layer": ({}, {"model": lambda: layers(units=5)}, "of shape (4, 5)"),
+    "order of layers": ({}, {"model": lambda: layers(names=("second", "first"))}, "`sequential/second/kernel`"),
+    "name of a layer": ({}, {"model": lambda: layers(names=("first", "third"))}, "`sequential/third/kernel`"),
+    "dtype": ({}, {"model": lambda: layers(dtype="float16")}, "in float16 on process"),
+    "missing layer": ({}, {"model": lambda: layers(num=1)}, "number of trainable variables: "),
+    "frozen layer": ({}, {"model": lambda: layers(frozen=True)}, "number of trainable variables: "),
+    "learning rate": (sgd(), sgd(learning_rate=0.2), "`learning_rate` of optimizer 1 (SGD): "),
+    "momentum": (sgd(), sgd(momentum=0.5), "`momentum` of optimizer 1 (SGD): "),
+    "nesterov": (sgd(), sgd(nesterov=True), "`nesterov` of optimizer 1 (SGD): "),
+    "weight decay": (sgd(), sgd(weight_decay=0.1), "`weight_decay` of optimizer 1 (SGD): "),
+    "clipnorm": (sgd(), sgd(global_clipnorm=1.0), "`global_clipnorm` of optimizer 1 (SGD): "),
+    "ema": (sgd(), sgd(use_ema=True), "`use_ema` of optimizer 1 (SGD): "),
+    "a schedule": (sgd(), sgd(learning_rate=decay(0.5)), "ExponentialDecay("),
+    "rate of a schedule": (sgd(learning_rate=decay(0.5)), sgd(learning_rate=decay(0.6)), "'decay_rate': 0.6"),
+    "class of optimizer": (sgd(), cross_shard("rmsprop"), "class of optimizer 1: "),
+    "missing wrapper": (
+        cross_shard(lambda: ks.GradientClipping(SGD(0.1), 1.0)),
+        cross_shard(lambda: SGD(0.1)),
+        "GradientClipping on process",
+    ),
+    "argument of a wrapper": (
+        cross_shard(lambda: ks.GradientClipping(SGD(0.1), 1.0)),
+        cross_shard(lambda: ks.GradientClipping(SGD(0.1), 2.0)),
+        "`clip_gradients` of optimizer 1 (GradientClipping): ",
+    ),
+    "reduction": (cross_shard(), cross_shard(reduction="sum"), "`reduction` of optimizer 0 (CrossShard): "),
+    "groups": (
+        cross_shard(),
+        cross_shard(group_assignment=[[0], [1], [2]]),
+        "`group_assignment` of optimizer 0 (CrossShard): ",
+    ),
+    "a function": (
+        cross_shard(replica_transform=halved),
+        cross_shard(replica_transform=doubled),
+        "`replica_transform` of optimizer 0 (CrossShard): ",
+    ),
+    "version of Keras": ({}, {"version": (keras, "3.99.0")}, "Keras: "),
+    "version of keras_shardopt": ({}, {"version": (ks, "9.9")}, "keras_shardopt: "),
+    "version of PyTorch": ({}, {"version": (torch, "9.9.9+cpu")}, "PyTorch: "),
+}
+
+
+def trains(rank, model=layers, optimizer=lambda: ks.CrossShard(SGD(0.1)), version=None, through="apply"):
+    """One update, or the error instead of it, and whether any variable changed."""
+    model, optimizer = model(), optimizer()
+    module, number = version or (keras, keras.__version__)
+    before_version, module.__version__ = module.__version__, number
+    try:
+        optimizer.build(model.trainable_variables)
+    finally:
+        module.__version__ = before_version
+    for variable in model.trainable_variables:
+        variable.assign_add(keras.ops.ones(variable.shape, variable.dtype) * rank)
+    before = [keras.ops.convert_to_numpy(v).copy() for v in [*model.variables, *optimizer.variables]]
+    message = None
+    try:
+        if through == "apply":
+            grads = [torch.ones(tuple(v.shape), dtype=v.value.dtype) for v in model.trainable_variables]
+            optimizer.apply(grads, model.trainable_variables)
+        else:
+            model.compile(optimizer, "mse")
+            x = np.ones((4, 4))
+            if through == "prepare":
+                ks.prepare(model)
+            callbacks = [ks.callbacks.SyncReplicas()] if through == "SyncReplicas" else []
+            model.fit(x, np.ones((4, model.output_shape[1])), batch_size=4, verbose=0, callbacks=callbacks)
+    except ValueError as error:
+        message = str(error)
+    after = [keras.ops.convert_to_numpy(v) for v in [*model.variables, *optimizer.variables]]
+    return message, all((a == b).all() for a, b in zip(before, after))
+
+
+def make_more_layers_than_others():
+    """What moves Keras' counters: layers, models and optimizers that have nothing to do with training."""
+    for _ in range(3):
+        other = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(2)])
+        other.compile("sgd")
+        other.optimizer.build(other.trainable_variables)
+
+
+def auto_named():
+    return keras.Sequential([keras.Input((4,)), *[keras.layers.Dense(4) for _ in range(3)]])
+
+
+def main():
+    passed = []
+    chosen = random.Random(5)
+    with ks.data_parallel(timeout=60) as scope:
+        rank, size = scope.replica_id, scope.num_replicas
+        ways = ["apply", "fit", "prepare", "SyncReplicas"]
+        for number, (name, (usual, other, words)) in enumerate(CASES.items()):
+            keras.backend.clear_session()
+            odd = chosen.randrange(size)
+            arguments = {**usual, **other} if rank == odd else usual
+            through = ways[number % 4] if name not in ("groups", "a function") else "apply"
+            message, unchanged = trains(rank, **arguments, through=through)
+            assert message is not None, f"{name}: not refused through {through}"
+            assert words in message, f"{name}: {message}"
+            assert f"on process {odd}" in message, f"{name}, {odd}: {message}"
+            assert unchanged, name
+            assert len(set(framework.gather_objects(message))) == 1
+            passed.append(name)
+
+        # Right programs: other counters, other names of optimizers, functions that have no name.
+        keras.backend.clear_session()
+        if rank == 1:
+            make_more_layers_than_others()
+        wrapped = cross_shard(lambda: SGD(0.1, name=f"sgd_of_{rank}"), replica_transform=halved)
+        assert trains(0, model=auto_named, **wrapped) == (None, False)
+        if rank == 2:
+            auto_named()
+        clipped = cross_shard(lambda: ks.VariableClipping(Adam(lambda: 0.1), {".*kernel": [0]}, 1.0))
+        assert trains(0, model=auto_named, **clipped, through="prepare") == (None, False)
+        passed.append("right programs")
+        # Compared once: a rate that changes later, and differently, is the caller's affair.
+        optimizer, model = ks.CrossShard(SGD(0.1)), layers()
+        optimizer.build(model.trainable_variables)
+        calls, gather = [], dist.all_gather_object
+        dist.all_gather_object = lambda *a, **k: (calls.append(1), gather(*a, **k))
+        for _ in range(3):
+            optimizer.apply([torch.ones(tuple(v.shape)) for v in model.trainable_variables])
+        dist.all_gather_object = gather
+        assert len(calls) == 2, calls  # the digest, and what `start_together` asks
+        passed.append("compared once")
+    if rank == 0:
+        pathlib.Path(sys.argv[1]).write_text(json.dumps(passed))
+
+
+main()

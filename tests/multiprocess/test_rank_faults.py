@@ -1,0 +1,80 @@
+"""PyTorch: ranks that train different things, that die or stall, and that are started again."""
+
+import functools
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+from support import launch
+
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
+
+NUM_DIFFERENCES = 23
+
+
+@pytest.fixture(scope="module")
+def passed(tmp_path_factory):
+    file = tmp_path_factory.mktemp("mismatches") / "passed.json"
+    try:
+        launch.torchrun("rank_mismatches.py", 3, file, timeout=200)
+    except launch.WorkersFailed as failure:
+        pytest.fail(str(failure), pytrace=False)
+    return json.loads(file.read_text())
+
+
+def test_every_difference_is_named_on_every_rank_before_the_first_update(passed):
+    assert len(passed) == NUM_DIFFERENCES + 2
+
+
+@pytest.mark.parametrize("name", ["right programs", "compared once"])
+def test_ranks_that_train_the_same_go_on(passed, name):
+    assert name in passed
+
+
+@pytest.fixture(scope="module")
+def rounds():
+    """Four rounds, a rank killed before a collective or inside it, and one stopped; by hand it is 50."""
+    environment = {**launch.variables("torch"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(launch.TESTS / "multiprocess" / "rank_deaths.py"), "4", "2"]
+    printed = launch.run(command, 200, environment)
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+def ends(rounds, how):
+    """The case, surviving rank and its end, for all rounds of a kind."""
+    return [(r["case"], int(rank), end) for r in rounds if r["case"]["how"] == how for rank, end in r["ends"].items()]
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_the_others_end_in_time_and_name_the_rank(rounds, how):
+    found = ends(rounds, how)
+    assert found
+    for case, rank, end in found:
+        assert not end["hangs"], (case, rank)
+        assert end["class"] == "RuntimeError"
+        assert end["seconds"] < case["timeout"] + 2, (case, rank, end)
+        assert f"no answer from rank {case['victim']}" in end["message"], (case, rank, end)
+
+
+@functools.cache
+def trained(folder, *deaths):
+    """The weights and state that torchrun's ranks end with, where rank 1 dies once in each of the steps `deaths`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    (port,) = launch.free_ports(1)
+    command += ["--master-port", str(port), "--monitor-interval", "0.1"]
+    command += [str(launch.TESTS / "multiprocess" / "rank_restart.py"), str(folder), *map(str, deaths)]
+    printed = launch.run(command, 200, {**launch.variables("torch"), "OMP_NUM_THREADS": "1"})
+    return dict(np.load(folder / "end.npz")), printed
+
+
+def test_a_restarted_job_ends_with_the_weights_of_one_that_nobody_killed(tmp_path):
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    os.mkdir(alone), os.mkdir(killed)
+    expected, _ = trained(alone)
+    found, printed = trained(killed, 8, 17)
+    assert printed.count("begins with epoch") == 3 * 2 and "begins with epoch 3" in printed, printed
+    assert found.keys() == expected.keys() and len(found) > 10
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)

@@ -1,0 +1,180 @@
+"""BackupAndRestore where one process holds all replicas; ranks and processes are in tests/multiprocess."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+from conftest import BACKEND
+from support import problem
+
+import keras_shardopt as ks
+
+EPOCHS = 4
+STEPS = 3
+
+
+class Noise(keras.layers.Layer):
+    """Noise from Keras' global seed."""
+
+    def call(self, inputs):
+        return inputs + 0.01 * keras.random.normal(keras.ops.shape(inputs))
+
+
+class Interrupting(keras.callbacks.Callback):
+    """Ends training by an error in the middle of the third epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)) == 2 * STEPS + 2:
+            raise InterruptedError
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """All variables after training that nobody interrupts."""
+    variables, epochs = trained(tmp_path_factory.mktemp("alone"))
+    assert epochs == EPOCHS
+    return variables
+
+
+def trained(folder, interrupted=False, prepared=False, callback=None, noise=False, **arguments):
+    """All variables after training in `folder`, as a program that was just started would train."""
+    keras.utils.set_random_seed(3)
+    layers = [
+        keras.Input((problem.NUM_FEATURES,)),
+        keras.layers.Dense(7, activation="tanh"),
+        keras.layers.Dropout(0.3),
+        *([Noise()] if noise else []),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(problem.NUM_OUTPUTS),
+    ]
+    model = keras.Sequential(layers)
+    rate = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.9)
+    model.compile(ks.CrossShard(keras.optimizers.Adam(rate, use_ema=True)), "mse")
+    if prepared:
+        ks.prepare(model)
+    backup = callback or ks.callbacks.BackupAndRestore(folder, **arguments)
+    callbacks = [backup, *([Interrupting()] if interrupted else [])]
+    x, y = problem.data(STEPS)
+    shuffle = BACKEND != "tensorflow" and not prepared
+    try:
+        history = model.fit(
+            x, y, batch_size=problem.BATCH_SIZE, epochs=EPOCHS, callbacks=callbacks, shuffle=shuffle, verbose=0
+        )
+        assert not interrupted
+        epochs = len(history.epoch)
+    except InterruptedError:
+        epochs = None
+    variables = [*model.variables, *model.optimizer.variables]
+    return [np.asarray(keras.ops.convert_to_numpy(v)) for v in variables], epochs
+
+
+def assert_same(some, others):
+    assert len(some) == len(others)
+    for one, other in zip(some, others):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_was_interrupted_ends_as_if_it_was_not(tmp_path, alone):
+    trained(tmp_path / "backup", interrupted=True)
+    assert os.listdir(tmp_path / "backup") == ["backup.npz"]
+    resumed, epochs = trained(tmp_path / "backup")
+    assert epochs == EPOCHS - 2
+    assert_same(resumed, alone)
+    assert not (tmp_path / "backup").exists()  # trained to the end
+
+
+@pytest.mark.backends("torch")  # elsewhere it is drawn while a step is traced, and becomes a constant
+def test_the_global_seed_goes_on_too(tmp_path):
+    alone, _ = trained(tmp_path / "alone", noise=True)
+    trained(tmp_path / "backup", interrupted=True, noise=True)
+    keras.utils.clear_session(free_memory=False)
+    assert_same(trained(tmp_path / "backup", noise=True)[0], alone)
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_on_several_replicas(tmp_path):
+    with ks.data_parallel(4) as replicas:
+        alone, _ = trained(tmp_path / "alone", prepared=True)
+    with ks.data_parallel(4) as replicas:
+        trained(tmp_path / "backup", interrupted=True, prepared=True)
+    with ks.data_parallel(4) as replicas:
+        resumed, epochs = trained(tmp_path / "backup", prepared=True)
+    replicas.close()
+    assert epochs == EPOCHS - 2
+    weights = slice(0, None) if BACKEND == "jax" else slice(0, 2)  # each replica has statistics of its own
+    assert_same(resumed[weights], alone[weights])
+
+
+def test_a_crash_while_writing_leaves_the_backup_before(tmp_path, monkeypatch, alone):
+    trained(tmp_path, interrupted=True)
+    before = (tmp_path / "backup.npz").read_bytes()
+
+    def savez(file, **arrays):
+        file.write(b"half of it")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez", savez)
+    with pytest.raises(OSError, match="disk full"):
+        trained(tmp_path)
+    assert (tmp_path / "backup.npz").read_bytes() == before
+    monkeypatch.undo()
+    assert_same(trained(tmp_path)[0], alone)
+
+
+def test_a_damaged_backup_falls_back_on_the_one_before(tmp_path, alone):
+    trained(tmp_path, interrupted=True, double_checkpoint=True)
+    whole = (tmp_path / "backup.npz").read_bytes()
+    (tmp_path / "backup.npz").write_bytes(whole[: len(whole) // 2])
+    resumed, epochs = trained(tmp_path, double_checkpoint=True, delete_checkpoint=False)
+    assert epochs == EPOCHS - 1
+    assert_same(resumed, alone)
+    assert sorted(os.listdir(tmp_path)) == ["backup.npz", "previous.npz"]
+
+
+def test_a_damaged_backup_without_another_is_an_error(tmp_path):
+    (tmp_path / "backup.npz").write_bytes(b"PK")
+    with pytest.raises(OSError, match="cannot be read"):
+        trained(tmp_path)
+
+
+def test_a_backup_of_another_model_is_refused(tmp_path):
+    trained(tmp_path, interrupted=True)
+    model = problem.model()
+    model.compile("sgd", "mse")
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="`backup_dir` must hold a backup of the same model"):
+        model.fit(*problem.data(1), callbacks=[ks.callbacks.BackupAndRestore(tmp_path)], verbose=0)
+    assert_same(model.get_weights(), before)
+
+
+def test_an_unbuilt_model_is_refused(tmp_path):
+    backup = ks.callbacks.BackupAndRestore(tmp_path)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    backup.set_model(model)
+    with pytest.raises(ValueError, match="must be built"):
+        backup.on_train_begin()
+
+
+def test_half_precision_weights_keep_every_bit(tmp_path):
+    keras.config.set_dtype_policy("bfloat16")
+    model = problem.model()
+    keras.config.set_dtype_policy("float32")
+    model.compile(ks.CrossShard("sgd"), "mse")
+    backup = ks.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    model.fit(*problem.data(1), batch_size=8, epochs=1, callbacks=[backup], verbose=0)
+    before = [keras.ops.convert_to_numpy(keras.ops.cast(v, "float32")) for v in model.weights]
+    for variable in model.weights:
+        variable.assign(keras.ops.zeros_like(variable))
+    backup.on_train_begin()
+    assert_same([keras.ops.convert_to_numpy(keras.ops.cast(v, "float32")) for v in model.weights], before)
+
+
+def test_training_on_after_the_end_begins_with_epoch_0(tmp_path):
+    model = problem.model()
+    model.compile(ks.CrossShard("sgd"), "mse")
+    backup = ks.callbacks.BackupAndRestore(tmp_path / "new" / "folder")
+    for _ in range(2):
+        history = model.fit(*problem.data(1), epochs=2, callbacks=[backup], verbose=0)
+        assert history.epoch == [0, 1]
