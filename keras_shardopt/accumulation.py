@@ -11,6 +11,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import dense, dtype_of, is_next_value
 from keras_shardopt.replica import framework
@@ -132,16 +133,7 @@ def checked_num_steps(num_steps: Any) -> int | None:
     """The argument `gradient_accumulation_steps` of a constructor, if it is right."""
     if num_steps is None:
         return None
-    if isinstance(num_steps, bool) or not hasattr(num_steps, "__index__"):
-        raise TypeError(
-            f"`gradient_accumulation_steps` must be an int or None. Received: gradient_accumulation_steps={num_steps!r}"
-        )
-    if num_steps < 1:
-        raise ValueError(
-            f"`gradient_accumulation_steps` must be >= 1. Received: gradient_accumulation_steps={num_steps}. "
-            "Leave it out to not accumulate."
-        )
-    return int(num_steps)
+    return check.integer("gradient_accumulation_steps", num_steps, fix="Leave it out to not accumulate.")
 
 
 def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num_steps: int) -> None:

@@ -18,7 +18,7 @@ from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backup import BackupAndRestore
 from keras_shardopt.optimizers import CrossShard
 from keras_shardopt.replica import framework
-from keras_shardopt.summaries import Recorder, checked_every, checked_summaries, dynamic_loss_scale, rates
+from keras_shardopt.summaries import Recorder, checked_log_dir, checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.wrapper import inside
 
 __all__ = ["BackupAndRestore", "CheckReplicas", "StopOnNonFinite", "SyncReplicas", "TrainingSummaries"]
@@ -276,10 +276,11 @@ class TrainingSummaries(keras.callbacks.Callback):
 
     def __init__(self, log_dir: Any = None, summaries: Sequence[str] | None = None, every: int = 100) -> None:
         checked_summaries(summaries)
+        checked_log_dir(log_dir)
         super().__init__()
         self.log_dir = log_dir
         self.summaries = None if summaries is None else list(summaries)
-        self.every = checked_every(every)
+        self.every = check.integer("every", every, fix="In updates.")
         self._recorder: Recorder | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -6,7 +6,6 @@ Hides where in a chain of optimizers a number is to be had, how it gets out of a
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,25 +51,23 @@ def checked_summaries(summaries: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(summaries, str) or not isinstance(summaries, (list, tuple, set, frozenset)):
         raise TypeError(f"`summaries` must be a list of names, or None. Received: summaries={summaries!r}")
     # Asked for by itself, it would have nothing to clip.
-    names = ["global_gradient_norm" if name == "global_clipped_gradient_norm" else name for name in summaries]
+    names = [
+        "global_gradient_norm" if name == "global_clipped_gradient_norm" else name for name in map(_word, summaries)
+    ]
     unknown = [name for name in names if name not in SUMMARIES]
     if unknown:
         raise ValueError(f"`summaries` may hold {list(SUMMARIES)}. Received: {unknown} among them.")
     return tuple(name for name in SUMMARIES if name in names)
 
 
-def checked_every(every: Any) -> int:
-    """A number of updates.
+def _word(name: Any) -> str:
+    return name if isinstance(name, str) else type(name).__name__
 
-    Raises:
-        TypeError: if it is not an int.
-        ValueError: if it is less than 1.
-    """
-    if isinstance(every, bool) or not hasattr(every, "__index__"):
-        raise TypeError(f"`every` must be an int. Received: every={every!r}")
-    if operator.index(every) < 1:
-        raise ValueError(f"`every` must be at least 1, in updates. Received: every={every}")
-    return operator.index(every)
+
+def checked_log_dir(log_dir: Any) -> None:
+    """Raises TypeError unless it is a path or None."""
+    if log_dir is not None and not isinstance(log_dir, (str, os.PathLike)):
+        raise TypeError(f"`log_dir` must be a path or None. Received: log_dir={log_dir!r}")
 
 
 class Recorder:

@@ -6,13 +6,13 @@ It composes what the rest of the package has, and holds no arithmetic of its own
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.optimizers import (
     LARC,
@@ -24,7 +24,7 @@ from keras_shardopt.optimizers import (
 )
 from keras_shardopt.optimizers.tf1 import make_optimizer
 from keras_shardopt.replica import framework
-from keras_shardopt.summaries import Recorder, checked_every, checked_summaries
+from keras_shardopt.summaries import Recorder, checked_log_dir, checked_summaries
 from keras_shardopt.wrapper import inside
 
 __all__ = ["TrainingStep", "build_optimizer", "get_regularization_loss", "optimize_loss"]
@@ -116,13 +116,18 @@ def build_optimizer(
             f"Received: clip_gradients={clip_gradients!r}, larc_params={dict(larc_params)!r}. Leave one out."
         )
     keeps_masters = _keeps_masters(dtype)
-    iter_size = _checked_iter_size(iter_size)
+    iter_size = check.integer("iter_size", iter_size)
+    check.flag("tf1_defaults", tf1_defaults)
     scale = _scale(loss_scaling, loss_scaling_params)
     if not isinstance(cross_shard, (bool, Mapping)):
         raise TypeError(
             "`cross_shard` must be a bool, or a dict of arguments of `CrossShard`. "
             f"Received: cross_shard={cross_shard!r}"
         )
+    if isinstance(cross_shard, Mapping):
+        known = [name for name in inspect.signature(CrossShard).parameters if name != "inner_optimizer"]
+        if any(name not in known for name in cross_shard):
+            raise ValueError(f"`cross_shard` may hold {known}. Received: cross_shard={dict(cross_shard)!r}")
     built = make_optimizer(optimizer, optimizer_params, _learning_rate(learning_rate_decay_fn), tf1_defaults)
     if clip_gradients is not None:
         built = GradientClipping(built, clip_gradients)
@@ -238,11 +243,14 @@ def optimize_loss(
             "Use for example `lambda x, y: loss_fn(y, model(x, training=True))`."
         )
     checked_summaries(summaries)
-    if skip_update_ph not in (None, True):
+    if skip_update_ph is not None and skip_update_ph is not True:
         raise TypeError(
             "`skip_update_ph` must be None, or True where each call of the step says whether it updates. "
             f"Received: skip_update_ph={skip_update_ph!r}. Give the value to the step: `step(*batch, skip_update=...)`."
         )
+    check.flag("on_horovod", on_horovod)
+    if jit_compile is not None:
+        check.flag("jit_compile", jit_compile)
     reduces = on_horovod or _reducer_of(optimizer) is not None
     num_replicas = framework.num_replicas_of_steps()
     if num_replicas > 1 and not reduces:
@@ -270,7 +278,8 @@ def optimize_loss(
             "`skip_update_ph` needs `iter_size` > 1, or there is nothing to accumulate. "
             f"Received: iter_size={iter_size!r}. Leave `skip_update_ph` out."
         )
-    every = checked_every(every)
+    checked_log_dir(log_dir)
+    every = check.integer("every", every, fix="In updates.")
     is_off = (log_dir is None and summaries is None) or (summaries is not None and not len(summaries))
     seen = None if is_off else (log_dir, summaries, every)
     variables = _trained(var_list, model)
@@ -395,6 +404,9 @@ def get_regularization_loss(model: Any) -> Tensor:
     Returns:
         A scalar tensor in float32, to which each is cast first; 0.0 if there are none.
 
+    Raises:
+        TypeError: if `model` is neither.
+
     Example:
         >>> import keras, keras_shardopt as ks
         >>> layer = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.5))
@@ -405,6 +417,8 @@ def get_regularization_loss(model: Any) -> Tensor:
     References:
         `get_regularization_loss` of OpenSeq2Seq's `optimizers.py`.
     """
+    if not isinstance(model, keras.Layer):
+        raise TypeError(f"`model` must be a `keras.Model` or a layer. Received: model={model!r}")
     losses = [ops.cast(value, "float32") for value in model.losses]
     return ops.sum(ops.stack(losses)) if losses else ops.zeros((), "float32")
 
@@ -440,14 +454,9 @@ class _FunctionOfStep(keras.optimizers.schedules.LearningRateSchedule):
 def _learning_rate(given: Any) -> Any:
     if given is None or isinstance(given, keras.optimizers.schedules.LearningRateSchedule):
         return given
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
-        return float(given)
     if not callable(given):
-        raise TypeError(
-            "`learning_rate_decay_fn` must be a number, a `LearningRateSchedule` or a function of the number of "
-            "updates. "
-            f"Received: learning_rate_decay_fn={given!r}"
-        )
+        fix = "Or give a `LearningRateSchedule` or a function of the number of updates."
+        return check.number("learning_rate_decay_fn", given, fix=fix)
     try:
         inspect.signature(given).bind(0)
     except TypeError:
@@ -456,28 +465,24 @@ def _learning_rate(given: Any) -> Any:
 
 
 def _keeps_masters(dtype: Any) -> bool:
-    if dtype == "mixed":
+    if isinstance(dtype, str) and dtype == "mixed":
         return True
     try:
         name = keras.backend.standardize_dtype(dtype)
-    except (ValueError, TypeError, AttributeError):
+    except Exception:  # Keras asks what it is given all sorts of things
         name = ""
     if "float" not in name or dtype is None:
         raise ValueError(f'`dtype` must be "mixed" or a dtype of floats. Received: dtype={dtype!r}')
     return False
 
 
-def _checked_iter_size(iter_size: Any) -> int:
-    if isinstance(iter_size, bool) or not hasattr(iter_size, "__index__"):
-        raise TypeError(f"`iter_size` must be an int. Received: iter_size={iter_size!r}")
-    if operator.index(iter_size) < 1:
-        raise ValueError(f"`iter_size` must be at least 1. Received: iter_size={iter_size}")
-    return operator.index(iter_size)
-
-
 def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
     """A number, a scaler, or None where nothing is scaled."""
     if isinstance(loss_scaling, str):
+        if loss_scaling.lower() not in ("backoff", "logmax"):
+            raise ValueError(
+                f'`loss_scaling` must be a number, "Backoff" or "LogMax". Received: loss_scaling={loss_scaling!r}'
+            )
         return AutomaticLossScaler(loss_scaling, params)
     # In the original, params beside a number were left unread.
     is_number = isinstance(loss_scaling, (int, float)) and not isinstance(loss_scaling, bool)
@@ -504,15 +509,17 @@ def _checked_larc_params(params: Any) -> dict[str, Any]:
 def _trained(var_list: Sequence[Variable] | None, model: Any) -> list[Variable]:
     if var_list is None and model is None:
         raise ValueError(
-            "`var_list` or `model` must be given, or nobody knows what to train. "
+            "`var_list` or `model` must be given, or nobody knows what to train. Received: None for both. "
             "Use for example `optimize_loss(..., model=model)`."
         )
     if model is not None and not getattr(model, "built", False):
         raise ValueError(
-            "`model` must be built, so that its weights are there. "
-            "Give it a `keras.Input`, or call it once on a batch before."
+            "`model` must be a built `keras.Model`, so that its weights are there. "
+            f"Received: model={model!r}. Give it a `keras.Input`, or call it once on a batch before."
         )
-    variables = list(model.trainable_variables if var_list is None else var_list)
+    variables = check.sequence("var_list", model.trainable_variables if var_list is None else var_list, at_least=0)
+    if not all(hasattr(variable, "assign") for variable in variables):
+        raise TypeError(f"`var_list` must be a list of variables. Received: var_list={var_list!r}")
     frozen = [getattr(v, "path", str(v)) for v in variables if not getattr(v, "trainable", True)]
     if frozen or not variables:
         raise ValueError(
