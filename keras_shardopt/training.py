@@ -479,7 +479,7 @@ def _keeps_masters(dtype: Any) -> bool:
 def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
     """A number, a scaler, or None where nothing is scaled."""
     if isinstance(loss_scaling, str):
-        if loss_scaling.lower() not in ("backoff", "logmax"):
+        if loss_scaling.strip().lower() not in ("backoff", "logmax"):
             raise ValueError(
                 f'`loss_scaling` must be a number, "Backoff" or "LogMax". Received: loss_scaling={loss_scaling!r}'
             )

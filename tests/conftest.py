@@ -33,13 +33,27 @@ def pytest_report_header():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "backends(*names): the test is about these backends and skips on others")
+    config.addinivalue_line("markers", "xdist_group(name): run in the same process as others of that name")
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        group = _shares_work_with(item)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
         for mark in item.iter_markers("backends"):
             if BACKEND not in mark.args:
                 item.add_marker(pytest.mark.skip(reason=f"about {' and '.join(mark.args)}, not {BACKEND}"))
+
+
+def _shares_work_with(item):
+    """The tests that should run in the same process (`--dist loadgroup`), because they look at the same runs."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None and isinstance(callspec.params.get("inner"), str):
+        return callspec.params["inner"]
+    if BACKEND == "torch" and item.path.parent.name in ("equivalence", "multiprocess"):
+        return item.path.stem  # one spawn of ranks for all that look at it
+    return None
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import sys
 
 import numpy as np
@@ -54,8 +55,10 @@ def test_the_others_end_in_time_and_name_the_rank(rounds, how):
     for case, rank, end in found:
         assert not end["hangs"], (case, rank)
         assert end["class"] == "RuntimeError"
-        assert end["seconds"] < case["timeout"] + 2, (case, rank, end)
-        assert f"no answer from rank {case['victim']}" in end["message"], (case, rank, end)
+        # 2 s on a quiet machine, which is what the long run is for.
+        assert end["seconds"] < case["timeout"] + 6, (case, rank, end)
+        named = re.search(r"no answer from ranks? ([\d, ]+)", end["message"])
+        assert named and case["victim"] in map(int, re.findall(r"\d+", named[1])), (case, rank, end)
 
 
 @functools.cache

@@ -627,7 +627,7 @@ def test_what_belongs_inside_is_refused_outside():
     [
         ((None, 2), TypeError, "`step` must be a function"),
         ((print, 2.0), TypeError, "`num_towers` must be an int"),
-        ((print, 0), ValueError, "`num_towers` must be >= 1"),
+        ((print, 0), ValueError, "`num_towers` must be at least 1"),
         ((print, 2, "none"), ValueError, "`loss_reduction` must be"),
         ((print, 2, None), ValueError, "`loss_reduction` must be"),
         ((print, 2, "sum", []), ValueError, "`devices`"),
