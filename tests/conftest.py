@@ -36,6 +36,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "xdist_group(name): run in the same process as others of that name")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items):
     for item in items:
         group = _shares_work_with(item)
