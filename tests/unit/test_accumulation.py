@@ -98,9 +98,9 @@ def test_it_tells_how_many_steps():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: ks.CrossShard("sgd", gradient_accumulation_steps=0), ValueError, "must be >= 1. Received"),
-        (lambda: ks.CrossShard("sgd", gradient_accumulation_steps=2.0), TypeError, "must be an int or None"),
-        (lambda: ks.CrossShard("sgd", gradient_accumulation_steps=True), TypeError, "must be an int or None"),
+        (lambda: ks.CrossShard("sgd", gradient_accumulation_steps=0), ValueError, "must be at least 1. Received"),
+        (lambda: ks.CrossShard("sgd", gradient_accumulation_steps=2.0), TypeError, "must be an int. Received"),
+        (lambda: ks.CrossShard("sgd", gradient_accumulation_steps=True), TypeError, "must be an int. Received"),
         (lambda: ks.CrossShard("sgd", on_nonfinite="stop"), ValueError, '`on_nonfinite` must be "ignore"'),
         (
             lambda: ks.CrossShard(keras.optimizers.Adam(gradient_accumulation_steps=2), gradient_accumulation_steps=3),

@@ -128,7 +128,7 @@ def test_who_says_when_a_window_ends():
         ({"loss": 3.0}, TypeError, "`loss` must be a function"),
         ({"var_list": None}, ValueError, "`var_list` or `model`"),
         ({"var_list": []}, ValueError, "var_list"),
-        ({"var_list": None, "model": keras.Sequential([keras.layers.Dense(1)])}, ValueError, "must be built"),
+        ({"var_list": None, "model": keras.Sequential([keras.layers.Dense(1)])}, ValueError, "must be a built"),
         ({"summaries": ["lr"]}, ValueError, "'lr'"),
         ({"summaries": "gradients"}, TypeError, "summaries"),
         ({"skip_update_ph": True}, ValueError, "iter_size"),
