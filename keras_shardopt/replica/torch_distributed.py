@@ -323,7 +323,8 @@ class Torch(Framework):
     @contextlib.contextmanager
     def world(self, num_replicas: int | None) -> Iterator[World]:
         running = dist.is_available() and dist.is_initialized()
-        size = dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", "1"))
+        # As of now: fewer ranks may meet the second time.
+        size, rank = self.process()
         if num_replicas not in (None, size):
             raise ValueError(
                 "`num_replicas` must be the number of processes, because on PyTorch each replica is one. "
@@ -344,11 +345,9 @@ class Torch(Framework):
                 self._store, _, _ = next(rendezvous("env://"))
             # Under a name of its own: ranks that meet a second time would else read the addresses of the first.
             store = dist.PrefixStore(f"keras_shardopt/{self._num_groups}", self._store)
-            rank = int(os.environ["RANK"])  # ranks and size as of now: fewer may meet the second time
             dist.init_process_group("gloo" if device is None else "nccl", store=store, rank=rank, world_size=size)
         try:
             _agree_on_seed()
-            rank = dist.get_rank()
             yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank)
         finally:
             if not running and dist.is_initialized():
