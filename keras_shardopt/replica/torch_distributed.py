@@ -377,7 +377,8 @@ class Torch(Framework):
     @contextlib.contextmanager
     def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         running = dist.is_available() and dist.is_initialized()
-        size = dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", "1"))
+        # As of now: fewer ranks may meet the second time.
+        size, rank = self.process()
         if num_replicas not in (None, size):
             raise ValueError(
                 "`num_replicas` must be the number of processes, because on PyTorch each replica is one. "
@@ -398,10 +399,9 @@ class Torch(Framework):
             device = torch.cuda.current_device()
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if not running:
-            open_group("gloo" if device is None else "nccl", timeout)
+            open_group("gloo" if device is None else "nccl", rank, size, timeout)
         try:
             _agree_on_seed()
-            rank = dist.get_rank()
             yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank)
         finally:
             if not running:

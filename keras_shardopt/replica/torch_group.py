@@ -43,18 +43,19 @@ _store: dist.Store | None = None
 _num_groups = 0
 
 
-def open_group(backend: str, timeout: datetime.timedelta | None) -> None:
+def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta | None) -> None:
     """Opens the default process group of the ranks that torchrun started.
 
     Args:
         backend: "gloo" or "nccl".
+        rank: of this process, among `size`. Fewer ranks may meet the second time.
+        size: how many processes meet.
         timeout: after how long a collective fails; None for PyTorch's own limit.
 
     Raises:
         RuntimeError: if some rank does not come in time.
     """
     global _open, _store, _num_groups
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # as of now: fewer may meet the second time
     limit = {} if timeout is None else {"timeout": timeout}
     _num_groups += 1
     try:

@@ -23,6 +23,7 @@ WAYS = {
     "in CrossShard": lambda: ks.CrossShard(scaled(problem.sgd_momentum())),
     "around CrossShard": lambda: scaled(ks.CrossShard(problem.sgd_momentum())),
     "without CrossShard": lambda: scaled(problem.sgd_momentum()),
+    # At a rate at which clipped updates move weights by far more than their rounding.
     "clipping inside": lambda: ks.CrossShard(
         scaled(ks.GradientClipping(keras.optimizers.SGD(1.0, momentum=0.9), 0.125))
     ),
