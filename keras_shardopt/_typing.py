@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 Tensor = Any
 """A tensor of whichever framework runs Keras (on TensorFlow also `tf.IndexedSlices`)."""
@@ -19,3 +19,6 @@ ReduceOp = Literal["sum", "mean", "max"]
 
 Groups = Sequence[Sequence[int]]
 """Disjoint, equally large, ascending lists of replica ids that together name every replica once."""
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+"""Any function."""

@@ -92,6 +92,11 @@ class Accumulators:
             self._share.assign(ops.where(starts, share, ops.convert_to_tensor(self._share) + share))
         return is_complete, [ops.convert_to_tensor(v) for v in self.of_this_replica]
 
+    @property
+    def num_taken(self) -> int:
+        """How many micro-steps of the window there were."""
+        return int(ops.convert_to_numpy(self._counter))
+
     def decide(self, ends: bool) -> None:
         """Lets the next micro-step complete the window, or not, however many there were."""
         self._ends = ends

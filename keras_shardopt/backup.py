@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import warnings
 from typing import Any
 
 import keras
@@ -21,7 +22,9 @@ from keras.src.random import seed_generator
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
+from keras_shardopt.optimizers.cross_shard import CrossShard
 from keras_shardopt.replica import framework
+from keras_shardopt.wrapper import OptimizerWrapper, inside
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -39,7 +42,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     Everything that is made anew in a restarted program has to come out the same: model, optimizer, data and arguments
     of `fit`. Data that `fit` shuffles has the same order again on PyTorch and JAX (from arrays); on TensorFlow use
     `shuffle=False` or a data set seeded by epoch. Other callbacks begin anew, as they do in Keras. What each replica
-    keeps for itself, such as moving statistics without `prepare`, becomes that of the chief.
+    keeps for itself, such as moving statistics without `prepare`, becomes that of the chief; and a window of micro-steps
+    (`CrossShard(gradient_accumulation_steps=k)`) that an epoch leaves unfinished begins anew, of which a warning tells:
+    have a multiple of k steps per epoch.
 
     Args:
         backup_dir: str or path: a local directory, which is made if it is not there. Only the chief needs to see it.
@@ -93,6 +98,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
+        self._warned = False
         self._path = os.path.join(path, "backup.npz")
         self._previous_path = os.path.join(path, "previous.npz")
 
@@ -125,10 +131,20 @@ class BackupAndRestore(keras.callbacks.Callback):
         num_processes, process_id = framework.process()
         if len(header["random_states"]) == num_processes:
             _set_random_state(header["random_states"][process_id])
+        for part in _accumulating(model):
+            part.restart_window()
         model._initial_epoch = header["epoch"]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup."""
+        if not self._warned and any(part.is_within_window for part in _accumulating(self.model)):
+            self._warned = True
+            warnings.warn(
+                f"Epoch {epoch} ended within a window of micro-steps, which no backup holds: training that is restored "
+                "from it will differ from training that was never interrupted. Make the number of steps per epoch a "
+                "multiple of `gradient_accumulation_steps`.",
+                stacklevel=2,
+            )
         random_states = framework.gather_objects(_random_state())
         problem = None
         if _is_chief():
@@ -213,7 +229,16 @@ def _variables(model: Any) -> list[Variable]:
 
 
 def _optimizer_variables(model: Any) -> list[Variable]:
-    return [] if model.optimizer is None else list(model.optimizer.variables)
+    optimizer = model.optimizer
+    if isinstance(optimizer, OptimizerWrapper):
+        return optimizer.shared_variables
+    return [] if optimizer is None else list(optimizer.variables)
+
+
+def _accumulating(model: Any) -> list[CrossShard]:
+    optimizer = model.optimizer
+    chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
+    return [part for part in chain if isinstance(part, CrossShard) and part.accumulates]
 
 
 def _global_seed(make: bool) -> list[Variable]:

@@ -273,6 +273,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
 
     # -- updating ------------------------------------------------------------------------------------------------
 
+    @framework.as_written
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
         grads = list(grads)
@@ -302,12 +303,14 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         for variable, value in zip([*weights, *state], [*new_weights, *new_state]):
             variable.assign(value)
 
+    @framework.as_written
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Updates the variables of (gradient, variable) pairs. Returns the update counter."""
         grads, variables = zip(*grads_and_vars)
         self.apply(list(grads), list(variables))
         return self._iterations
 
+    @framework.as_written
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `keras.optimizers.Optimizer.scale_loss`."""
         return self.inner.scale_loss(loss)

@@ -275,16 +275,18 @@ class CrossShard(OptimizerWrapper):
 
     def build(self, variables: Sequence[Variable]) -> None:
         """See `OptimizerWrapper.build`."""
+        variables = list(variables)
+        if not self.built and framework.process()[0] > 1:
+            # Not later: callbacks change the rate, and a step that is being traced cannot read it.
+            self.__dict__["_described"] = described(self, variables)
+            if framework.makes_variables_together():
+                self._compare_with_peers()
         if self.accumulates and not self.built and not self._accumulators.is_built:
             with empty_name_scope():
-                self._accumulators.build(list(variables), self.add_variable)
+                self._accumulators.build(variables, self.add_variable)
             if self.__dict__.get("_stacks"):
                 self.stack_accumulators()
-        was_built = self.built
         super().build(variables)
-        if not was_built and framework.process()[0] > 1:
-            # Not later: callbacks change the rate, and a step that is being traced cannot read it.
-            self.__dict__["_described"] = described(self, self._trainable_variables)
         if self.__dict__["_num_steps"] is not None:
             refuse_accumulation_inside(leaves(self), self.__dict__["_num_steps"])
 
@@ -314,8 +316,17 @@ class CrossShard(OptimizerWrapper):
     def load_own_variables(self, store: Any) -> None:
         """See `OptimizerWrapper.load_own_variables`. A window of micro-steps starts anew."""
         super().load_own_variables(store)
+        self.restart_window()
+
+    def restart_window(self) -> None:
+        """Forgets the micro-steps since the last update: the next one is the first of its window."""
         if self.accumulates and self._accumulators.is_built:
             self._accumulators.restart()
+
+    @property
+    def is_within_window(self) -> bool:
+        """Whether there were micro-steps since the last update. Reading it waits for the devices."""
+        return self.accumulates and self._accumulators.is_built and self._accumulators.num_taken > 0
 
     # -- gradients that are not finite ---------------------------------------------------------------------------
 
@@ -352,6 +363,7 @@ class CrossShard(OptimizerWrapper):
     def _names(self) -> list[str]:
         return [getattr(v, "path", str(v)) for v in self._trainable_variables]
 
+    @framework.as_written
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """See `OptimizerWrapper.apply`.
 
@@ -379,10 +391,15 @@ class CrossShard(OptimizerWrapper):
             ValueError: on every process, if they do not. It names what differs.
         """
         replicas = framework.replicas(self.axis_name) if replicas is None else replicas
-        if self.__dict__["_agrees"] or not replicas.spans_processes or not self.built:
+        if self.__dict__["_agrees"] or not replicas.spans_processes:
             return
         if self.__dict__["_described"] is None:
+            if not self.built:
+                return
             self.__dict__["_described"] = described(self, self._trainable_variables)
+        self._compare_with_peers()
+
+    def _compare_with_peers(self) -> None:
         check_agreement(self.__dict__["_described"])
         self.__dict__["_agrees"] = True
 
@@ -616,6 +633,7 @@ class CrossShard(OptimizerWrapper):
         """
         return self.apply_gradients(self.compute_gradients(loss, var_list))
 
+    @framework.as_written
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `keras.optimizers.Optimizer.scale_loss`."""
         self.__dict__["_computed"] = False

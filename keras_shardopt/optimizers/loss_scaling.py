@@ -93,6 +93,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     # -- the update ----------------------------------------------------------------------------------------------
 
+    @framework.as_written
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32 where it was in half precision, which would overflow."""
         loss = self.inner.scale_loss(loss)

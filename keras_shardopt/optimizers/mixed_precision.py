@@ -163,12 +163,14 @@ class MixedPrecision(ScaledUpdate):
 
     # -- the update ----------------------------------------------------------------------------------------------
 
+    @framework.as_written
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32."""
         if not self.built:
             self.__dict__["_loss_came_before_build"] = True
         return super().scale_loss(loss)
 
+    @framework.as_written
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
         # TensorFlow builds during the first step, whose loss had penalties with their gradients in it.

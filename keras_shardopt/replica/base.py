@@ -22,7 +22,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt._typing import FunctionT, Gradients, Groups, ReduceOp, Tensor, Variable
 
 
 class Arrival(enum.Enum):
@@ -350,6 +350,14 @@ class Framework:
 
     updates_are_stateless: bool = False
     """Whether updates are traced as pure functions, so that inner optimizers are driven by `stateless_apply`."""
+
+    def makes_variables_together(self) -> bool:
+        """Whether processes make each variable together here, and so must agree before an optimizer makes its own."""
+        return False
+
+    def as_written(self, function: FunctionT) -> FunctionT:
+        """For what is called in the steps of others: where their code is rewritten to be traced, this is left alone."""
+        return function
 
     def replicas(self, axis_name: str) -> ReplicaBackend:
         """The replicas around the caller, at this point of the program (or of its trace)."""

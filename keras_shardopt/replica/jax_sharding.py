@@ -114,6 +114,11 @@ class Jax(Framework):
     outlives_its_block = True
     processes_start_apart = True
 
+    _opened: keras.distribution.DataParallel | None = None  # by `data_parallel`
+
+    def makes_variables_together(self) -> bool:
+        return _spans_processes(batch_size_of(keras.distribution.distribution()))
+
     def replicas(self, axis_name: str) -> ReplicaBackend:
         try:
             jax.lax.axis_size(axis_name)
@@ -142,6 +147,11 @@ class Jax(Framework):
 
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         distribution = keras.distribution.distribution()
+        if distribution is None and self._opened is not None and jax.process_count() > 1:
+            raise ValueError(
+                "The distribution of `data_parallel()` must stay active, or each process would train for itself. "
+                "Received: none; `keras.backend.clear_session()` takes it away. Call that before `data_parallel()`."
+            )
         active = [] if batch_size_of(distribution) == 1 else _devices_of(distribution)
         for variable in variables:
             theirs = _devices_of(variable._layout)
@@ -301,6 +311,7 @@ class Jax(Framework):
             kind = keras.distribution.DataParallel if num_processes == 1 else _OverProcesses
             distribution = kind(devices=devices, auto_shard_dataset=False)
         keras.distribution.set_distribution(distribution)
+        opened_before, self._opened = self._opened, distribution
         try:
             yield World(
                 num_replicas=len(devices),
@@ -310,7 +321,8 @@ class Jax(Framework):
                 process_id=process_id,
             )
         finally:
-            if keras.distribution.distribution() is distribution:
+            self._opened = opened_before
+            if keras.distribution.distribution() in (None, distribution):  # none after `clear_session`
                 keras.distribution.set_distribution(before)
 
     def prepare(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:

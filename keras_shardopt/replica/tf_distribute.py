@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt._typing import FunctionT, Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.replica.base import (
     Arrival,
     Framework,
@@ -129,7 +129,12 @@ def _divided(tensor: Tensor, divisor: int) -> Tensor:
     return tensor / tf.cast(divisor, tensor.dtype)
 
 
-def _cond(condition: Tensor, action: Callable[[], Any]) -> None:
+def _cond(condition: Any, action: Callable[[], Any]) -> None:
+    if isinstance(condition, bool):
+        if condition:
+            action()
+        return
+
     def act() -> int:
         action()
         return 0
@@ -149,6 +154,13 @@ class TensorFlow(Framework):
 
     places_towers = True
     steps_are_traced = True
+
+    def makes_variables_together(self) -> bool:
+        return tf.distribute.has_strategy() and self.process()[0] > 1
+
+    def as_written(self, function: FunctionT) -> FunctionT:
+        plain: FunctionT = tf.autograph.experimental.do_not_convert(function)
+        return plain
 
     def notice(self, optimizer: Any) -> None:
         super().notice(optimizer)

@@ -113,6 +113,25 @@ def main():
     if scope.is_chief:
         np.savez(folder / "uneven.npz", **unequal)
 
+    # One process trains something else: both say so before either has made a variable for it.
+    odd = scope.process_id == 1
+    untrained = problem.model()
+    for other, words in (
+        (lambda: ks.CrossShard(problem.sgd_momentum(), gradient_accumulation_steps=2), "`gradient_accumulation_steps`"),
+        (lambda: ks.CrossShard(keras.optimizers.RMSprop(0.1)), "class of optimizer 1"),
+        (lambda: ks.CrossShard(problem.sgd_momentum(), reduction="sum"), "`reduction` of optimizer 0 (CrossShard)"),
+    ):
+        differing = other() if odd else ks.CrossShard(problem.sgd_momentum())
+        refused(lambda: differing.build(untrained.trainable_variables), ValueError, words)  # noqa: B023 - called at once
+        assert not differing.built
+
+    # `clear_session` takes the distribution away: nobody trains alone from there on.
+    distribution = keras.distribution.distribution()
+    keras.backend.clear_session()
+    alone = compiled()
+    refused(lambda: alone.fit(x, y, **mine), ValueError, "must stay active")
+    keras.distribution.set_distribution(distribution)
+
     # `predict` would gather outputs from devices that other processes have; a local copy of the model predicts.
     refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` cannot run over several processes")
     weights = model.get_weights()

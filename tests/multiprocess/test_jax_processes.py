@@ -1,5 +1,7 @@
 """JAX: two processes with two devices each equal one process with the whole batch."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -75,3 +77,32 @@ def test_unequal_parts_after_prepare(folder, division):
     alone = uneven.run("divided by weights", 1)
     weights = [found[f"{division}/weight{i}"] for i in range(4)]
     uneven.assert_same((weights, {name: found[f"{division}/log/{name}"] for name in alone[1]}), alone)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A folder of a training in which process 1 was killed, and what was printed."""
+    made = tmp_path_factory.mktemp("interrupted")
+    with pytest.raises(launch.WorkersFailed) as failure:
+        launch.jax_processes("jax_restart.py", 2, made, 8, timeout=150, grace=30)
+    return made, str(failure.value)
+
+
+def test_who_is_left_ends_with_an_error_in_time(interrupted):
+    printed = interrupted[1]
+    assert "worker 1, exit status -9" in printed
+    # JAX ends the process itself when the limit that it was given is over, and says which task is missing.
+    assert re.search(r"worker 0, exit status -?\d+$", printed, re.MULTILINE), printed
+    (seconds,) = re.findall(r"^after ([\d.]+) s: JaxRuntimeError$", printed, re.MULTILINE)
+    assert float(seconds) < 2 + 4, printed  # 2 s on a quiet machine
+    assert "task: 1" in printed.lower() or "Task 1 heartbeat timeout" in printed
+
+
+def test_processes_that_are_started_again_end_with_the_weights_of_some_that_nobody_killed(interrupted):
+    folder, _ = interrupted
+    printed = launch.jax_processes("jax_restart.py", 2, folder, timeout=150)
+    assert all("begins with epoch 1" in each for each in printed), printed
+    expected, found = np.load(folder / "alone.npz"), np.load(folder / "end.npz")
+    assert found.files == expected.files and len(found.files) > 20
+    for name in expected.files:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)

@@ -1,9 +1,15 @@
 """One worker of a `MultiWorkerMirroredStrategy`: a loop by hand, callbacks, and what Keras cannot do there.
 
+In the end worker 1 kills itself, and the chief looks how that reaches it.
+
 Argument: the file to which the chief writes weights and optimizer state.
 """
 
+import os
+import pathlib
+import signal
 import sys
+import time
 
 import keras
 import numpy as np
@@ -78,6 +84,35 @@ def main():
     if scope.is_chief:
         arrays = [keras.ops.convert_to_numpy(v) for v in variables]
         np.savez(sys.argv[1], **{f"variable{i}": array for i, array in enumerate(arrays)})
+
+    # One worker trains something else: both say so before either has made a variable for it.
+    odd = scope.process_id == 1
+    for other, words in (
+        (lambda: ks.CrossShard(problem.sgd_momentum(), gradient_accumulation_steps=2), "`gradient_accumulation_steps`"),
+        (lambda: ks.CrossShard(keras.optimizers.RMSprop()), "class of optimizer 1"),
+        (lambda: ks.CrossShard(problem.sgd_momentum(), reduction="sum"), "`reduction` of optimizer 0 (CrossShard)"),
+    ):
+        with strategy.scope():
+            differing = other() if odd else ks.CrossShard(problem.sgd_momentum())
+            refused(lambda: differing.build(model.trainable_variables), words)  # noqa: B023 - called at once
+            assert not differing.built
+
+    # A worker dies: the other ends with an error that names it, at once.
+    died = pathlib.Path(sys.argv[1]).with_suffix(".died")
+    batch = tf.constant(x[:4]), tf.constant(y[:4])
+    compiled = tf.function(lambda: strategy.run(on_replica, args=batch))
+    for number in range(1000):
+        if odd and number == 5:
+            died.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            compiled()
+        except tf.errors.UnavailableError as error:
+            assert "task:1" in str(error), str(error)
+            seconds = time.time() - float(died.read_text())
+            assert seconds < 15, seconds  # 0.1 s, unless it is TensorFlow's heartbeats (10 s) that tell
+            print("the chief has noticed", flush=True)
+            os._exit(0)  # past what TensorFlow wants to tell the other at the end
 
 
 main()

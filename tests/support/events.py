@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import types
 
+import keras
+
 
 def read(folder):
     """By tag, lists of (step, value): floats, and of histograms the number of values with smallest and largest."""
-    # TensorBoard would load TensorFlow, if there is one, to read files with.
-    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
+    if keras.config.backend() != "tensorflow":
+        # TensorBoard would load TensorFlow, if there is one, to read files with.
+        sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     everything = {"scalars": 0, "histograms": 0}

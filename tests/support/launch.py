@@ -46,7 +46,7 @@ def torchrun(script, num_replicas, *arguments, timeout=150.0, environment=None):
     return workers(script, environments, *arguments, timeout=timeout)[0]
 
 
-def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.0):
+def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.0, grace=10.0):
     """Runs `tests/multiprocess/<script>` in that many processes of one `jax.distributed` job, each with some devices.
 
     Each gets the job's address, the number of processes and its own number in the variables that Keras reads.
@@ -68,17 +68,18 @@ def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.
         ],
         *arguments,
         timeout=timeout,
+        grace=grace,
     )
 
 
-def tensorflow_workers(script, num_workers, *arguments, timeout=150.0):
+def tensorflow_workers(script, num_workers, *arguments, timeout=150.0, grace=10.0):
     """Runs `tests/multiprocess/<script>` on that many workers of a `MultiWorkerMirroredStrategy`."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
     tasks = [
         {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}} for worker in range(num_workers)
     ]
     environments = [variables("tensorflow", TF_CONFIG=json.dumps(task)) for task in tasks]
-    return workers(script, environments, *arguments, timeout=timeout)
+    return workers(script, environments, *arguments, timeout=timeout, grace=grace)
 
 
 def free_ports(number):
