@@ -42,9 +42,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     Everything that is made anew in a restarted program has to come out the same: model, optimizer, data and arguments
     of `fit`. Data that `fit` shuffles has the same order again on PyTorch and JAX (from arrays); on TensorFlow use
     `shuffle=False` or a data set seeded by epoch. Other callbacks begin anew, as they do in Keras. What each replica
-    keeps for itself, such as moving statistics without `prepare`, becomes that of the chief; and a window of micro-steps
-    (`CrossShard(gradient_accumulation_steps=k)`) that an epoch leaves unfinished begins anew, of which a warning tells:
-    have a multiple of k steps per epoch.
+    keeps for itself, such as moving statistics without `prepare`, becomes that of the chief. And a window of
+    micro-steps (`CrossShard(gradient_accumulation_steps=k)`) that an epoch leaves unfinished begins anew, of which a
+    warning tells: have a multiple of k steps per epoch.
 
     Args:
         backup_dir: str or path: a local directory, which is made if it is not there. Only the chief needs to see it.

@@ -72,7 +72,7 @@ def store(path, found):
 def main():
     folder = pathlib.Path(sys.argv[1])
     step = int(sys.argv[2]) if len(sys.argv) > 2 else None
-    # What `keras.distribution.initialize()` does, but with limits: else the ones who are left wait 5 minutes at their end.
+    # What `keras.distribution.initialize()` does, but with limits: else those who are left wait 5 minutes at the end.
     jax.distributed.initialize(
         os.environ["KERAS_DISTRIBUTION_JOB_ADDRESSES"],
         int(os.environ["KERAS_DISTRIBUTION_NUM_PROCESSES"]),

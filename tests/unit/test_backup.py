@@ -1,6 +1,7 @@
 """BackupAndRestore where one process holds all replicas; ranks and processes are in tests/multiprocess."""
 
 import os
+import warnings
 
 import keras
 import numpy as np
@@ -183,3 +184,26 @@ def test_training_on_after_the_end_begins_with_epoch_0(tmp_path):
     for _ in range(2):
         history = model.fit(*problem.data(1), epochs=2, callbacks=[backup], verbose=0)
         assert history.epoch == [0, 1]
+
+
+@pytest.mark.parametrize(("num_steps", "is_whole"), [(3, True), (2, False)])
+def test_an_unfinished_window_of_micro_steps_begins_anew_with_a_warning(tmp_path, num_steps, is_whole):
+    def accumulating():
+        model = problem.model()
+        optimizer = ks.CrossShard(problem.sgd_momentum(), gradient_accumulation_steps=num_steps)
+        model.compile(optimizer, "mse")
+        return model, optimizer
+
+    backup = ks.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    model, optimizer = accumulating()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(*problem.data(STEPS), batch_size=problem.BATCH_SIZE, callbacks=[backup], shuffle=False, verbose=0)
+    said = [str(w.message) for w in caught if "window of micro-steps" in str(w.message)]
+    assert len(said) == (0 if is_whole else 1), said
+    assert optimizer.is_within_window is not is_whole
+    restored, anew = accumulating()
+    backup.set_model(restored)
+    backup.on_train_begin()
+    assert not anew.is_within_window and int(anew.iterations) == int(optimizer.iterations) == STEPS // num_steps
+    assert_same([np.asarray(w) for w in restored.get_weights()], [np.asarray(w) for w in model.get_weights()])

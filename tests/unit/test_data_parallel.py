@@ -1,3 +1,4 @@
+import datetime
 import sys
 import warnings
 
@@ -12,6 +13,30 @@ import keras_shardopt as ks
 def test_a_wrong_number_is_refused_at_once(wrong, error):
     with pytest.raises(error, match="`num_replicas`"):
         ks.data_parallel(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ("10", TypeError),
+        (True, TypeError),
+        (0, ValueError),
+        (-1.0, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        (datetime.timedelta(0), ValueError),
+        (datetime.timedelta(days=1000), ValueError),
+    ],
+)
+def test_a_wrong_timeout_is_refused_at_once(wrong, error):
+    with pytest.raises(error, match="`timeout` must be"):
+        ks.data_parallel(timeout=wrong)
+
+
+@pytest.mark.parametrize("timeout", [5, 0.5, datetime.timedelta(minutes=1)])
+def test_one_process_has_nobody_to_wait_for(timeout):
+    with ks.data_parallel(1, timeout=timeout) as scope:
+        assert scope.num_processes == 1
 
 
 def test_it_is_entered_once():

@@ -236,3 +236,31 @@ def test_the_tensorflow_trainer_builds_from_a_batch():
 
     given = inspect.signature(trainer.TensorFlowTrainer._maybe_symbolic_build).parameters
     assert list(given) == ["self", "iterator", "data_batch"]
+
+
+def test_where_fit_begins():
+    from keras.src.trainers.trainer import Trainer
+
+    model = problem.model()
+    model.compile("sgd", "mse")
+
+    class Later(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.model._initial_epoch = 2
+
+    assert "_initial_epoch" not in vars(Trainer)
+    history = model.fit(*problem.data(1), epochs=3, callbacks=[Later()], verbose=0)
+    assert history.epoch == [2]
+
+
+def test_the_global_seed():
+    from keras.src.backend.common import global_state
+    from keras.src.random import seed_generator
+
+    keras.backend.clear_session(free_memory=False)
+    assert global_state.get_global_attribute("global_seed_generator") is None
+    found = seed_generator.global_seed_generator()
+    assert global_state.get_global_attribute("global_seed_generator") is found
+    before = np.array(keras.ops.convert_to_numpy(found.state))
+    keras.random.normal((1,))
+    assert not np.array_equal(keras.ops.convert_to_numpy(found.state), before)
