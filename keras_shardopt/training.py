@@ -22,6 +22,7 @@ from keras_shardopt.optimizers import (
     LossScaling,
     MixedPrecision,
 )
+from keras_shardopt.optimizers.mixed_precision import updating_with
 from keras_shardopt.optimizers.tf1 import make_optimizer
 from keras_shardopt.replica import framework
 from keras_shardopt.summaries import Recorder, checked_log_dir, checked_summaries
@@ -365,6 +366,11 @@ class TrainingStep:
         """What each replica does with its part of the batch."""
 
         def scaled() -> tuple[Tensor, Tensor]:
+            with updating_with(self.optimizer):  # the model may be compiled with another one
+                value = loss_of_batch()
+            return self.optimizer.scale_loss(value), value
+
+        def loss_of_batch() -> Tensor:
             value = ops.convert_to_tensor(self._loss(*batch))
             if ops.ndim(value):
                 raise ValueError(
@@ -373,7 +379,7 @@ class TrainingStep:
                 )
             if self._model is not None and self._model.losses:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
-            return self.optimizer.scale_loss(value), value
+            return value
 
         if skip_update is not None:
             self._reducer.decide_window(not skip_update)

@@ -10,6 +10,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -272,6 +273,19 @@ def bfloat16_scope() -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
+_updating: contextvars.ContextVar[Any] = contextvars.ContextVar("updating", default=None)
+
+
+@contextlib.contextmanager
+def updating_with(optimizer: Any) -> Iterator[None]:
+    """Says which optimizer the loss is computed for, where that is not the one of a model's `compile`."""
+    token = _updating.set(optimizer)
+    try:
+        yield
+    finally:
+        _updating.reset(token)
+
+
 class _OnMaster(keras.regularizers.Regularizer):
     """A regulariser whose gradient `MixedPrecision` takes on the master: the loss has its value, in float32, only.
 
@@ -292,6 +306,9 @@ class _OnMaster(keras.regularizers.Regularizer):
         owner = self._owner()
         if owner is None:
             return False
+        named = _updating.get()
+        if named is not None:
+            return any(optimizer is owner for optimizer in [named, *inside(named)])
         frame = sys._getframe(2)
         while frame is not None:
             model = frame.f_locals.get("self")

@@ -1,5 +1,6 @@
 """Steps of `optimize_loss` on several replicas make the updates of one process with the whole batch."""
 
+import contextlib
 import functools
 import json
 
@@ -9,7 +10,9 @@ from conftest import BACKEND
 from support import events, launch, problem, steps
 
 import keras_shardopt as ks
+from keras_shardopt import training
 from keras_shardopt.summaries import SUMMARIES
+from keras_shardopt.training import TrainingStep
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -92,3 +95,30 @@ def test_rows_that_do_not_divide_are_refused():
         x, y = problem.data(num_steps=1)
         steps.trained("keras.losses", x[:7], y[:7], 7, on_horovod=True)
     replicas.close()
+
+
+@pytest.mark.parametrize("fault", ["none", "twice", "dropped", "window of one"])
+def test_planted_faults_are_found(fault, monkeypatch):
+    """What `check_equal` would see if gradients counted twice, were lost, or were not accumulated."""
+    reference, _, _ = one_process("everything")
+    real = TrainingStep.__init__
+
+    def init(self, *args):
+        real(self, *args)
+        if fault == "window of one":
+            self._reducer._accumulators.num_steps = 1
+
+    def gradients(*args):
+        grads, value = framework_gradients(*args)
+        if fault == "twice":
+            grads = [2 * g for g in grads]
+        elif fault == "dropped":
+            grads = [0 * grads[0], *grads[1:]]
+        return grads, value
+
+    framework_gradients = training.framework.gradients_and_more
+    monkeypatch.setattr(TrainingStep, "__init__", init)
+    monkeypatch.setattr(training.framework, "gradients_and_more", gradients)
+    found, _, _, _ = steps.trained("everything", *problem.data(), problem.BATCH_SIZE, on_horovod=False)
+    with contextlib.nullcontext() if fault == "none" else pytest.raises(AssertionError):
+        steps.check_equal(found, reference)

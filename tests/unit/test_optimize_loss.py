@@ -106,6 +106,33 @@ def test_penalties_of_the_model():
     np.testing.assert_allclose(ops.convert_to_numpy(layer.kernel), 0.5)
 
 
+@pytest.mark.parametrize("compiled_with", [None, "sgd"])
+def test_a_penalty_counts_once_where_the_optimizer_takes_it_on_masters(compiled_with):
+    layer = keras.layers.Dense(
+        1, use_bias=False, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(1.0), dtype="bfloat16"
+    )
+    model = keras.Sequential([keras.Input((2,)), layer])
+    if compiled_with is not None:  # has nothing to do with the step
+        model.compile(compiled_with, "mse")
+    step = ks.optimize_loss(lambda x: 0.0 * ops.mean(model(x)), "SGD", {}, 0.125, dtype="mixed", model=model)
+    assert float(step(np.ones((4, 2), "float32"))) == 2.0
+    np.testing.assert_allclose(ops.convert_to_numpy(ops.cast(layer.kernel, "float32")), 0.75)
+
+
+@pytest.mark.backends("tensorflow", "jax")  # `torch.compile` needs a C++ compiler
+def test_compiled_further():
+    x, y = problem.data(num_steps=4)
+    found = []
+    for jit_compile in (None, True):
+        model = problem.model()
+        arguments = dict(clip_gradients=0.3, loss_scaling="Backoff", iter_size=2, jit_compile=jit_compile)
+        step = ks.optimize_loss(squared(model), "Adam", {}, 0.01, model=model, **arguments)
+        for start in range(0, 64, 16):
+            step(x[start : start + 16], y[start : start + 16])
+        found.append(weights_of(model))
+    assert problem.relative_difference(*found) <= problem.TOLERANCE
+
+
 def test_who_says_when_a_window_ends():
     weight = keras.Variable(0.0)
     arguments = dict(var_list=[weight], iter_size=2, on_horovod=True)
