@@ -381,9 +381,10 @@ class TrainingStep:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return value
 
-        if skip_update is not None:
-            self._reducer.decide_window(not skip_update)
         grads, value = framework.gradients_and_more(scaled, self.variables, self._reducer.axis_name)
+        if skip_update is not None:
+            # Not before the loss: replicas that are threads may take turns in it, and this is for the next `apply`.
+            self._reducer.decide_window(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value
 
