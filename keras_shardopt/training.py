@@ -340,9 +340,13 @@ class TrainingStep:
         if self._recorder is not None:
             self._recorder.expect(is_due)
         value = self._run(*batch) if skip_update is None else self._run(*batch, skip_update=bool(skip_update))
+        self._num_calls += 1
         self._num_updates += updates
         if self._recorder is not None and is_due:
-            self._recorder.record(lambda: {"train_loss": float(ops.convert_to_numpy(value))})
+            # Those that were skipped for an overflow do not count. To read it waits for the devices, as writing does.
+            self._num_updates = int(ops.convert_to_numpy(self.optimizer.iterations))
+            if self._num_updates % self._every == 0:
+                self._recorder.record(lambda: {"train_loss": float(ops.convert_to_numpy(value))})
         return value
 
     @property
@@ -359,8 +363,7 @@ class TrainingStep:
             )
         if skip_update is not None:
             return not skip_update
-        self._num_calls += 1
-        return self._num_calls % self._iter_size == 0
+        return (self._num_calls + 1) % self._iter_size == 0
 
     def _micro_step(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
         """What each replica does with its part of the batch."""
