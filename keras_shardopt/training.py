@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import keras
@@ -83,6 +84,7 @@ def build_optimizer(
             | "RMSProp" | mean of squares starts at 0, `epsilon` 1e-7 | at 1, 1e-10 |
             | "Ftrl", "SGD", "NovoGrad" | | the same |
 
+            Other names, also these in another case, are refused with True; classes stay as they are.
             "Momentum" needs `momentum` in either case. `use_locking` is accepted with True, and means nothing.
 
     Returns:
@@ -140,6 +142,11 @@ def build_optimizer(
         built = LossScaling(built, scale)
     arguments = dict(cross_shard) if isinstance(cross_shard, Mapping) else {}
     if iter_size > 1:
+        if arguments.get("gradient_accumulation_steps") not in (None, iter_size):
+            raise ValueError(
+                "`iter_size` and the `gradient_accumulation_steps` of `cross_shard` are the same. "
+                f"Received: iter_size={iter_size!r}, cross_shard={arguments!r}. Give one."
+            )
         arguments["gradient_accumulation_steps"] = iter_size
     return built if cross_shard is False and iter_size == 1 else CrossShard(built, **arguments)
 
@@ -495,11 +502,16 @@ def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
             )
         return AutomaticLossScaler(loss_scaling, params)
     # In the original, params beside a number were left unread.
-    is_number = isinstance(loss_scaling, (int, float)) and not isinstance(loss_scaling, bool)
+    is_number = isinstance(loss_scaling, Real) and not isinstance(loss_scaling, bool)
     if not is_number and not isinstance(loss_scaling, AutomaticLossScaler):
         raise TypeError(
             '`loss_scaling` must be a number, "Backoff", "LogMax" or an `AutomaticLossScaler`. '
             f"Received: loss_scaling={loss_scaling!r}"
+        )
+    if params is not None and not is_number:
+        raise ValueError(
+            "`loss_scaling_params` belong to an algorithm that `loss_scaling` names. "
+            f"Received: loss_scaling={loss_scaling!r}, loss_scaling_params={params!r}. Leave them out."
         )
     return None if is_number and loss_scaling == 1 else loss_scaling
 
