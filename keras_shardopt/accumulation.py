@@ -5,6 +5,7 @@ Hides what is kept between micro-steps, and in which form: who communicates, and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ class Accumulators:
         # because a trace runs any number of times.
         self._given: set[int] = set()
         self._present: set[int] = set()
+        self._given_last: set[int] = set()
         # Whether the next micro-step is the last of its window, where somebody else says so.
         self._ends: bool | None = None
 
@@ -79,7 +81,12 @@ class Accumulators:
         starts, is_complete = framework.count_up(self._counter, self.num_steps, self._ends)
         self._ends = None
         present = {i: grad for i, grad in zip(positions, grads) if grad is not None}
+        if not framework.is_known(starts):
+            self._warn_of_others(positions)
+        elif starts:
+            self._given, self._present = set(), set()
         self._given.update(positions)
+        self._given_last = set(positions)
         self._present.update(present)
         values = [self._addend(i, present.get(i)) for i in range(len(self._sums))]
         is_sum = [not is_next_value(v) for v in self._variables]
@@ -101,6 +108,21 @@ class Accumulators:
         """Lets the next micro-step complete the window, or not, however many there were."""
         self._ends = ends
 
+    def _is_trained(self, i: int) -> bool:
+        return bool(getattr(self._variables[i], "trainable", True))
+
+    def _warn_of_others(self, positions: Sequence[int]) -> None:
+        others = [i for i in sorted(self._given - set(positions)) if self._is_trained(i)]
+        if others:
+            names = [getattr(self._variables[i], "path", str(i)) for i in others]
+            warnings.warn(
+                "Micro-steps that are compiled should all have the same variables: which of them a window had is not "
+                "known there, so that those which had none are updated with a gradient of 0, which momentum and decay "
+                f"turn into a change. Received: micro-steps without {names}, after others with them. Use an optimizer "
+                "for each set of variables.",
+                stacklevel=2,
+            )
+
     def _addend(self, i: int, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
@@ -114,11 +136,10 @@ class Accumulators:
             A gradient, or None where there was none, for each position that was given in the window; the positions;
             and the mean share.
         """
-        positions = sorted(self._given)
+        # A layer may have been frozen since.
+        positions = sorted(i for i in self._given if i in self._given_last or self._is_trained(i))
         found = [self._mean(i, sums[i]) if i in self._present else None for i in positions]
         share = 1.0 if self._share is None else sums[-1] / self.num_steps
-        if not framework.steps_are_traced:
-            self._given, self._present = set(), set()
         return found, positions, share
 
     def _mean(self, i: int, total: Tensor) -> Tensor:
@@ -130,8 +151,6 @@ class Accumulators:
     def restart(self) -> None:
         """Forgets the window so far: the first micro-step of one overwrites what there is."""
         self._counter.assign(ops.zeros(self._counter.shape, self._counter.dtype))
-        if not framework.steps_are_traced:
-            self._given, self._present = set(), set()
 
 
 def checked_num_steps(num_steps: Any) -> int | None:

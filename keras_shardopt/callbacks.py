@@ -211,12 +211,20 @@ class StopOnNonFinite(keras.callbacks.Callback):
         >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), callbacks=[stop], verbose=0)
     """
 
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """What was left out before, and perhaps ended an earlier `fit`, is over."""
+        for reducer in self._reducers():
+            reducer.check_finite(from_now=True)
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Raises, if the batch has left out an update."""
+        for reducer in self._reducers():
+            reducer.check_finite()
+
+    def _reducers(self) -> list[CrossShard]:
         optimizer = getattr(self.model, "optimizer", None)
-        for part in [] if optimizer is None else [optimizer, *inside(optimizer)]:
-            if isinstance(part, CrossShard):
-                part.check_finite()
+        chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
+        return [part for part in chain if isinstance(part, CrossShard)]
 
 
 class TrainingSummaries(keras.callbacks.Callback):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import keras
@@ -83,6 +84,7 @@ def build_optimizer(
             | "RMSProp" | mean of squares starts at 0, `epsilon` 1e-7 | at 1, 1e-10 |
             | "Ftrl", "SGD", "NovoGrad" | | the same |
 
+            Other names, also these in another case, are refused with True; classes stay as they are.
             "Momentum" needs `momentum` in either case. `use_locking` is accepted with True, and means nothing.
 
     Returns:
@@ -140,6 +142,11 @@ def build_optimizer(
         built = LossScaling(built, scale)
     arguments = dict(cross_shard) if isinstance(cross_shard, Mapping) else {}
     if iter_size > 1:
+        if arguments.get("gradient_accumulation_steps") not in (None, iter_size):
+            raise ValueError(
+                "`iter_size` and the `gradient_accumulation_steps` of `cross_shard` are the same. "
+                f"Received: iter_size={iter_size!r}, cross_shard={arguments!r}. Give one."
+            )
         arguments["gradient_accumulation_steps"] = iter_size
     return built if cross_shard is False and iter_size == 1 else CrossShard(built, **arguments)
 
@@ -340,9 +347,13 @@ class TrainingStep:
         if self._recorder is not None:
             self._recorder.expect(is_due)
         value = self._run(*batch) if skip_update is None else self._run(*batch, skip_update=bool(skip_update))
+        self._num_calls += 1
         self._num_updates += updates
         if self._recorder is not None and is_due:
-            self._recorder.record(lambda: {"train_loss": float(ops.convert_to_numpy(value))})
+            # Those that were skipped for an overflow do not count. To read it waits for the devices, as writing does.
+            self._num_updates = int(ops.convert_to_numpy(self.optimizer.iterations))
+            if self._num_updates % self._every == 0:
+                self._recorder.record(lambda: {"train_loss": float(ops.convert_to_numpy(value))})
         return value
 
     @property
@@ -359,8 +370,7 @@ class TrainingStep:
             )
         if skip_update is not None:
             return not skip_update
-        self._num_calls += 1
-        return self._num_calls % self._iter_size == 0
+        return (self._num_calls + 1) % self._iter_size == 0
 
     def _micro_step(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
         """What each replica does with its part of the batch."""
@@ -381,9 +391,10 @@ class TrainingStep:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return value
 
-        if skip_update is not None:
-            self._reducer.decide_window(not skip_update)
         grads, value = framework.gradients_and_more(scaled, self.variables, self._reducer.axis_name)
+        if skip_update is not None:
+            # Not before the loss: replicas that are threads may take turns in it, and this is for the next `apply`.
+            self._reducer.decide_window(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value
 
@@ -491,11 +502,16 @@ def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
             )
         return AutomaticLossScaler(loss_scaling, params)
     # In the original, params beside a number were left unread.
-    is_number = isinstance(loss_scaling, (int, float)) and not isinstance(loss_scaling, bool)
+    is_number = isinstance(loss_scaling, Real) and not isinstance(loss_scaling, bool)
     if not is_number and not isinstance(loss_scaling, AutomaticLossScaler):
         raise TypeError(
             '`loss_scaling` must be a number, "Backoff", "LogMax" or an `AutomaticLossScaler`. '
             f"Received: loss_scaling={loss_scaling!r}"
+        )
+    if params is not None and not is_number:
+        raise ValueError(
+            "`loss_scaling_params` belong to an algorithm that `loss_scaling` names. "
+            f"Received: loss_scaling={loss_scaling!r}, loss_scaling_params={params!r}. Leave them out."
         )
     return None if is_number and loss_scaling == 1 else loss_scaling
 

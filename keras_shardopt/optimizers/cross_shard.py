@@ -349,8 +349,10 @@ class CrossShard(OptimizerWrapper):
             return None
         return (None if replica == UNKNOWN else replica), self._names()[position]
 
-    def check_finite(self) -> None:
+    def check_finite(self, from_now: bool = False) -> None:
         """Raises if an update was left out since the last call. Compiled steps on JAX cannot raise by themselves.
+
+        With `from_now` it never raises: what was left out before does not count for later calls.
 
         Raises:
             FloatingPointError: with the names of the replica and the variable; with `on_nonfinite="raise"` only.
@@ -358,7 +360,7 @@ class CrossShard(OptimizerWrapper):
         if self.on_nonfinite == "raise":
             num_skipped = int(ops.convert_to_numpy(self._skipped))
             is_new, self.__dict__["_num_reported"] = num_skipped > self._num_reported, num_skipped
-            framework.stop_if(is_new, ops.convert_to_numpy(self._culprit), self._names(), _RAISES)
+            framework.stop_if(is_new and not from_now, ops.convert_to_numpy(self._culprit), self._names(), _RAISES)
 
     def _names(self) -> list[str]:
         return [getattr(v, "path", str(v)) for v in self._trainable_variables]
@@ -475,20 +477,21 @@ class CrossShard(OptimizerWrapper):
         if self.accumulates:
             self._warn_if_reduced(arrival, replicas)
         is_local = arrival in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED)
-        # Before clipping, which makes all gradients NaN where one is.
+        needs_own = self._looks_at_own_gradients or groups is not None
+        if needs_own:
+            self._check_local(arrival, replicas)
+        unit = (self.loss_scale if loss_scale is None else loss_scale) * share if needs_own else 1.0
+
+        def transformed(clipnorm: float | None, transform: LocalTransform | None) -> Gradients:
+            if clipnorm is None and transform is None:
+                return grads
+            return transformed_gradients(grads, variables, replicas.num_replicas, arrival, unit, clipnorm, transform)
+
+        grads = transformed(None, self.replica_transform)
+        # Before clipping, which makes all gradients NaN where one is, and after what may have put that right.
         looks = self._culprit is not None and (is_local or self._looks_at_own_gradients)
         found = first_not_finite(grads, variables) if looks else None
-        if self.replica_clipnorm is not None or self.replica_transform is not None or groups is not None:
-            self._check_local(arrival, replicas)
-            grads = transformed_gradients(
-                grads,
-                variables,
-                replicas.num_replicas,
-                arrival,
-                (self.loss_scale if loss_scale is None else loss_scale) * share,
-                self.replica_clipnorm,
-                self.replica_transform,
-            )
+        grads = transformed(self.replica_clipnorm, None)
         weight = _none_without_rows(weight, share)
         grads = weighted_gradients(grads, variables, weight)
         if self._culprit is None:

@@ -193,6 +193,11 @@ def make_optimizer(
             f"`optimizer` must be one of {list(NAMES)}, or the name of an optimizer of Keras. "
             f"Received: optimizer={optimizer!r}"
         )
+    if tf1_defaults:
+        raise ValueError(
+            f"`tf1_defaults=True` is for {list(NAMES)}, written like this. Received: optimizer={optimizer!r}, which is "
+            f"{kinds[optimizer.lower()].__name__} of Keras. Leave `tf1_defaults` out, or take one of those names."
+        )
     return _of_class(kinds[optimizer.lower()], arguments)
 
 

@@ -461,6 +461,10 @@ class Framework:
     steps_are_traced: bool = False
     """Whether Python runs once for many steps, so that it cannot keep account of any one of them."""
 
+    def is_known(self, value: Any) -> bool:
+        """Whether a bool or scalar tensor has its value now, and not only when what is being traced runs."""
+        return True
+
     def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function(*args)`, step by step in Python where the framework does not trace updates anyway."""
         return function(*args)

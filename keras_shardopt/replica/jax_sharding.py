@@ -259,6 +259,9 @@ class Jax(Framework):
 
     stops_in_step = False
 
+    def is_known(self, value: Any) -> bool:
+        return not isinstance(value, jax.core.Tracer)
+
     def stop_if(self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str) -> None:
         # Nobody can stop a compiled step, on one device or several, without losing the weights that it was given.
         if not isinstance(condition, jax.core.Tracer):

@@ -277,6 +277,9 @@ class TensorFlow(Framework):
 
         tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
 
+    def is_known(self, value: Any) -> bool:
+        return tf.executing_eagerly()
+
     def stop_if(self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str) -> None:
         if tf.executing_eagerly():
             super().stop_if(condition, culprit, names, rule)

@@ -123,6 +123,19 @@ def test_flags_of_another_replica_turn_the_check_red(monkeypatch):
         nonfinite.check("each step", run.optimizer, run(nonfinite.gradients(np.inf, 1))[0], 1)
 
 
+@in_one_process
+def test_what_a_transform_has_put_right_counts(monkeypatch):
+    def finite_ones(grads, variables):
+        return [keras.ops.where(keras.ops.isfinite(grad), grad, keras.ops.zeros_like(grad)) for grad in grads]
+
+    arguments = {"on_nonfinite": "skip", "replica_transform": finite_ones}
+    monkeypatch.setitem(nonfinite.WAYS, "put right", (nonfinite.WAYS["each step"][0], arguments))
+    run = Steps("put right")
+    assert np.all(np.isfinite(np.concatenate([w.reshape(-1) for w in run(nonfinite.gradients(np.nan, 1))[0]])))
+    assert nonfinite.number(run.optimizer.iterations) == nonfinite.NUM_STEPS
+    assert nonfinite.number(run.optimizer.skipped_steps) == 0 and run.optimizer.last_nonfinite is None
+
+
 # -- under fit ---------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +184,17 @@ def test_raise_ends_training_and_leaves_the_weights(num_replicas, num_steps):
     reference.fit(x, y, batch_size=(num_steps or 1) * problem.BATCH_SIZE, shuffle=False, verbose=0)
     for weight, other in zip(model.get_weights(), reference.get_weights()):
         np.testing.assert_allclose(weight, other, rtol=0, atol=2e-7)  # of weights up to 1
+
+
+@pytest.mark.parametrize("num_steps", [None, 2])
+def test_training_may_go_on_after_the_error(num_steps):
+    model, error = fit(1, ks.callbacks.StopOnNonFinite(), num_steps=num_steps)
+    assert error is not None
+    again = {"batch_size": problem.BATCH_SIZE, "verbose": 0}
+    model.fit(*problem.data(2), callbacks=[ks.callbacks.StopOnNonFinite()], **again)
+    bad = np.full_like(problem.data(2)[0], np.nan)
+    with pytest.raises(Exception, match="NaN or infinity"):
+        model.fit(bad, problem.data(2)[1], callbacks=[ks.callbacks.StopOnNonFinite()], **again)
 
 
 @pytest.mark.backends("jax")

@@ -14,6 +14,7 @@ from keras_shardopt.summaries import SUMMARIES
 CONFIGS = {
     "keras.losses": {"loss": "object"},
     "a mean of one's own": {"loss": "mean", "jit_compile": None},
+    "told when": {"loss": "object", "iter_size": 4, "skip_update_ph": True},
     "everything": {
         "loss": "mean",
         "iter_size": 2,
@@ -44,8 +45,9 @@ def trained(config, x, y, batch_size, on_horovod):
         loss, "Momentum", {"momentum": 0.9}, 0.1, on_horovod=on_horovod, model=model, tf1_defaults=True, **arguments
     )
     losses = []
-    for start in range(0, len(x), batch_size):
-        losses.append(float(step(x[start : start + batch_size], y[start : start + batch_size])))
+    for i, start in enumerate(range(0, len(x), batch_size)):
+        told = {"skip_update": i % 3 == 0} if "skip_update_ph" in arguments else {}
+        losses.append(float(step(x[start : start + batch_size], y[start : start + batch_size], **told)))
     slots = [step.optimizer.get_slot(v, "momentum") for v in model.trainable_variables]
     arrays = [ops.convert_to_numpy(v) for v in [*model.trainable_variables, *slots]]
     return arrays, np.array(losses), step, model

@@ -43,6 +43,45 @@ def test_micro_steps_may_have_other_variables():
     assert values(weights) == [9.0, 8.0]
 
 
+def test_a_variable_that_a_window_did_not_have_stays():
+    weights = two_weights()
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0, momentum=0.5), gradient_accumulation_steps=2)
+    optimizer.build(weights)
+    for given in (weights, weights, weights[1:], weights[1:]):
+        apply(optimizer, given, *[1.0] * len(given))
+    assert values(weights) == [9.0, 7.5]
+
+
+@pytest.mark.backends("tensorflow", "torch")  # on JAX Keras takes all variables that an optimizer was built on
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_layer_that_is_frozen_later_stays(run_eagerly):
+    model = problem.model()
+    optimizer = ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9), gradient_accumulation_steps=2)
+    for frozen in (False, True):
+        model.layers[0].trainable = not frozen
+        model.compile(optimizer, "mse", run_eagerly=run_eagerly)
+        before = [w.copy() for w in model.get_weights()]
+        model.fit(*problem.data(num_steps=4), batch_size=problem.BATCH_SIZE, verbose=0)
+        changed = [np.any(a != b) for a, b in zip(model.get_weights(), before)]
+        assert changed == [not frozen, not frozen, True, True]
+
+
+@pytest.mark.backends("tensorflow")
+def test_compiled_micro_steps_with_other_variables_warn():
+    import tensorflow as tf
+
+    weights = two_weights()
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2)
+    optimizer.build(weights)
+    for given in (weights, weights[1:]):
+        step = tf.function(lambda: apply(optimizer, given, *[1.0] * len(given)))  # noqa: B023
+        if given is weights:
+            step()
+        else:
+            with pytest.warns(UserWarning, match=f"without .'{weights[0].path}'"):
+                step()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_the_next_window_is_clean_also_where_nobody_checks(bad):
     weights = two_weights()

@@ -138,11 +138,18 @@ def test_clipping_and_larc_exclude_each_other():
         ({"dtype": "int32"}, ValueError, "dtype"),
         ({"dtype": "no_such"}, ValueError, "dtype"),
         ({"cross_shard": "mean"}, TypeError, "cross_shard"),
+        ({"iter_size": 2, "cross_shard": {"gradient_accumulation_steps": 3}}, ValueError, "Give one"),
+        ({"loss_scaling": ks.AutomaticLossScaler("Backoff"), "loss_scaling_params": {}}, ValueError, "belong to"),
+        ({"optimizer": "adam", "tf1_defaults": True}, ValueError, "written like this"),
     ],
 )
 def test_mistakes(arguments, error, words):
     with pytest.raises(error, match=words):
         ks.build_optimizer(**{"optimizer": "SGD", **arguments})
+
+
+def test_a_scale_may_be_any_number():
+    assert float(ks.build_optimizer("SGD", loss_scaling=np.float32(8.0)).loss_scale) == 8.0
 
 
 # What differs from the original, on purpose: names in any case are those of Keras; a scale may be an int; and who

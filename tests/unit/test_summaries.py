@@ -147,6 +147,23 @@ def test_a_skipped_update_leaves_no_trace(tmp_path):
     assert found[f"{P}loss_scale"] == [(1, 2.0**14), (2, 2.0**13)]
 
 
+def test_steps_that_fail_or_are_skipped_do_not_count(tmp_path):
+    weight = keras.Variable([1.0, 2.0], name="weight")
+    arguments = dict(loss_scaling="Backoff", log_dir=tmp_path, every=3, summaries=["gradient_norm"], iter_size=2)
+    step = ks.optimize_loss(lambda x: ops.sum(weight * x), "SGD", {}, 0.1, var_list=[weight], **arguments)
+    for i, size in enumerate([0.0, np.inf, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]):  # the second window overflows
+        with pytest.raises(TypeError, match="missing"):
+            step()
+        for _ in range(2):
+            step(np.array([0.6 * size, 0.8 * size] if i != 1 else [size, 1.0], "float32"))
+    step.close()
+    found = events.read(tmp_path)
+    assert found[f"{P}gradient_norm/weight"] == [(3, pytest.approx(2.0)), (6, pytest.approx(5.0))]
+    last = [-0.1 * sum(range(k)) for k in (2, 5)]  # what the loss of each is made of
+    losses = [k * (0.6 * (1 + 0.6 * w) + 0.8 * (2 + 0.8 * w)) for k, w in zip((2, 5), last)]
+    assert found["train_loss"] == [(3, pytest.approx(losses[0])), (6, pytest.approx(losses[1]))]
+
+
 def test_other_optimizers_show_their_rate_only(tmp_path):
     fit([ks.callbacks.TrainingSummaries(tmp_path, every=2)], keras.optimizers.SGD(0.125))
     found = events.read(tmp_path)
