@@ -62,8 +62,10 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
         # One store for all meetings of this program: rank 0 may serve it, and others would ask the one before.
         if _store is None:
             _store, _, _ = next(rendezvous("env://", **limit))
-        # Under a name of its own: ranks that meet a second time would else read the addresses of the first.
-        store = dist.PrefixStore(f"keras_shardopt/{_num_groups}", _store)
+        # Under a name of its own: ranks that meet a second time would else read the addresses of the first. The store
+        # may be torchrun's, which outlives them when it starts them again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"keras_shardopt/{attempt}/{_num_groups}", _store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
         _open = _Group(store, timeout)
     except RuntimeError as error:
