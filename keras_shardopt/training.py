@@ -209,7 +209,8 @@ def optimize_loss(
         loss_scaling: see `build_optimizer`.
         loss_scaling_params: see `build_optimizer`.
         on_horovod: bool. Whether to average over replicas: `build_optimizer(cross_shard=True)`.
-        iter_size: int >= 1. How many micro-steps make an update; see `skip_update_ph`.
+        iter_size: int >= 1. How many micro-steps make an update; see `skip_update_ph`. On several replicas of JAX each
+            micro-step communicates all the same, of which a warning tells; there `model.fit` after `prepare` does not.
         skip_update_ph: None: the step counts, and updates after every `iter_size`-th call. True: each call says so:
             `step(*batch, skip_update=True)` adds to the gradients, `skip_update=False` adds and updates. Either way
             each gradient counts 1 / `iter_size`.

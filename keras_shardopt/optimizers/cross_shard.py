@@ -97,7 +97,9 @@ class CrossShard(OptimizerWrapper):
             with several replicas that takes `keras_shardopt.prepare(model)`, after `compile`, with this optimizer
             outermost and Keras' own `train_step`; without it updates are right, but each micro-step communicates, and
             a warning says so. Files hold nothing of a window, so that they fit any $k$ and number of replicas: a
-            loaded optimizer starts a new one. Each replica keeps one more copy of the gradients.
+            loaded optimizer starts a new one. Each replica keeps one more copy of the gradients. On TensorFlow sums of
+            an `Embedding`'s gradients are dense, so Adam squares them as on the other backends; without accumulation
+            Keras squares the gradients of a row that comes twice in a batch one by one.
         on_nonfinite: what happens where a reduced gradient is NaN or infinite, because one of any replica was, in any
             micro-step of the window. "ignore" (default) updates all the same, as Keras does. "skip" leaves out the
             update on all replicas: weights, slots and `iterations` stay, `skipped_steps` counts it, `last_nonfinite`
@@ -703,10 +705,9 @@ class CrossShard(OptimizerWrapper):
         self._update_if_finite(grads, variables, verdict)
 
     def join_step(self, arrival: Arrival | None) -> None:
-        """Called by a training step that knows how gradients arrive, and who communicates when; None finds it."""
+        """Called by a training step that knows how gradients arrive; None finds it."""
         if self.gradients == "auto":
             self.__dict__["_arrival"] = arrival
-        self.__dict__["_warned"] = True
 
     def decide_window(self, ends: bool) -> None:
         """Says whether the next call of `apply` updates, however many micro-steps there were; each counts as ever."""
