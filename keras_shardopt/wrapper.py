@@ -100,6 +100,11 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     scales_loss: bool = False
     """Whether it scales the loss and unscales the gradients itself."""
 
+    @property
+    def saving_needs_all_replicas(self) -> bool:
+        """Whether `save_own_variables` gathers what each replica holds a part of, so that all must enter it."""
+        return False
+
     _iterations = _of_innermost("_iterations", None)
     use_ema = _of_innermost("use_ema", False)
     ema_momentum = _of_innermost("ema_momentum", 0.99)

@@ -341,6 +341,17 @@ class Jax(Framework):
         rows[:, copied] = np.asarray(found.addressable_data(0))
         return rows
 
+    def alone(self, function: Callable[[], Any]) -> Any:
+        distribution = keras.distribution.distribution()
+        if distribution is None or jax.process_count() == 1:
+            return function()
+        # Under a distribution a new variable is a question to all processes.
+        keras.distribution.set_distribution(None)
+        try:
+            return function()
+        finally:
+            keras.distribution.set_distribution(distribution)
+
     def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
         if jax.process_count() == 1:
             return
