@@ -126,7 +126,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if arrays is not None:
             framework.assign_copies([*_variables(model), *seed], arrays["variable"])
         framework.start_equal([*model.variables, *seed], _optimizer_variables(model))
-        if needs_all(model.optimizer):
+        if needs_all(model):
             for part, name in _saved_together(model.optimizer):
                 part.load_own_variables(_from_chief(None if arrays is None else arrays[name]))
         num_processes, process_id = framework.process()
@@ -141,9 +141,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         problem = None
         try:
             if _is_chief():
-                with steadily(model.optimizer):
+                with steadily(model):
                     self._write(epoch + 1, random_states)
-            elif needs_all(model.optimizer):
+            elif needs_all(model):
                 model.optimizer.save_own_variables(Dropping())
         except Exception as error:
             problem = _for_all(error)
@@ -178,7 +178,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 stored = _Entries(archive, "variable")
                 for i, variable in enumerate([*variables, *seed]):
                     stored[str(i)] = keras.ops.convert_to_numpy(variable)
-                if needs_all(model.optimizer):
+                if needs_all(model):
                     for part, name in _saved_together(model.optimizer):
                         part.save_own_variables(_Entries(archive, name))
             unfinished.finish(keep_as=self._previous_path if self.double_checkpoint else None)
@@ -202,7 +202,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 problem = problem or OSError(f"The backup {path!r} cannot be read: {error}")
                 continue
             shapes = [list(v.shape) for v in _variables(self.model)]
-            is_in_parts = needs_all(self.model.optimizer)
+            is_in_parts = needs_all(self.model)
             if bool(arrays[_TOGETHER[0]]) != is_in_parts:
                 raise ValueError(
                     "`backup_dir` must hold a backup of the same model and optimizer. "
@@ -266,7 +266,7 @@ def _variables(model: Any) -> list[Variable]:
 
 def _optimizer_variables(model: Any) -> list[Variable]:
     """Those of which every process has a copy."""
-    alone = model.optimizer is None or needs_all(model.optimizer)
+    alone = model.optimizer is None or needs_all(model)
     return [] if alone else list(model.optimizer.variables)
 
 

@@ -211,7 +211,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
         check.flag("overwrite", overwrite)
         if _is_chief():
             path = _local_path(filepath, suffixes)
-            in_parts = needs_all(model.optimizer) or framework.reads_together(model.variables)
+            in_parts = needs_all(model) or framework.reads_together(model.variables)
             if in_parts and method == "save" and not path.endswith(".keras"):
                 raise ValueError(
                     "`filepath` must end in '.keras' where replicas hold parts of what is saved, of which Keras' older "
@@ -247,14 +247,14 @@ def _take_part(model: Any, method: str, path: str | None) -> None:
         # can come in between.
         with tempfile.TemporaryDirectory() as folder:
             own = os.path.join(folder, "model.weights.h5" if method == "save_weights" else "model.keras")
-            with steadily(model.optimizer):
+            with steadily(model):
                 framework.alone(lambda: getattr(model, method)(own))
             if path is not None:
                 _copy(own, path)
     elif path is not None:
-        with steadily(model.optimizer):
+        with steadily(model):
             framework.alone(lambda: getattr(model, method)(path))
-    elif needs_all(model.optimizer):
+    elif needs_all(model):
         model.optimizer.save_own_variables(Dropping())
 
 
@@ -264,8 +264,9 @@ def _copy(source: str, target: str) -> None:
             written.write(block)
 
 
-def needs_all(optimizer: Any) -> bool:
-    """Whether every process must be there when the optimizer's state is saved."""
+def needs_all(model: Any) -> bool:
+    """Whether every process must be there when the state of the model's optimizer is saved."""
+    optimizer = getattr(model, "optimizer", None)  # a model that was not compiled has none
     chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
     return any(o.saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))
 
@@ -296,11 +297,12 @@ class _Steady:
 
 
 @contextlib.contextmanager
-def steadily(optimizer: Any) -> Iterator[None]:
+def steadily(model: Any) -> Iterator[None]:
     """A block in which the optimizer's state is gathered once, and to the end, whatever happens to the file."""
-    if not needs_all(optimizer):
+    if not needs_all(model):
         yield
         return
+    optimizer = model.optimizer
     real = optimizer.save_own_variables
     has_begun = False
 

@@ -3,15 +3,32 @@
 Argument: the file to which the chief writes weights and optimizer state.
 """
 
+import pathlib
 import sys
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
-from support import flips, problem
+from support import flips, in_parts, problem
 
 import keras_shardopt as ks
 from keras_shardopt.replica import framework
+
+
+class Count(keras.layers.Layer):
+    """Counts on each worker; read as the sum."""
+
+    def build(self, shape):
+        self.count = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, aggregation="sum", synchronization="on_read"
+        )
+
+    def add(self, number):
+        self.count.value.assign_add(number)
+
+    def call(self, inputs):
+        return inputs
 
 
 def refused(function, words):
@@ -75,7 +92,26 @@ def main():
     if scope.process_id == 1:
         flips.flip(optimizer.variables[2], 0, 1, 30)
     check.check()
+    folder = pathlib.Path(sys.argv[1]).parent
+    mine = folder if scope.is_chief else folder / "others"
+    # In the scope of the strategy, and outside it; and with a variable of which each worker has its own.
+    with strategy.scope():
+        ks.save_model(model, mine / "inside.keras")
+        assert (folder / "inside.keras").is_file()
+    ks.save_weights(model, mine / "outside.weights.h5")
+    assert (folder / "outside.weights.h5").is_file()
+    refused(lambda: ks.save_model(model, mine / "model.txt"), f"Received: filepath={str(folder / 'model.txt')!r}")
+    with strategy.scope():
+        count = Count()
+        counting = keras.Sequential([keras.Input((2,)), count])
+        counting.compile(ks.CrossShard(in_parts.InParts(problem.sgd_momentum())), "mse")
+    strategy.run(count.add, args=(scope.process_id + 1.0,))
+    ks.save_model(counting, mine / "counting.keras")
+    ks.save_weights(counting, mine / "counting.weights.h5")
+    assert not (folder / "others").exists()
     if scope.is_chief:
+        with h5py.File(folder / "counting.weights.h5") as file:
+            assert file["layers/count/vars/0"][()] == 3.0, "the sum over both"
         arrays = [keras.ops.convert_to_numpy(v) for v in variables]
         np.savez(sys.argv[1], **{f"variable{i}": array for i, array in enumerate(arrays)})
 
