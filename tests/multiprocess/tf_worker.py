@@ -20,9 +20,7 @@ class Count(keras.layers.Layer):
     """Counts on each worker; read as the sum."""
 
     def build(self, shape):
-        self.count = self.add_weight(
-            shape=(), initializer="zeros", trainable=False, aggregation="sum", synchronization="on_read"
-        )
+        self.count = keras.Variable(0.0, trainable=False, aggregation="sum", synchronization="on_read")
 
     def add(self, number):
         self.count.value.assign_add(number)
@@ -100,7 +98,7 @@ def main():
         assert (folder / "inside.keras").is_file()
     ks.save_weights(model, mine / "outside.weights.h5")
     assert (folder / "outside.weights.h5").is_file()
-    refused(lambda: ks.save_model(model, mine / "model.txt"), f"Received: filepath={str(folder / 'model.txt')!r}")
+    refused(lambda: ks.save_model(model, mine / "model.txt"), f"Received: filepath={folder / 'model.txt'!r}")
     with strategy.scope():
         count = Count()
         counting = keras.Sequential([keras.Input((2,)), count])
