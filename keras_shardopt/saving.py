@@ -164,7 +164,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     ) -> None:
         for argument, value in (("save_best_only", save_best_only), ("save_weights_only", save_weights_only)):
             check.flag(argument, value)
-        path = _local_path(filepath, _WEIGHTS_SUFFIXES if save_weights_only else _MODEL_SUFFIXES)
+        path = _local_path(filepath, _WEIGHTS_SUFFIXES if save_weights_only else _MODEL_SUFFIXES[:2])
         if not isinstance(monitor, str):
             raise TypeError(f"`monitor` must be the name of a logged value. Received: monitor={monitor!r}")
         check.one_of("mode", mode, ("auto", "min", "max"))
@@ -184,7 +184,8 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         # Read once, on every process alike: on JAX this takes the state out of the training step.
         model = self.model
         with _among(model):
-            path, self.best = from_chief(lambda: self._decided(epoch, batch, logs or {}))
+            # Nothing from nobody: a process of a job whose processes do not reach each other (any more).
+            path, self.best = from_chief(lambda: self._decided(epoch, batch, logs or {})) or (None, self.best)
         if path is None:
             return
         (save_weights if self.save_weights_only else save_model)(model, path)
@@ -376,7 +377,7 @@ def _is_chief() -> bool:
 
 def _among(model: Any) -> contextlib.AbstractContextManager[Any]:
     """A scope in which processes can reach each other, also outside that in which the model was made."""
-    variables = getattr(model, "variables", None)
+    variables = model.variables if isinstance(model, keras.Model) else []
     return framework.beside(variables[0]) if variables else contextlib.nullcontext()
 
 

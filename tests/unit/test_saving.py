@@ -371,6 +371,17 @@ def test_a_checkpoint_that_fails_ends_training_everywhere(tmp_path, monkeypatch)
             assert isinstance(error, kind), repr(error)
 
 
+def test_a_process_that_reaches_nobody_leaves_writing_to_the_chief(tmp_path, monkeypatch):
+    from keras_shardopt.replica import framework
+
+    for rank in (1, 0):
+        monkeypatch.setattr(framework, "process", lambda: (2, rank))  # noqa: B023
+        monkeypatch.setattr(framework, "gather_objects", lambda value: [value])
+        ks.save_model(trained(), tmp_path / "model.keras")
+        checkpoints(ks.callbacks.ModelCheckpoint(tmp_path / "best.keras", "loss"), trained())
+        assert sorted(os.listdir(tmp_path)) == ([] if rank else ["best.keras", "model.keras"])
+
+
 def test_backups_of_state_in_parts(tmp_path, monkeypatch):
     processes = Processes(monkeypatch, 3)
     models, _ = models_in_parts(processes)
