@@ -24,7 +24,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
 from keras_shardopt.atomic import Unfinished
 from keras_shardopt.replica import framework
-from keras_shardopt.saving import Dropping, needs_all, raise_together, steadily
+from keras_shardopt.saving import needs_all, raise_together, steadily, take_part
 from keras_shardopt.wrapper import OptimizerWrapper
 
 
@@ -143,8 +143,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             if _is_chief():
                 with steadily(model):
                     self._write(epoch + 1, random_states)
-            elif needs_all(model):
-                model.optimizer.save_own_variables(Dropping())
+            else:
+                take_part(model)
         except Exception as error:
             problem = _for_all(error)
         # All learn how it went, and nobody goes on before it is written.

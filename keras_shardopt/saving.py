@@ -151,6 +151,8 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         `keras.callbacks.ModelCheckpoint`, which lets every process write the same file, each by its own logs.
     """
 
+    best: Any
+
     def __init__(
         self,
         filepath: str | os.PathLike[str],
@@ -255,8 +257,15 @@ def _take_part(model: Any, method: str, path: str | None) -> None:
     elif path is not None:
         with steadily(model):
             framework.alone(lambda: getattr(model, method)(path))
-    elif needs_all(model):
-        model.optimizer.save_own_variables(Dropping())
+    else:
+        take_part(model)
+
+
+def take_part(model: Any) -> None:
+    """What a process that writes nothing does while another one writes `steadily`."""
+    if needs_all(model):
+        with _among(model):
+            model.optimizer.save_own_variables(Dropping())
 
 
 def _copy(source: str, target: str) -> None:
@@ -311,7 +320,8 @@ def steadily(model: Any) -> Iterator[None]:
         nonlocal has_begun
         has_begun = True
         steady = _Steady(store)
-        real(steady)
+        with _among(model):
+            real(steady)
         if steady.problem is not None:
             raise steady.problem
 
@@ -322,7 +332,8 @@ def steadily(model: Any) -> Iterator[None]:
     finally:
         del optimizer.__dict__["save_own_variables"]
         if not has_begun:
-            real(Dropping())  # the others have begun already
+            with _among(model):
+                real(Dropping())  # the others have begun already
 
 
 # -- what processes tell each other ----------------------------------------------------------------------------------
@@ -376,9 +387,9 @@ def _is_chief() -> bool:
 
 
 def _among(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """A scope in which processes can reach each other, also outside that in which the model was made."""
+    """A scope in which processes can reach each other, also outside the one in which the model was made."""
     variables = model.variables if isinstance(model, keras.Model) else []
-    return framework.beside(variables[0]) if variables else contextlib.nullcontext()
+    return framework.together(variables[0]) if variables else contextlib.nullcontext()
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

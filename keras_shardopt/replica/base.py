@@ -606,6 +606,11 @@ class Framework:
         """Calls `function()` so that it can make variables of its own while other processes do something else."""
         return function()
 
+    def together(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        """A scope for what all processes with this variable do together, also inside `alone`."""
+        del variable
+        return contextlib.nullcontext()
+
     def reads_together(self, variables: Sequence[Variable]) -> bool:
         """Whether all processes must be there when the values of these variables are read."""
         del variables

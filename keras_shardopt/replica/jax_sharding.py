@@ -114,6 +114,11 @@ class Jax(Framework):
     outlives_its_block = True
     processes_start_apart = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        # The distribution that is not to be seen just now.
+        self._set_aside: Any = None
+
     def replicas(self, axis_name: str) -> ReplicaBackend:
         try:
             jax.lax.axis_size(axis_name)
@@ -346,11 +351,15 @@ class Jax(Framework):
         if distribution is None or jax.process_count() == 1:
             return function()
         # Under a distribution a new variable is a question to all processes.
-        keras.distribution.set_distribution(None)
+        self._set_aside = distribution
         try:
-            return function()
+            with _under(None):
+                return function()
         finally:
-            keras.distribution.set_distribution(distribution)
+            self._set_aside = None
+
+    def together(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._set_aside is None else _under(self._set_aside)
 
     def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
         if jax.process_count() == 1:
@@ -384,6 +393,16 @@ class Jax(Framework):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return gather_objects(value)
+
+
+@contextlib.contextmanager
+def _under(distribution: Any) -> Iterator[None]:
+    before = keras.distribution.distribution()
+    keras.distribution.set_distribution(distribution)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(before)
 
 
 def _spans_processes(num_replicas: int) -> bool:

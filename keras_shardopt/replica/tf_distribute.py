@@ -364,6 +364,9 @@ class TensorFlow(Framework):
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
 
+    def together(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        return self.beside(variable)
+
     def reads_together(self, variables: Sequence[Variable]) -> bool:
         values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
         return any(

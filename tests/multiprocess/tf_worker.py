@@ -106,7 +106,24 @@ def main():
     strategy.run(count.add, args=(scope.process_id + 1.0,))
     ks.save_model(counting, mine / "counting.keras")
     ks.save_weights(counting, mine / "counting.weights.h5")
+    # The state is gathered in the one way and the other, and inside the scope and outside.
+    with strategy.scope():
+        parts = problem.model()
+        parts.compile(ks.CrossShard(in_parts.InParts(problem.sgd_momentum())), "mse")
+        parts.optimizer.build(parts.trainable_variables)
+        parts.optimizer.set_weights(model.optimizer.variables)
+        parts.optimizer.inner.forget()
+        ks.save_model(parts, mine / "parts.keras")
+    ks.save_weights(parts, mine / "parts.weights.h5")
     assert not (folder / "others").exists()
+    for name in ("parts.keras", "parts.weights.h5"):
+        with strategy.scope():
+            whole = problem.model()
+            whole.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+            whole.optimizer.build(whole.trainable_variables)
+            whole.load_weights(folder / name)
+        for one, other in zip(whole.optimizer.variables, model.optimizer.variables):
+            assert (keras.ops.convert_to_numpy(one) == keras.ops.convert_to_numpy(other)).all(), name
     if scope.is_chief:
         with h5py.File(folder / "counting.weights.h5") as file:
             assert file["layers/count/vars/0"][()] == 3.0, "the sum over both"
