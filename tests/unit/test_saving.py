@@ -332,9 +332,11 @@ def test_the_callback_decides_as_the_one_of_keras(tmp_path, name, arguments, cap
     for folder, kind in (("their", keras.callbacks.ModelCheckpoint), ("ours", ks.callbacks.ModelCheckpoint)):
         (tmp_path / folder).mkdir()
         checkpoints(kind(tmp_path / folder / name, verbose=1, **arguments), trained())
-        printed.append(capsys.readouterr().out.replace(f"/{folder}/", "/"))
+        lines = capsys.readouterr().out.replace(f"/{folder}/", "/").splitlines()
+        # Keras says only since 3.13 or so when it has finished.
+        printed.append([line for line in lines if line and "finished saving" not in line])
     assert found_in(tmp_path / "ours") == found_in(tmp_path / "their") != {}
-    assert printed[0] == printed[1]
+    assert printed[0] == printed[1] != []
 
 
 def test_folders_of_checkpoints_are_made(tmp_path):
