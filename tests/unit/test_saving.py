@@ -333,7 +333,7 @@ def test_the_callback_decides_as_the_one_of_keras(tmp_path, name, arguments, cap
         (tmp_path / folder).mkdir()
         checkpoints(kind(tmp_path / folder / name, verbose=1, **arguments), trained())
         lines = capsys.readouterr().out.replace(f"/{folder}/", "/").splitlines()
-        # Keras says only since 3.13 or so when it has finished.
+        # The oldest Keras that is supported does not say when it has finished.
         printed.append([line for line in lines if line and "finished saving" not in line])
     assert found_in(tmp_path / "ours") == found_in(tmp_path / "their") != {}
     assert printed[0] == printed[1] != []
