@@ -17,6 +17,7 @@ from keras_shardopt.optimizers import (
     replicate,
 )
 from keras_shardopt.parallel import data_parallel, prepare
+from keras_shardopt.saving import save_model, save_weights
 from keras_shardopt.training import build_optimizer, get_regularization_loss, optimize_loss
 
 __version__ = "0.1.0.dev0"
@@ -41,6 +42,8 @@ __all__ = [
     "optimize_loss",
     "prepare",
     "replicate",
+    "save_model",
+    "save_weights",
     "schedules",
     "shard_data",
 ]

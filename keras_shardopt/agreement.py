@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 
 from keras_shardopt._typing import Variable
 from keras_shardopt.replica import framework
+from keras_shardopt.slots import without_counters
 from keras_shardopt.wrapper import parts
 
 Description = dict[str, str]
@@ -29,7 +29,7 @@ def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
     What may differ between right programs is left out: the names of optimizers, and the counters that Keras adds to
     the names of layers, of which only the order counts.
     """
-    names = _without_counters([_path(variable) for variable in variables])
+    names = without_counters([_path(variable) for variable in variables])
     package = sys.modules["keras_shardopt"]  # imports point the other way
     found = {"Keras": keras.__version__, "keras_shardopt": package.__version__, **framework.versions()}
     found["number of trainable variables"] = str(len(variables))
@@ -138,28 +138,3 @@ def _in_words(value: Any, paths: dict[str, str]) -> str:
 
 def _path(variable: Any) -> str:
     return str(getattr(variable, "path", ""))
-
-
-def _without_counters(paths: Sequence[str]) -> list[str]:
-    """Paths in which what Keras counts up ("dense_7") is counted from 0 among those of the same name.
-
-    A process that has made another layer before has other counters, but counts in the same order.
-    """
-    split = [path.split("/") for path in paths]
-    numbers: dict[str, set[int]] = {}
-    for part in (part for pieces in split for part in pieces):
-        name, number = _counted(part)
-        numbers.setdefault(name, set()).add(number)
-    places = {name: {number: place for place, number in enumerate(sorted(each))} for name, each in numbers.items()}
-
-    def renamed(part: str) -> str:
-        name, number = _counted(part)
-        place = places[name][number]
-        return f"{name}_{place}" if place else name
-
-    return ["/".join(renamed(part) for part in pieces) for pieces in split]
-
-
-def _counted(part: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(.+)_(\d+)", part)
-    return (part, 0) if found is None else (found[1], int(found[2]))

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import warnings
+import zipfile
 from typing import Any
 
 import keras
@@ -22,8 +23,10 @@ from keras.src.random import seed_generator
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
+from keras_shardopt.atomic import Unfinished
 from keras_shardopt.optimizers.cross_shard import CrossShard
 from keras_shardopt.replica import framework
+from keras_shardopt.saving import needs_all, raise_together, steadily, take_part
 from keras_shardopt.wrapper import OptimizerWrapper, inside
 
 
@@ -126,8 +129,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             return
         seed = _global_seed(header["has_global_seed"])
         if arrays is not None:
-            framework.assign_copies([*_variables(model), *seed], arrays)
+            framework.assign_copies([*_variables(model), *seed], arrays["variable"])
         framework.start_equal([*model.variables, *seed], _optimizer_variables(model))
+        if needs_all(model):
+            for part, name in _saved_together(model.optimizer):
+                part.load_own_variables(_from_chief(None if arrays is None else arrays[name]))
         num_processes, process_id = framework.process()
         if len(header["random_states"]) == num_processes:
             _set_random_state(header["random_states"][process_id])
@@ -146,16 +152,18 @@ class BackupAndRestore(keras.callbacks.Callback):
                 stacklevel=2,
             )
         random_states = framework.gather_objects(_random_state())
+        model = self.model
         problem = None
-        if _is_chief():
-            try:
-                self._write(epoch + 1, random_states)
-            except Exception as error:
-                problem = _for_all(error)
+        try:
+            if _is_chief():
+                with steadily(model):
+                    self._write(epoch + 1, random_states)
+            else:
+                take_part(model)
+        except Exception as error:
+            problem = _for_all(error)
         # All learn how it went, and nobody goes on before it is written.
-        problem = framework.gather_objects(problem)[0]
-        if problem is not None:
-            raise problem
+        raise_together(problem)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Deletes the backups, unless they are to be kept."""
@@ -170,39 +178,53 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _write(self, epoch: int, random_states: list[Any]) -> None:
         model = self.model
         seed = _global_seed(make=False)
-        arrays = [_storable(keras.ops.convert_to_numpy(v)) for v in [*_variables(model), *seed]]
+        variables = _variables(model)
         header = {
             "epoch": epoch,
             "random_states": random_states,
             "has_global_seed": bool(seed),
-            "shapes": [list(v.shape) for v in _variables(model)],
+            "shapes": [list(v.shape) for v in variables],
         }
-        stored: dict[str, Any] = {f"variable{i}": array for i, array in enumerate(arrays)}
         os.makedirs(self.backup_dir, exist_ok=True)
-        unfinished = f"{self._path}.unfinished"
-        with open(unfinished, "wb") as file:
-            np.savez(file, header=np.frombuffer(json.dumps(header).encode(), "uint8"), **stored)
-            file.flush()
-            os.fsync(file.fileno())
-        if self.double_checkpoint and os.path.exists(self._path):
-            os.replace(self._path, self._previous_path)
-        os.replace(unfinished, self._path)
-        _sync_directory(self.backup_dir)
+        unfinished = Unfinished(self._path)
+        try:
+            with zipfile.ZipFile(unfinished.path, "w") as archive:
+                _Entries(archive)["header"] = np.frombuffer(json.dumps(header).encode(), "uint8")
+                stored = _Entries(archive, "variable")
+                for i, variable in enumerate([*variables, *seed]):
+                    stored[str(i)] = keras.ops.convert_to_numpy(variable)
+                if needs_all(model):
+                    for part, name in _saved_together(model.optimizer):
+                        part.save_own_variables(_Entries(archive, name))
+            unfinished.finish(keep_as=self._previous_path if self.double_checkpoint else None)
+        finally:
+            unfinished.discard()
 
-    def _read(self) -> tuple[Any, list[np.ndarray] | None]:
+    def _read(self) -> tuple[Any, dict[str, list[np.ndarray]] | None]:
         """The header and arrays of the last backup that can be read; (None, None) if there is none at all."""
         problem: Exception | None = None
         for path in (self._path, self._previous_path):
             try:
                 with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
                     header = json.loads(stored["header"].tobytes())
-                    arrays = [stored[f"variable{i}"] for i in range(len(stored.files) - 1)]
+                    arrays = {
+                        kind: [stored[f"{kind}{i}"] for i in range(sum(n.startswith(kind) for n in stored.files))]
+                        for kind in ("variable", *_TOGETHER)
+                    }
             except FileNotFoundError:
                 continue
             except Exception as error:  # a file that is no archive, or a damaged one, fails in many ways
                 problem = problem or OSError(f"The backup {path!r} cannot be read: {error}")
                 continue
             shapes = [list(v.shape) for v in _variables(self.model)]
+            is_in_parts = needs_all(self.model)
+            if bool(arrays[_TOGETHER[0]]) != is_in_parts:
+                raise ValueError(
+                    "`backup_dir` must hold a backup of the same model and optimizer. "
+                    f"Received: {path!r}, with a state that was {'whole' if is_in_parts else 'in parts'} on each "
+                    f"replica, where the optimizer's is {'in parts' if is_in_parts else 'whole'}. Go on from a file "
+                    "of `keras_shardopt.save_model`, or delete the backup to begin anew."
+                )
             if header["shapes"] != shapes:
                 raise ValueError(
                     "`backup_dir` must hold a backup of the same model and optimizer. "
@@ -224,15 +246,45 @@ def _is_chief() -> bool:
     return framework.process()[1] == 0
 
 
+_TOGETHER = ("state", "wrapper_state")
+
+
+def _saved_together(optimizer: Any) -> list[tuple[Any, str]]:
+    """What writes and reads the whole state of which each replica holds a part, and the names of its arrays."""
+    own = optimizer.wrapper_state if isinstance(optimizer, OptimizerWrapper) else None
+    return [(part, name) for part, name in zip((optimizer, own), _TOGETHER) if part is not None]
+
+
+def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
+    """The chief's arrays, as a store to load from, on every process."""
+    number = framework.gather_objects(None if arrays is None else len(arrays))[0]
+    # One by one: they are gathered from all, although only the chief has any.
+    mine = [None] * number if arrays is None else arrays
+    return {str(i): framework.gather_objects(array)[0] for i, array in enumerate(mine)}
+
+
+class _Entries:
+    """A store of arrays in an archive as `numpy.savez` writes it, under names that begin alike."""
+
+    def __init__(self, archive: zipfile.ZipFile, kind: str = "") -> None:
+        self._archive = archive
+        self._kind = kind
+
+    def __setitem__(self, key: str, array: Any) -> None:
+        with self._archive.open(f"{self._kind}{key}.npy", "w", force_zip64=True) as file:
+            np.lib.format.write_array(file, _storable(np.asanyarray(array)), allow_pickle=False)
+
+
 def _variables(model: Any) -> list[Variable]:
     return [*model.variables, *_optimizer_variables(model)]
 
 
 def _optimizer_variables(model: Any) -> list[Variable]:
+    """Those of which every process has a copy."""
     optimizer = model.optimizer
-    if isinstance(optimizer, OptimizerWrapper):
-        return optimizer.shared_variables
-    return [] if optimizer is None else list(optimizer.variables)
+    if optimizer is None or needs_all(model):
+        return []
+    return optimizer.shared_variables if isinstance(optimizer, OptimizerWrapper) else list(optimizer.variables)
 
 
 def _accumulating(model: Any) -> list[CrossShard]:
@@ -269,13 +321,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))
     framework.set_random_state(state["framework"])
-
-
-def _sync_directory(path: str) -> None:
-    # Or the new name may be lost although the file is not. Not every system can open a directory.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

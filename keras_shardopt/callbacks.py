@@ -18,10 +18,18 @@ from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backup import BackupAndRestore
 from keras_shardopt.optimizers import CrossShard
 from keras_shardopt.replica import framework
+from keras_shardopt.saving import ModelCheckpoint
 from keras_shardopt.summaries import Recorder, checked_log_dir, checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.wrapper import inside
 
-__all__ = ["BackupAndRestore", "CheckReplicas", "StopOnNonFinite", "SyncReplicas", "TrainingSummaries"]
+__all__ = [
+    "BackupAndRestore",
+    "CheckReplicas",
+    "ModelCheckpoint",
+    "StopOnNonFinite",
+    "SyncReplicas",
+    "TrainingSummaries",
+]
 
 
 class SyncReplicas(keras.callbacks.Callback):

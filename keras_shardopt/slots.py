@@ -9,6 +9,7 @@ Private names of Keras touched here (test_private_names.py holds them):
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -75,3 +76,28 @@ def slot_prefix(variable: Variable) -> str:
     """What the names of a variable's slots start with."""
     name = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
     return name.replace("/", "_") + "_"
+
+
+def without_counters(paths: Sequence[str]) -> list[str]:
+    """Paths in which what Keras counts up ("dense_7") is counted from 0 among those of the same name.
+
+    A program that has made another layer before has other counters, but counts in the same order.
+    """
+    split = [path.split("/") for path in paths]
+    numbers: dict[str, set[int]] = {}
+    for part in (part for pieces in split for part in pieces):
+        name, number = _counted(part)
+        numbers.setdefault(name, set()).add(number)
+    places = {name: {number: place for place, number in enumerate(sorted(each))} for name, each in numbers.items()}
+
+    def renamed(part: str) -> str:
+        name, number = _counted(part)
+        place = places[name][number]
+        return f"{name}_{place}" if place else name
+
+    return ["/".join(renamed(part) for part in pieces) for pieces in split]
+
+
+def _counted(part: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(.+)_(\d+)", part)
+    return (part, 0) if found is None else (found[1], int(found[2]))

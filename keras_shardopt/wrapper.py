@@ -12,6 +12,7 @@ Private names of Keras touched here (a test holds each of them):
     `Optimizer._iterations` - the update counter.
     `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
     `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
+    `H5IOStore._h5_entry_group` - the group of an HDF5 file in which an optimizer's arrays are.
     `keras.src.saving.keras_saveable.KerasSaveable`, `_obj_type` - what the saver stores in a group of its own.
     `keras.src.trainers.trainer`, `keras.src.optimizers.multi_optimizer` - the modules that ask whether an optimizer is
         a `LossScaleOptimizer`.
@@ -33,7 +34,7 @@ from keras.src.utils.tracking import DotNotTrackScope
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.replica import framework
-from keras_shardopt.slots import SlotAccess
+from keras_shardopt.slots import SlotAccess, without_counters
 
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
 _ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
@@ -99,6 +100,11 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
 
     scales_loss: bool = False
     """Whether it scales the loss and unscales the gradients itself."""
+
+    @property
+    def saving_needs_all_replicas(self) -> bool:
+        """Whether `save_own_variables` gathers what each replica holds a part of, so that all must enter it."""
+        return False
 
     _iterations = _of_innermost("_iterations", None)
     use_ema = _of_innermost("use_ema", False)
@@ -436,8 +442,25 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         self._assign_all({str(i): weight for i, weight in enumerate(weights)}, self.variables)
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the state just as the inner optimizer alone would."""
-        self.inner.save_own_variables(store)
+        """Writes the state just as the inner optimizer alone would, with a name beside each slot."""
+        self.inner.save_own_variables(self.named(store))
+
+    def named(self, store: Any) -> Any:
+        """The store, so that it also notes what the arrays are that this optimizer writes to it."""
+        return store if isinstance(store, _Named) else _Named(store, self._slots_in_state())
+
+    def _slots_in_state(self) -> dict[str, str]:
+        """Under the key of an array in files what it is: the variable in its layer, and the name of the slot."""
+        if not self.built:
+            return {}
+        variables = self._trainable_variables
+        # Layer and variable: models of the same layers may have other names. Counters of layers depend on what else
+        # the program has made.
+        paths = without_counters(["/".join(str(getattr(v, "path", v.name)).split("/")[-2:]) for v in variables])
+        path_of = {key: path for v, path in zip(variables, paths) for key in self._slot_keys(v)}
+        names = {id(slot): f"{path_of[key]} {name}" for key, name, slot in self._slots() if key in path_of}
+        state = enumerate(self._inner_state)
+        return {str(i): names[id(variable)] for i, variable in state if id(variable) in names}
 
     def load_own_variables(self, store: Any) -> None:
         """Reads a state that this wrapper, or its inner optimizer alone, has written.
@@ -446,13 +469,14 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         of a model that was not compiled, the optimizer stays as it is, with a warning, as in Keras.
 
         Raises:
-            ValueError: if the number or a shape of the arrays does not fit. Nothing is assigned then.
+            ValueError: if the number of the arrays or the shape of one does not fit, or its name, which those have
+                that a wrapper has written to an HDF5 file. Nothing is assigned then.
         """
         if not list(store.keys()):
             warnings.warn(f"The file holds no optimizer state; that of {self!r} stays as it is.", stacklevel=2)
             return
         if not self.built:
-            arrays = {key: np.array(store[key]) for key in list(store.keys())}
+            arrays = _Loaded(store)
             # An optimizer that was never built stores its rate and a counter at 0, and fits at once.
             fresh = len(arrays) == len(self._inner_state) and not np.any(arrays.get("0", 0))
             if not fresh:
@@ -461,6 +485,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         elif len(self._inner_state) > 2 and _was_never_built(store):
             return  # `load_model` has built this one, and made it with the same rate
         self._check_fits(store, self._inner_state)
+        self._check_names(store)
         self.inner.load_own_variables(store)
 
     def _assign_all(self, store: Any, variables: Sequence[Variable]) -> None:
@@ -488,6 +513,19 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
                     f"The stored array of `{variable.path}` must have shape {tuple(variable.shape)}. "
                     f"Received: shape {shape}. Was it saved with other trainable variables?"
                 )
+
+    def _check_names(self, store: Any) -> None:
+        found = _names_in(store)
+        wanted = self._slots_in_state()
+        differing = [key for key, name in wanted.items() if found.get(key, name) != name]
+        if differing:
+            listed = [f"`{found[key]}` where this optimizer has `{wanted[key]}`" for key in differing[:_MOST_NAMES]]
+            more = f" and {len(differing) - _MOST_NAMES} more" if len(differing) > _MOST_NAMES else ""
+            raise ValueError(
+                "The stored state must be that of the same variables and the same kind of optimizer. "
+                f"Received: {'; '.join(listed)}{more}. Was it saved with another optimizer, or were layers renamed? "
+                "`model.load_weights(..., skip_mismatch=True)` loads the rest."
+            )
 
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`. The inner optimizer is part of it."""
@@ -540,6 +578,41 @@ def leaf_of(optimizer: Any, variable: Variable) -> Any:
         return found[0]
     keys = _keys_on_the_way_in(optimizer, variable)
     return next(leaf for leaf in found if any(key in leaf._trainable_variables_indices for key in keys))
+
+
+_MOST_NAMES = 4
+
+
+class _Named:
+    """A store that notes beside arrays what they are, in an HDF5 file, as attributes that others ignore."""
+
+    def __init__(self, store: Any, names: dict[str, str]) -> None:
+        self._store = store
+        self._names = names
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._store[key] = value
+        group = getattr(self._store, "_h5_entry_group", {})
+        if key in self._names and key in group:
+            with contextlib.suppress(OSError):  # a disk that is full says so again when the file is closed
+                group[key].attrs["slot"] = self._names[key]
+
+
+class _Loaded(dict[str, Any]):
+    """The arrays of a store, and their names."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__({key: np.array(store[key]) for key in list(store.keys())})
+        self.names = _names_in(store)
+
+
+def _names_in(store: Any) -> dict[str, str]:
+    """The names that are noted beside arrays."""
+    if isinstance(store, _Loaded):
+        return store.names
+    group = getattr(store, "_h5_entry_group", {})
+    attributes = {key: getattr(group[key], "attrs", {}) for key in list(group)}
+    return {key: str(found["slot"]) for key, found in attributes.items() if "slot" in found}
 
 
 class _WrapperState(KerasSaveable):

@@ -614,6 +614,20 @@ class Framework:
         """
         return np.zeros((1, len(variables)), "uint64")
 
+    def alone(self, function: Callable[[], Any]) -> Any:
+        """Calls `function()` so that it can make variables of its own while other processes do something else."""
+        return function()
+
+    def together(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        """A scope for what all processes with this variable do together, also inside `alone`."""
+        del variable
+        return contextlib.nullcontext()
+
+    def reads_together(self, variables: Sequence[Variable]) -> bool:
+        """Whether all processes must be there when the values of these variables are read."""
+        del variables
+        return False
+
     def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
         """Gives all processes the first one's values of these variables, bit for bit.
 

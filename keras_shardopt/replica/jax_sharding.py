@@ -114,7 +114,12 @@ class Jax(Framework):
     outlives_its_block = True
     processes_start_apart = True
 
-    _opened: keras.distribution.DataParallel | None = None  # by `data_parallel`
+    def __init__(self) -> None:
+        super().__init__()
+        # The distribution that is not to be seen just now.
+        self._set_aside: Any = None
+        # That of `data_parallel`.
+        self._opened: keras.distribution.DataParallel | None = None
 
     def makes_variables_together(self) -> bool:
         return _spans_processes(batch_size_of(keras.distribution.distribution()))
@@ -356,6 +361,21 @@ class Jax(Framework):
         rows[:, copied] = np.asarray(found.addressable_data(0))
         return rows
 
+    def alone(self, function: Callable[[], Any]) -> Any:
+        distribution = keras.distribution.distribution()
+        if distribution is None or jax.process_count() == 1:
+            return function()
+        # Under a distribution a new variable is a question to all processes.
+        self._set_aside = distribution
+        try:
+            with _under(None):
+                return function()
+        finally:
+            self._set_aside = None
+
+    def together(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._set_aside is None else _under(self._set_aside)
+
     def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
         if jax.process_count() == 1:
             return
@@ -388,6 +408,16 @@ class Jax(Framework):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return gather_objects(value)
+
+
+@contextlib.contextmanager
+def _under(distribution: Any) -> Iterator[None]:
+    before = keras.distribution.distribution()
+    keras.distribution.set_distribution(distribution)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(before)
 
 
 def _spans_processes(num_replicas: int) -> bool:

@@ -372,6 +372,25 @@ class TensorFlow(Framework):
         mine = np.stack([row.numpy() for row in rows]).astype("uint64")
         return np.concatenate(self._gather(strategy, mine))
 
+    def alone(self, function: Callable[[], Any]) -> Any:
+        if _process_of(tf.distribute.get_strategy().cluster_resolver)[0] == 1:
+            return function()
+        # In a thread of its own, which knows of no strategy: under this one, workers make new variables together.
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            return executor.submit(function).result()
+
+    def together(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        return self.beside(variable)
+
+    def reads_together(self, variables: Sequence[Variable]) -> bool:
+        values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+        return any(
+            value.synchronization is tf.VariableSynchronization.ON_READ
+            and _process_of(value.distribute_strategy.cluster_resolver)[0] > 1
+            for value in values
+            if hasattr(value, "distribute_strategy")
+        )
+
     def gather_objects(self, value: Any) -> list[Any]:
         strategy = tf.distribute.get_strategy()
         world = _world_of(strategy)

@@ -10,7 +10,7 @@ import warnings
 import jax
 import keras
 import numpy as np
-from support import flips, problem, uneven
+from support import flips, in_parts, problem, uneven
 
 import keras_shardopt as ks
 from keras_shardopt.replica import framework
@@ -18,9 +18,9 @@ from keras_shardopt.replica import framework
 warnings.filterwarnings("ignore")
 
 
-def compiled():
+def compiled(inner=None):
     model = problem.model()
-    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", metrics=["mae"])
+    model.compile(ks.CrossShard(inner or problem.sgd_momentum()), "mse", metrics=["mae"])
     return model
 
 
@@ -60,12 +60,20 @@ def main():
         assert all((a == b).all() for a, b in zip(theirs, arrays))
     assert scope.largest_difference(model) == 0
 
-    # Saving: all enter, because Keras makes variables on the way, on which JAX lets the processes agree. The chief's
-    # file is the one to keep.
+    # Saving: all enter, the chief alone writes.
     own = folder if scope.is_chief else folder / "others"
-    own.mkdir(exist_ok=True)
+    ks.save_model(model, own / "model.keras")
+    ks.save_weights(model, own / "model.weights.h5")
+    assert (folder / "model.keras").is_file() and (folder / "model.weights.h5").is_file()
+    refused(lambda: ks.save_model(model, own / "nowhere" / "model.keras"), FileNotFoundError, f"`{folder}/nowhere")
+    parts = compiled(in_parts.InParts(problem.sgd_momentum()))
+    callbacks = [ks.callbacks.ModelCheckpoint(own / "parts.weights.h5", "loss", save_weights_only=True)]
+    parts.fit(x, y, shuffle=False, callbacks=callbacks, **mine)
+    assert not (folder / "others").exists()
+    # Keras' own saving, too: all enter, because it makes variables on the way, on which JAX lets the processes agree.
+    own = folder / f"own{scope.process_id}"
+    own.mkdir()
     model.save(own / "model.keras")
-    model.save_weights(own / "model.weights.h5")
     if scope.is_chief:
         values = {f"variable{i}": array for i, array in enumerate(arrays)}
         np.savez(folder / "results.npz", **metrics, **values)

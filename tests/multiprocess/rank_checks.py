@@ -3,16 +3,20 @@
 Arguments: the file to which rank 0 writes the names of the checks that passed, and the names to run.
 """
 
+import contextlib
 import json
 import pathlib
 import sys
+import tempfile
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
 import torch
 import torch.distributed as dist
-from support import flips, problem
+from keras.src.saving.saving_lib import H5IOStore
+from support import flips, in_parts, problem
 from torch.nn.parallel import DistributedDataParallel
 
 import keras_shardopt as ks
@@ -194,6 +198,55 @@ def an_overflow_on_any_rank_is_skipped_on_all(scope):
             reference.compile(problem.sgd_momentum(), "mse")
             reference.fit(whole_x, whole_y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
             assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
+
+
+@check
+def all_enter_and_the_chief_saves(scope):
+    mine = pathlib.Path(tempfile.mkdtemp())
+    folder = framework.gather_objects(mine)[0]
+    x, y = my_rows(scope, num_steps=2)
+    model = problem.model()
+    model.compile(ks.CrossShard(in_parts.InParts(keras.optimizers.Adam(0.01))), "mse")
+    save = ks.callbacks.ModelCheckpoint(mine / "{epoch}" / "best.keras", "loss", save_best_only=True)
+    rows = dict(batch_size=len(x) // 2, shuffle=False, verbose=0)
+    model.fit(x, y, callbacks=[save], **rows)
+    whole = [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
+    model.optimizer.inner.forget()
+    ks.save_model(model, mine / "model.keras")
+    ks.save_weights(model, mine / "model.weights.h5")
+    for name in ("model.keras", "model.weights.h5", "1/best.keras"):
+        assert (folder / name).is_file(), name  # for all, at once
+        plain = problem.model()
+        plain.compile(ks.CrossShard(keras.optimizers.Adam(0.01)), "mse")
+        plain.optimizer.build(plain.trainable_variables)
+        plain.load_weights(folder / name)
+        found = [variable.numpy() for variable in [*plain.variables, *plain.optimizer.variables]]
+        assert all((a == b).all() for a, b in zip(found, whole)), name
+    # Backups of what each rank has a part of: everybody gets its part again.
+    backup = ks.callbacks.BackupAndRestore(mine / "backup")
+    backup.set_model(model)
+    backup.on_epoch_end(0)
+    before = [variable.numpy().copy() for variable in model.optimizer.variables]
+    for variable in model.optimizer.variables:
+        variable.assign(keras.ops.zeros(variable.shape))
+    backup.on_train_begin()
+    for one, other in zip(before, model.optimizer.variables):
+        np.testing.assert_array_equal(one, other.numpy())
+    assert scope.is_chief or not any(mine.iterdir())
+    # What fails on the chief fails on all.
+    words = f"`{folder}/nowhere/model.keras` cannot"
+    refused(lambda: ks.save_model(model, mine / "nowhere" / "model.keras"), FileNotFoundError, words)
+    with contextlib.ExitStack() as stack:
+        if scope.is_chief:  # in the middle of what all gather
+            stack.enter_context(mock.patch.object(H5IOStore, "__setitem__", full_disk))
+        refused(lambda: ks.save_model(model, mine / "model.keras"), OSError, "the disk is full")
+    ks.save_model(model, mine / "model.keras", overwrite=True)
+
+
+def full_disk(store, key, value):
+    if store._h5_entry_path == "optimizer" and key == "4":
+        raise OSError("the disk is full")
+    store.h5_file.create_dataset(f"{store._h5_entry_path}/vars/{key}", data=value)
 
 
 @check

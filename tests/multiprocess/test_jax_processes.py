@@ -58,6 +58,9 @@ def test_what_the_chief_saved_loads_elsewhere(folder, results):
     for i, variable in enumerate([*model.trainable_variables, *model.optimizer.variables]):
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), results[f"variable{i}"])
     plain = problem.model()
+    plain.load_weights(folder / "parts.weights.h5")  # of an equal training, in another way
+    for i, weight in enumerate(plain.get_weights()):
+        np.testing.assert_array_equal(weight, results[f"variable{i}"])
     plain.load_weights(folder / "model.weights.h5")
     for i, weight in enumerate(plain.get_weights()):
         np.testing.assert_array_equal(weight, results[f"variable{i}"])

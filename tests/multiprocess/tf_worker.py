@@ -11,13 +11,27 @@ import signal
 import sys
 import time
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
-from support import flips, problem
+from support import flips, in_parts, problem
 
 import keras_shardopt as ks
 from keras_shardopt.replica import framework
+
+
+class Count(keras.layers.Layer):
+    """Counts on each worker; read as the sum."""
+
+    def build(self, shape):
+        self.count = keras.Variable(0.0, trainable=False, aggregation="sum", synchronization="on_read")
+
+    def add(self, number):
+        self.count.value.assign_add(number)
+
+    def call(self, inputs):
+        return inputs
 
 
 def refused(function, words):
@@ -81,7 +95,43 @@ def main():
     if scope.process_id == 1:
         flips.flip(optimizer.variables[2], 0, 1, 30)
     check.check()
+    folder = pathlib.Path(sys.argv[1]).parent
+    mine = folder if scope.is_chief else folder / "others"
+    # In the scope of the strategy, and outside it; and with a variable of which each worker has its own.
+    with strategy.scope():
+        ks.save_model(model, mine / "inside.keras")
+        assert (folder / "inside.keras").is_file()
+    ks.save_weights(model, mine / "outside.weights.h5")
+    assert (folder / "outside.weights.h5").is_file()
+    refused(lambda: ks.save_model(model, mine / "model.txt"), f"Received: filepath={folder / 'model.txt'!r}")
+    with strategy.scope():
+        count = Count()
+        counting = keras.Sequential([keras.Input((2,)), count])
+        counting.compile(ks.CrossShard(in_parts.InParts(problem.sgd_momentum())), "mse")
+    strategy.run(count.add, args=(scope.process_id + 1.0,))
+    ks.save_model(counting, mine / "counting.keras")
+    ks.save_weights(counting, mine / "counting.weights.h5")
+    # The state is gathered in the one way and the other, and inside the scope and outside.
+    with strategy.scope():
+        parts = problem.model()
+        parts.compile(ks.CrossShard(in_parts.InParts(problem.sgd_momentum())), "mse")
+        parts.optimizer.build(parts.trainable_variables)
+        parts.optimizer.set_weights(model.optimizer.variables)
+        parts.optimizer.inner.forget()
+        ks.save_model(parts, mine / "parts.keras")
+    ks.save_weights(parts, mine / "parts.weights.h5")
+    assert not (folder / "others").exists()
+    for name in ("parts.keras", "parts.weights.h5"):
+        with strategy.scope():
+            whole = problem.model()
+            whole.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+            whole.optimizer.build(whole.trainable_variables)
+            whole.load_weights(folder / name)
+        for one, other in zip(whole.optimizer.variables, model.optimizer.variables):
+            assert (keras.ops.convert_to_numpy(one) == keras.ops.convert_to_numpy(other)).all(), name
     if scope.is_chief:
+        with h5py.File(folder / "counting.weights.h5") as file:
+            assert file["layers/count/vars/0"][()] == 3.0, "the sum over both"
         arrays = [keras.ops.convert_to_numpy(v) for v in variables]
         np.savez(sys.argv[1], **{f"variable{i}": array for i, array in enumerate(arrays)})
 

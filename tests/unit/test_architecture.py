@@ -34,7 +34,7 @@ LAYERS = [
         "keras_shardopt.callbacks",
         "keras_shardopt.parallel",
     },
-    {"keras_shardopt.summaries"},
+    {"keras_shardopt.summaries", "keras_shardopt.saving"},
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
     {"keras_shardopt.wrapper", "keras_shardopt.finite", "keras_shardopt.agreement"},
     {"keras_shardopt.reduction", "keras_shardopt.accumulation"},
@@ -46,7 +46,7 @@ LAYERS = [
         "keras_shardopt.slots",
         "keras_shardopt.whole_batch",
     },
-    {"keras_shardopt._typing", "keras_shardopt.arguments"},
+    {"keras_shardopt._typing", "keras_shardopt.arguments", "keras_shardopt.atomic"},
 ]
 
 each_module = pytest.mark.parametrize("name", MODULES)

@@ -111,11 +111,11 @@ def test_a_crash_while_writing_leaves_the_backup_before(tmp_path, monkeypatch, a
     trained(tmp_path, interrupted=True)
     before = (tmp_path / "backup.npz").read_bytes()
 
-    def savez(file, **arrays):
+    def write_array(file, array, **arguments):
         file.write(b"half of it")
         raise OSError("disk full")
 
-    monkeypatch.setattr(np, "savez", savez)
+    monkeypatch.setattr(np.lib.format, "write_array", write_array)
     with pytest.raises(OSError, match="disk full"):
         trained(tmp_path)
     assert (tmp_path / "backup.npz").read_bytes() == before

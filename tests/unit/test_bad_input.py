@@ -1,6 +1,7 @@
 """Bad arguments of everything public: a TypeError or ValueError that names the argument, and nothing half-changed."""
 
 import datetime
+import functools
 import inspect
 import os
 
@@ -21,6 +22,12 @@ def in_schedules(**arguments):
 
 decaying = in_schedules(learning_rate=0.1, decay_steps=5)
 
+
+@functools.cache
+def a_model():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
 # For each public class and function, arguments that are right.
 VALID = {
     "AutomaticLossScaler": dict,
@@ -35,6 +42,7 @@ VALID = {
     "bfloat16_scope": dict,
     "callbacks.BackupAndRestore": lambda: {"backup_dir": "nowhere"},
     "callbacks.CheckReplicas": dict,
+    "callbacks.ModelCheckpoint": lambda: {"filepath": "model.keras"},
     "callbacks.StopOnNonFinite": dict,
     "callbacks.SyncReplicas": dict,
     "callbacks.TrainingSummaries": lambda: {"log_dir": None},
@@ -54,6 +62,8 @@ VALID = {
     },
     "prepare": lambda: {"model": None},  # there is no right one that could be made so often
     "replicate": lambda: {"step": lambda data: {}, "num_towers": 2},
+    "save_model": lambda: {"model": a_model(), "filepath": "model.keras"},
+    "save_weights": lambda: {"model": a_model(), "filepath": "model.weights.h5"},
     "schedules.CosineDecay": decaying,
     "schedules.ExpDecay": in_schedules(learning_rate=0.1, decay_steps=5, decay_rate=0.5, use_staircase_decay=False),
     "schedules.FixedLR": in_schedules(learning_rate=0.1),

@@ -62,6 +62,26 @@ def test_the_saver_stores_saveables_and_lists_their_kind():
     assert optimizer._obj_type() == "Optimizer"
 
 
+def test_the_arrays_of_an_optimizer_are_in_a_group_with_attributes(tmp_path):
+    from keras.src.saving.saving_lib import H5IOStore
+
+    store = H5IOStore(tmp_path / "a.h5", mode="w")
+    store.make("optimizer")["0"] = np.ones(2)
+    store._h5_entry_group["0"].attrs["slot"] = "x"
+    store.close()
+    store = H5IOStore(tmp_path / "a.h5", mode="r")
+    assert store.get("optimizer")._h5_entry_group["0"].attrs["slot"] == "x"
+    store.close()
+
+
+def test_how_keras_writes_a_checkpoint():
+    callback = keras.callbacks.ModelCheckpoint
+    assert list(inspect.signature(callback._save_model).parameters) == ["self", "epoch", "batch", "logs"]
+    assert list(inspect.signature(callback._get_file_path).parameters) == ["self", "epoch", "batch", "logs"]
+    wanted = ["self", "epoch", "batch", "logs", "filepath"]
+    assert list(inspect.signature(callback._should_save_model).parameters) == wanted
+
+
 def test_the_modules_that_ask_for_a_loss_scale_optimizer():
     from keras.src.trainers import trainer
 

@@ -1,0 +1,29 @@
+"""Processes that are killed while they save; `python tests/support/kills.py FOLDER` kills a hundred."""
+
+import json
+import sys
+
+import pytest
+from support import launch
+
+pytestmark = pytest.mark.backends("torch")  # the one that can be forked
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What there was after kills while files were replaced, and while they were written in place."""
+    script = str(launch.TESTS / "support" / "kills.py")
+    command = [sys.executable, script, str(tmp_path_factory.mktemp("kills")), "--rounds", "12", "--fault", "8"]
+    output = launch.run(command, 150, launch.variables("torch", OMP_NUM_THREADS="1"))
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def test_no_kill_tears_a_file(found):
+    replaced, _ = found
+    assert (replaced["torn"], replaced["lost"]) == (0, 0)
+    assert replaced["in_the_middle"] > 0  # or nothing was tried
+    assert replaced["left_behind"] == ["model.keras", "model.weights.h5"]
+
+
+def test_files_written_in_place_are_torn(found):
+    assert found[1]["torn"] > 0
