@@ -205,7 +205,8 @@ class Shards:
             raise ValueError(
                 "With `shard_state=True` all replicas must start with the same weights and at the same update. "
                 f"Received: updates so far, by replica: {everyones}"
-                f"{'' if len(set(everyones)) > 1 else ', and weights that differ'}. Load the same file on every rank, and build the model inside `with keras_shardopt.data_parallel():`."
+                f"{'' if len(set(everyones)) > 1 else ', and weights that differ'}. "
+                "Load the same file on every rank, and build the model inside `with keras_shardopt.data_parallel():`."
             )
 
     # -- gradients -----------------------------------------------------------------------------------------------

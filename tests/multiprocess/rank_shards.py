@@ -323,7 +323,7 @@ def the_report_says_what_is_held(scope):
 @check
 def saved_state_fits_again_and_elsewhere(scope):
     for make in (ELEMENTWISE["adam"], lambda: keras.optimizers.Lamb(0.01), lambda: keras.optimizers.Adafactor(0.01)):
-        optimizer, mine, inner, alone = both(scope, make)
+        optimizer, mine, _, alone = both(scope, make)
         store = saved(optimizer)
         again = ks.CrossShard(make(), shard_state=True)
         if scope.replica_id % 2:
