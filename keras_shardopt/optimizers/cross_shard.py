@@ -235,7 +235,7 @@ class CrossShard(OptimizerWrapper):
         self.on_nonfinite = on_nonfinite
         self.shard_state = shard_state
         self.__dict__["_shards"] = None
-        if shard_state:
+        if shard_state and not framework.lays_out_state:
             check_can_shard(self)
         self.gradients = gradients
         self.axis_name = axis_name
@@ -339,8 +339,8 @@ class CrossShard(OptimizerWrapper):
         if self._shards is not None:
             self._shards.adopt(self)
         elif self.shard_state and framework.lays_out_state:
-            apart = {id(v) for v in self.replica_state}
-            framework.lay_out([v for v in self.variables if id(v) not in apart], self.axis_name)
+            own = {id(v) for v in self._variables}
+            framework.lay_out([v for v in self.variables if id(v) not in own])
 
     def memory_report(self) -> MemoryReport:
         """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
@@ -564,6 +564,13 @@ class CrossShard(OptimizerWrapper):
         framework.check_ready(variables, leaves(self))
         if self._shards is not None:
             self._shards.check(replicas)
+        elif self.shard_state and replicas.num_replicas > 1 and not replicas.speaks_for_all:
+            raise ValueError(
+                "`shard_state=True` on JAX is a layout of arrays under a `keras.distribution`, and inside `shard_map` "
+                f"and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "
+                f"{replicas.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
+                ", or use `shard_state=False`."
+            )
         share = 1.0
         self.check_peers(replicas)
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:

@@ -62,6 +62,9 @@ class ReplicaBackend(abc.ABC):
     runs_one_program: bool = True
     """Whether one program (traced once) serves all replicas, so that a `None` gradient is `None` on all of them."""
 
+    speaks_for_all: bool = False
+    """Whether there is one of each variable here, however many replicas hold copies or parts of it."""
+
     spans_processes: bool = False
     """Whether some of the replicas are in other processes, which then make the same calls."""
 
@@ -149,6 +152,7 @@ class AllReplicasAtOnce(ReplicaBackend):
     """
 
     replica_id = 0
+    speaks_for_all = True
 
     def __init__(self, num_replicas: int, is_chief: bool, place: str, spans_processes: bool = False) -> None:
         self.num_replicas = num_replicas
@@ -448,12 +452,12 @@ class Framework:
     lays_out_state: bool = False
     """Whether state is divided by a layout over the devices of one program, and optimizers need not know."""
 
-    def lay_out(self, variables: Sequence[Variable], axis_name: str) -> None:
+    def lay_out(self, variables: Sequence[Variable]) -> None:
         """Divides these variables among the replicas, as far as their shapes allow."""
-        del variables, axis_name
+        del variables
 
     def bytes_by_replica(self, variable: Variable) -> list[int]:
-        """How many bytes of a variable each replica of this process holds."""
+        """How many bytes of a variable each replica of this program holds."""
         return [ops.convert_to_numpy(variable).nbytes]
 
     def stored_value(self, variable: Variable) -> np.ndarray:

@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.partition import dividing_axis
 from keras_shardopt.replica.base import AllReplicasAtOnce, Arrival, Framework, ReplicaBackend, SingleReplica, World
 
 
@@ -256,6 +257,34 @@ class Jax(Framework):
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         return jax.grad(function)(value)
+
+    lays_out_state = True
+
+    def lay_out(self, variables: Sequence[Variable]) -> None:
+        distribution = keras.distribution.distribution()
+        num_replicas = batch_size_of(distribution)
+        if num_replicas == 1:
+            return
+        for variable in variables:
+            axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
+            # What a model's own layout divides stays as it is, and is divided once more.
+            free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
+            chosen = dividing_axis(free, num_replicas)
+            if chosen is not None:
+                axes[chosen] = distribution.batch_dim_name
+                variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
+                variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
+
+    def bytes_by_replica(self, variable: Variable) -> list[int]:
+        sharding = variable.value.sharding
+        held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
+        return [held] * len(sharding.device_set)
+
+    def stored_value(self, variable: Variable) -> np.ndarray:
+        value = variable.value
+        if value.is_fully_addressable or value.is_fully_replicated:
+            return super().stored_value(variable)
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
     def place_state(self, variables: Sequence[Variable]) -> None:
         distribution = keras.distribution.distribution()

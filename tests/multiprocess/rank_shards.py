@@ -173,8 +173,10 @@ def excluded_variables_do_not_decay(scope):
 
 @check
 def mixed_dtypes_and_masters(scope):
-    for dtype in ("bfloat16", "float64"):
-        assert_equal(scope, *both(scope, ELEMENTWISE["momentum"], dtype=dtype, num_steps=1))
+    # There the mean is rounded to float32 first.
+    assert_equal(scope, *both(scope, ELEMENTWISE["momentum"], dtype="float64"), tolerance=1e-6)
+    # Here each replica's gradient, and their sum, is rounded to 8 bits; there only the mean.
+    assert_equal(scope, *both(scope, ELEMENTWISE["momentum"], dtype="bfloat16", num_steps=1), tolerance=2**-7)
     make = lambda: ks.MixedPrecision(ELEMENTWISE["adam"](), 64.0)  # noqa: E731
     optimizer, mine, inner, alone = both(scope, make, dtype="float16", scale=16.0)
     assert_equal(scope, optimizer, mine, inner, alone, tolerance=1e-3)
