@@ -439,11 +439,10 @@ class CrossShard(OptimizerWrapper):
         Raises:
             RuntimeError: with divided state, if another replica does not call it within a minute.
         """
-        if self._shards is not None:
-            framework.meet("save", MEETING_SECONDS, _SAVE_TOGETHER)
         if self._shards is None and not (self.shard_state and framework.lays_out_state):
             super().save_own_variables(store)
             return
+        framework.meet("save", MEETING_SECONDS, _SAVE_TOGETHER)
         for i, variable in enumerate(self._inner_state):
             store[str(i)] = self.stored_value(variable)
 

@@ -6,6 +6,8 @@ Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.common.stateless_scope.get_stateless_scope` - the scope that a new one opens in.
     `StatelessScope.add_update`, `get_current_value` - how variables write to a scope and read from it.
     `keras.src.backend.jax.trainer` - the module whose `predict` asks for `DataParallel.auto_shard_dataset`.
+
+Of JAX: `jax._src.distributed.global_state.client` - the store of a job of several processes.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import functools
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
@@ -286,6 +290,10 @@ class Jax(Framework):
             return super().stored_value(variable)
         return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
+    def meet(self, purpose: str, seconds: float, advice: str) -> None:
+        if jax.process_count() > 1:
+            _meet(purpose, seconds, advice)
+
     def place_state(self, variables: Sequence[Variable]) -> None:
         distribution = keras.distribution.distribution()
         if distribution is None:
@@ -425,6 +433,31 @@ def _gathered(value: Any) -> list[Any]:
     padded[: len(mine)] = mine
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+
+
+_num_meetings: dict[str, int] = {}
+
+
+def _meet(purpose: str, seconds: float, advice: str) -> None:
+    """Waits until all processes have come; one that leaves because others have not come can come again."""
+    client: Any = distributed.global_state.client
+    mine, number = jax.process_index(), _num_meetings.get(purpose, 0)
+    keys = [f"keras_shardopt/meeting/{purpose}/{number}/{process}" for process in range(jax.process_count())]
+    client.key_value_set(keys[mine], "1")
+    limit = time.monotonic() + seconds
+    missing = [process for process in range(len(keys)) if process != mine]
+    while missing:
+        milliseconds = max(1, int(1000 * (limit - time.monotonic())))
+        try:
+            client.blocking_key_value_get(keys[missing[0]], milliseconds)
+            missing.pop(0)
+        except jax.errors.JaxRuntimeError:  # the time is up
+            client.key_value_delete(keys[mine])
+            raise RuntimeError(
+                f"All processes must {purpose} together. Received: no call on process {missing[0]}, {seconds:g} s "
+                f"after the one on process {mine}. {advice}"
+            ) from None
+    _num_meetings[purpose] = number + 1
 
 
 class _OverProcesses(keras.distribution.DataParallel):
