@@ -245,7 +245,7 @@ class Shards:
         positions = [self._positions[self._key(variable)] for variable in variables]
         result = dict.fromkeys(positions)
         nexts = [k for k, i in enumerate(positions) if i not in self._owners and grads[k] is not None]
-        for k, value in zip(nexts, replicas.all_reduce([grads[k] for k in nexts], "max")):
+        for k, value in zip(nexts, replicas.all_reduce([grads[k] for k in nexts], "max") if nexts else []):
             result[positions[k]] = value
         own = dict(zip(positions, grads))
         size, num_variables = self.num_replicas, len(variables)

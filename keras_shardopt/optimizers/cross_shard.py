@@ -319,14 +319,17 @@ class CrossShard(OptimizerWrapper):
 
     def _divided(self, variables: Sequence[Variable]) -> Shards | None:
         """Who owns what, where each replica has state of its own."""
-        replicas = framework.replicas(self.axis_name)
-        if replicas.num_replicas == 1 or framework.lays_out_state:
+        if not framework.divides_state:
+            if not framework.lays_out_state and framework.num_replicas_of_steps() > 1:
+                raise ValueError(
+                    "`shard_state=True` works on PyTorch, and on JAX under a `keras.distribution`; not yet on "
+                    f"TensorFlow. Received: a strategy with {framework.num_replicas_of_steps()} replicas. "
+                    "Use `shard_state=False` here."
+                )
             return None
-        if replicas.runs_one_program:
-            raise ValueError(
-                "`shard_state=True` works on PyTorch, and on JAX under a `keras.distribution`. Received: a strategy "
-                f"with {replicas.num_replicas} replicas. Use `shard_state=False` here."
-            )
+        replicas = framework.replicas(self.axis_name)
+        if replicas.num_replicas == 1:
+            return None
         with framework.outside_trace():
             return Shards(self, variables, replicas)
 

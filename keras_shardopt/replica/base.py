@@ -449,6 +449,9 @@ class Framework:
         """Puts freshly built optimizer variables where the replicas of this program expect them."""
         del variables
 
+    divides_state: bool = False
+    """Whether each replica can have state of another shape, for a part of the variables."""
+
     lays_out_state: bool = False
     """Whether state is divided by a layout over the devices of one program, and optimizers need not know."""
 

@@ -293,6 +293,7 @@ class Torch(Framework):
 
     outlives_its_block = True
     processes_start_apart = True
+    divides_state = True
 
     def __init__(self) -> None:
         super().__init__()
