@@ -100,6 +100,9 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     shard_unit: Literal["element", "variable"] | None = None
     """What of the gradients it must see to be right: all of some elements, or of some variables; None: all of all."""
 
+    takes_penalties: bool = False
+    """Whether it adds the gradients of regularizers itself."""
+
     scales_loss: bool = False
     """Whether it scales the loss and unscales the gradients itself."""
 

@@ -3,6 +3,9 @@
 When a rank dies or stalls, the collective that needs it fails on some of the others, at once or when the time is up,
 with an error that names a socket. So the first rank that notices closes its connections, which makes the collectives
 of all others fail too; then each leaves a sign in the store in which the ranks met, and looks for those of the others.
+
+Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store in which the
+ranks of the default group have met, whoever has opened it. (test_private_names.py holds it.)
 """
 
 from __future__ import annotations

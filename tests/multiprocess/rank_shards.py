@@ -406,6 +406,10 @@ def what_cannot_be_right_is_refused(scope):
         refused(lambda: ks.CrossShard(make(), shard_state=True), ValueError, words)  # noqa: B023
     optimizer = ks.CrossShard(adam(global_clipnorm=1.0), shard_state=True)
     refused(lambda: optimizer.build(variables()), ValueError, "GradientClipping(inner_optimizer")
+    penalised = variables("float16")
+    penalised[1].regularizer = keras.regularizers.L2(0.1)
+    optimizer = ks.CrossShard(ks.MixedPrecision(adam()), shard_state=True)
+    refused(lambda: optimizer.build(penalised), ValueError, "regularizers of ['hidden/kernel']")
     optimizer = both(scope, ELEMENTWISE["ema"])[0]
     refused(lambda: optimizer.get_slot(optimizer._trainable_variables[0], "momentum"), ValueError, "its own slices")
     refused(lambda: optimizer._model_variables_moving_average, ValueError, "SwapEMAWeights")
