@@ -381,7 +381,9 @@ class Shards:
         self._follow()
         positions = [self._positions[self._key(variable)] for variable in variables]
         pairs = [(i, grad) for i, grad in zip(positions, grads) if grad is not None]
-        inner.apply([g for _, g in self._chosen(pairs)], [self.stand_ins[i] for i, _ in self._chosen(pairs)])
+        # Nothing at all is for the inner optimizer to refuse.
+        chosen = self._chosen(pairs) or [(i, None) for i in positions]
+        inner.apply([grad for _, grad in chosen], [self.stand_ins[i] for i, _ in chosen])
         self._spread(replicas)
 
     def finalize(self, inner: Any, variables: Sequence[Variable], replicas: ReplicaBackend) -> None:
@@ -390,7 +392,7 @@ class Shards:
         inner.finalize_variable_values(self.inside(variables))
         self._spread(replicas)
 
-    def _chosen(self, pairs: Sequence[tuple[int, Tensor]]) -> Sequence[tuple[int, Tensor]]:
+    def _chosen(self, pairs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         # Stand-ins without elements cost next to nothing where updates are element-wise, but a matrix without
         # elements takes as many calls as one with. (Keras cannot decay no variables at all.)
         mine = [(i, grad) for i, grad in pairs if i in self._mine or i not in self._owners]

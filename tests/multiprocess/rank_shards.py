@@ -199,7 +199,7 @@ def norms_are_of_all_gradients(scope):
 @check
 def an_overflow_on_one_rank_is_skipped_on_all(scope):
     for make, arguments in (
-        (lambda: ks.LossScaling(ELEMENTWISE["momentum"](), "Backoff", {"scale_init": 8.0}), {}),
+        (lambda: ks.LossScaling(ELEMENTWISE["momentum"](), "Backoff", {"scale_max": 8.0}), {}),
         (ELEMENTWISE["momentum"], {"on_nonfinite": "skip"}),
     ):
         weights = variables()
@@ -374,26 +374,29 @@ def a_rank_that_saves_alone_is_told_so_in_time(scope):
 
 @check
 def the_checks_can_fail(scope):
-    """With something left out, what is asserted above does not hold."""
+    """With something left out, weights or files are others. No exchange: ranks would leave at other places."""
     momentum = ELEMENTWISE["momentum"]
-    left_out = [
-        (framework, "assign_slices", lambda variable, slices: None, momentum),
-        (gradient_clipping, "norm_over_replicas", lambda norm: norm, lambda: ks.GradientClipping(momentum(), 0.5)),
-        (sharding.Shards, "_keep_exclusions", lambda self, optimizer: None, None),
-        (sharding.Shards, "stored", lambda self, v, replicas: v.numpy(), momentum),
-    ]
-    for where, name, nothing, make in left_out:
+
+    def clipped():
+        return ks.GradientClipping(momentum(), 0.5)
+
+    def decaying():
+        return keras.optimizers.AdamW(0.01, weight_decay=0.5)
+
+    def excluded(optimizer, weights):
+        optimizer.exclude_from_weight_decay(var_list=weights[:2])
+
+    for where, name, nothing, make, prepare in (
+        (framework, "assign_slices", lambda variable, slices: None, momentum, None),
+        (gradient_clipping, "norm_over_replicas", lambda norm: norm, clipped, None),
+        (sharding.Shards, "_keep_exclusions", lambda self, optimizer: None, decaying, excluded),
+    ):
         real = getattr(where, name)
         setattr(where, name, nothing)
-        try:
-            prepare = None
-            if make is None:
-                make = lambda: keras.optimizers.AdamW(0.01, weight_decay=0.5)  # noqa: E731
-                prepare = lambda optimizer, v: optimizer.exclude_from_weight_decay(var_list=v[:2])  # noqa: E731
-            results = both(scope, make, prepare=prepare)
-            refused(lambda: assert_equal(scope, *results, tolerance=1e-6), AssertionError, "")  # noqa: B023
-        finally:
-            setattr(where, name, real)
+        _, mine, _, alone = both(scope, make, prepare=prepare)
+        setattr(where, name, real)
+        difference = max(float(np.abs(a.numpy() - b.numpy()).max()) for a, b in zip(mine, alone))
+        assert max(framework.gather_objects(difference)) > 1e-4, name
 
 
 @check
@@ -483,8 +486,7 @@ def main():
             except BaseException:
                 print(f"rank {scope.replica_id} failed in the check {name!r}", flush=True)
                 raise
-            if scope.num_replicas > 1:
-                dist.barrier()
+            dist.barrier()
     if scope.is_chief:
         pathlib.Path(file).write_text(json.dumps(names))
     scope.close()
