@@ -141,7 +141,9 @@ class CrossShard(OptimizerWrapper):
             than 1, or an optimizer inside accumulates, too; if `on_nonfinite` is "raise" around a dynamic loss scaling; if `group_assignment` breaks one of its rules, or (on
             first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
             `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
-            nothing inside scales the loss. At the first step: if each replica's own gradients are needed where they are reduced already;
+            nothing inside scales the loss; if `shard_state` comes with `group_assignment`. When it is built: if
+            `shard_state` meets a TensorFlow strategy, or an optimizer that would be wrong with a part of the gradients.
+            At the first step: if each replica's own gradients are needed where they are reduced already;
             on every process, if processes differ in their variables, optimizers, arguments or versions.
 
     Example:

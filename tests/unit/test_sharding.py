@@ -54,11 +54,15 @@ INNER = {
 
 # On JAX state is divided by a layout, and updates of slices are not traced.
 @pytest.mark.backends("torch", "tensorflow")
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("arrives", [Arrival.LOCAL, Arrival.LOCAL_PRESCALED, Arrival.GLOBAL])
+@pytest.mark.parametrize(
+    ("inner", "arrives"),
+    [
+        *[("momentum", arrives) for arrives in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED, Arrival.GLOBAL)],
+        ("clipnorm", Arrival.LOCAL),
+        ("clipped", Arrival.LOCAL),
+    ],
+)
 def test_replicas_update_as_one_does(world, inner, arrives):
-    if inner != "momentum" and arrives is not Arrival.LOCAL:
-        pytest.skip("how gradients arrive makes no difference further in")
     alone, optimizer = weights(), INNER[inner]()
     for step in range(3):
         means = [sum(g) / world.num_replicas for g in zip(*[grads(r, step) for r in range(world.num_replicas)])]
