@@ -259,8 +259,8 @@ def global_gradients_and_flags(
     for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max", groups)):
         reduced[i] = value
     plain = [i for i, v in enumerate(variables) if not is_next_value(v)]
-    op = _collective(arrival, reduction)
-    factor = _rescaling(reduction, replicas.num_replicas, groups) if arrival is Arrival.LOCAL_PRESCALED else 1
+    op = collective(arrival, reduction)
+    factor = rescaling(reduction, replicas.num_replicas, groups) if arrival is Arrival.LOCAL_PRESCALED else 1
     travelling = None if flags is None or not plain else flags(dtype_of(variables[plain[0]]))
     results, travelled = _reduce_some(
         [grads[i] for i in plain], [variables[i] for i in plain], replicas, op, groups, travelling
@@ -270,12 +270,13 @@ def global_gradients_and_flags(
     return reduced, travelled
 
 
-def _collective(arrival: Arrival, reduction: Reduction) -> ReduceOp:
+def collective(arrival: Arrival, reduction: Reduction) -> ReduceOp:
+    """Which reduction makes local or prescaled gradients global, but for the factor `rescaling`."""
     # A prescaled gradient is divided by N already, so its plain sum is the mean.
     return "mean" if arrival is Arrival.LOCAL and reduction == "mean" else "sum"
 
 
-def _rescaling(reduction: Reduction, num_replicas: int, groups: Groups | None) -> float:
+def rescaling(reduction: Reduction, num_replicas: int, groups: Groups | None) -> float:
     """What to multiply the sum of prescaled gradients with."""
     if reduction == "sum":
         return num_replicas
@@ -326,7 +327,7 @@ def _reduce_some(
     found = ops.convert_to_numpy(ops.cast(counts, "float32"))
     if may_look:
         num_members = replicas.num_replicas if groups is None else len(groups[0])
-        _check_all_train(trains, found[-1] * (num_members if op == "mean" else 1), num_members)
+        check_all_train(trains, found[-1] * (num_members if op == "mean" else 1), num_members)
     return [grad if has else None for grad, has in zip(sums, found[:-1] > 0)], flags
 
 
@@ -352,7 +353,8 @@ def end_together(
         _reduce_some([None] * len(variables), variables, replicas, "sum", groups, flags, trains=False)
 
 
-def _check_all_train(trains: bool, num_training: float, num_members: int) -> None:
+def check_all_train(trains: bool, num_training: float, num_members: int) -> None:
+    """Raises ValueError where some replicas go on training and others have ended."""
     if round(num_training) not in (0, num_members):
         does = "goes on" if trains else "has ended training"
         raise ValueError(

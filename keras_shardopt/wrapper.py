@@ -24,7 +24,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import keras
 import numpy as np
@@ -98,6 +98,12 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     skips_overflows: bool = False
     """Whether it leaves out updates with gradients that are not finite."""
 
+    shard_unit: Literal["element", "variable"] | None = None
+    """What of the gradients it must see to be right: all of some elements, or of some variables; None: all of all."""
+
+    takes_penalties: bool = False
+    """Whether it adds the gradients of regularizers itself."""
+
     scales_loss: bool = False
     """Whether it scales the loss and unscales the gradients itself."""
 
@@ -164,6 +170,9 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         else:
             self.inner.apply(grads, variables)
 
+    def inner_is_built(self) -> None:
+        """Called once, by `build`, when there is all state and nothing has been loaded into it."""
+
     def variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """What the inner optimizer updates in place of these variables; asked once before it is built."""
         return list(variables)
@@ -213,6 +222,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         framework.place_state(self.variables)
         framework.take_over_reduction(leaves(self))
         self.built = True
+        self.inner_is_built()
         if self.__dict__["_loaded"] is not None:
             arrays, self.__dict__["_loaded"] = self.__dict__["_loaded"], None
             with framework.outside_trace():
@@ -486,7 +496,30 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
             return  # `load_model` has built this one, and made it with the same rate
         self._check_fits(store, self._inner_state)
         self._check_names(store)
+        self._load_inner(store)
+
+    def _load_inner(self, store: Any) -> None:
         self.inner.load_own_variables(store)
+
+    def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
+        """The shape that a file has for a variable of the state; None where only another replica knows it."""
+        inner = self.inner
+        return inner.stored_shape(variable) if isinstance(inner, OptimizerWrapper) else tuple(variable.shape)
+
+    def stored_value(self, variable: Variable) -> np.ndarray:
+        """What a file has for it. Where replicas hold parts of it, all of them call this together."""
+        inner = self.inner
+        if isinstance(inner, OptimizerWrapper):
+            return inner.stored_value(variable)
+        return framework.stored_value(variable)
+
+    def assign_stored(self, variable: Variable, array: Any) -> None:
+        """Takes from what a file has for it what this replica holds."""
+        inner = self.inner
+        if isinstance(inner, OptimizerWrapper):
+            inner.assign_stored(variable, array)
+        else:
+            variable.assign(array)
 
     def _assign_all(self, store: Any, variables: Sequence[Variable]) -> None:
         if not self.built:
@@ -496,7 +529,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
             )
         self._check_fits(store, variables)
         for i, variable in enumerate(variables):
-            variable.assign(store[str(i)])
+            self.assign_stored(variable, store[str(i)])
 
     def _check_fits(self, store: Any, variables: Sequence[Variable]) -> None:
         # Keras itself warns and goes on with a fresh optimizer, which nobody notices until the loss jumps.
@@ -508,9 +541,10 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
             )
         for i, variable in enumerate(variables):
             shape = tuple(np.shape(store[str(i)]))
-            if shape != tuple(variable.shape):
+            expected = self.stored_shape(variable)
+            if expected is not None and shape != expected:
                 raise ValueError(
-                    f"The stored array of `{variable.path}` must have shape {tuple(variable.shape)}. "
+                    f"The stored array of `{variable.path}` must have shape {expected}. "
                     f"Received: shape {shape}. Was it saved with other trainable variables?"
                 )
 
@@ -630,7 +664,7 @@ class _WrapperState(KerasSaveable):
     def save_own_variables(self, store: Any) -> None:
         # Not before it is built, as some variables are made only then; until then all have their start values.
         for i, variable in enumerate(self._optimizer._stored_wrapper_state if self._optimizer.built else []):
-            store[str(i)] = keras.ops.convert_to_numpy(variable)
+            store[str(i)] = self._optimizer.stored_value(variable)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads them. A file of the inner optimizer alone has none, and changes nothing here."""
@@ -644,7 +678,7 @@ class _WrapperState(KerasSaveable):
         variables = optimizer._stored_wrapper_state
         optimizer._check_fits(arrays, variables)
         for i, variable in enumerate(variables):
-            variable.assign(arrays[str(i)])
+            optimizer.assign_stored(variable, arrays[str(i)])
 
 
 def _keys_on_the_way_in(optimizer: Any, variable: Variable) -> list[Any]:

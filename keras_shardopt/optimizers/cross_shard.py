@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_shardopt import arguments as check
@@ -36,12 +37,18 @@ from keras_shardopt.replica import (
     framework,
     reduction_is_claimed,
 )
-from keras_shardopt.wrapper import OptimizerWrapper, empty_name_scope, inside, leaves, parts
+from keras_shardopt.sharding import MEETING_SECONDS, MemoryReport, Shards, check_can_shard, laid_out_report
+from keras_shardopt.wrapper import Observer, OptimizerWrapper, empty_name_scope, inside, leaves, parts
 
 _SUMMED_ADVICE = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, axis_name, to='varying')` on weights."
 _GLOBAL_ADVICE = (
     "Call `keras_shardopt.prepare(model)` after `compile` and before `fit`; in a loop of your own use "
     "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on PyTorch."
+)
+
+_SAVE_TOGETHER = (
+    "With `shard_state=True` each rank has a part of what is saved. Call `keras_shardopt.save_model(model, path)` (or "
+    "`save_weights`) on every rank; one of them writes."
 )
 
 _RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
@@ -118,6 +125,14 @@ class CrossShard(OptimizerWrapper):
             your own; it comes before that. It gets lists (entries may be None; float16 comes as float32), and
             returns a list with gradients of the same shapes. Where it makes or drops a gradient, it must do so on all
             replicas. To be saved it must be registered with `keras.saving.register_keras_serializable`.
+        shard_state: bool. Whether each replica keeps its part of the optimizer state only, and updates its part of the
+            weights, which then go to all (ZeRO-1). Updates are the same, bit for bit where the arithmetic is
+            element-wise; files are the same, and fit any number of replicas. On PyTorch what a rank owns is cut out of
+            all variables at equal places if the inner optimizer allows, which is tried out when it is built;
+            variables that it must see whole (Lamb, Muon's matrices, `clipnorm`, constraints) go to one rank each.
+            Saving is then a call of all ranks together. Under JAX's `keras.distribution` each state array is laid out
+            along a dimension that the number of replicas divides. `memory_report()` tells what each replica holds.
+            Not yet under a TensorFlow strategy, and not inside `shard_map` and `pmap`.
         axis_name: str. The name of the mapped axis over which JAX replicas are laid out.
         name: str or None. None makes a name of the class name.
 
@@ -128,7 +143,9 @@ class CrossShard(OptimizerWrapper):
             than 1, or an optimizer inside accumulates, too; if `on_nonfinite` is "raise" around a dynamic loss scaling; if `group_assignment` breaks one of its rules, or (on
             first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
             `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
-            nothing inside scales the loss. At the first step: if each replica's own gradients are needed where they are reduced already;
+            nothing inside scales the loss; if `shard_state` comes with `group_assignment`. When it is built: if
+            `shard_state` meets a TensorFlow strategy, or an optimizer that would be wrong with a part of the gradients.
+            At the first step: if each replica's own gradients are needed where they are reduced already;
             on every process, if processes differ in their variables, optimizers, arguments or versions.
 
     Example:
@@ -157,6 +174,7 @@ class CrossShard(OptimizerWrapper):
     """
 
     makes_gradients_global = True
+    _shards: Shards | None  # None where no state is divided, or by a layout
     _accumulators: Accumulators  # None where it does not accumulate
     _skipped: Variable
     _culprit: Variable | None
@@ -174,6 +192,7 @@ class CrossShard(OptimizerWrapper):
         replica_clipnorm: float | None = None,
         replica_transform: LocalTransform | None = None,
         on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
+        shard_state: bool = False,
         axis_name: str = "batch",
         name: str | None = None,
     ) -> None:
@@ -199,6 +218,12 @@ class CrossShard(OptimizerWrapper):
             )
         groups = group_assignment_of(group_assignment)
         num_steps = checked_num_steps(gradient_accumulation_steps)
+        check.flag("shard_state", shard_state)
+        if shard_state and groups is not None:
+            raise ValueError(
+                "`shard_state=True` divides one state, and with `group_assignment` each group has its own. "
+                f"Received: group_assignment={group_assignment!r}. Leave one of them out."
+            )
         super().__init__(inner_optimizer, name=name)
         _refuse_inside(self.inner)
         if num_steps is not None:
@@ -212,6 +237,10 @@ class CrossShard(OptimizerWrapper):
             )
         self.reduction = _REDUCTIONS[reduction]
         self.on_nonfinite = on_nonfinite
+        self.shard_state = shard_state
+        self.__dict__["_shards"] = None
+        if shard_state and not framework.lays_out_state:
+            check_can_shard(self)
         self.gradients = gradients
         self.axis_name = axis_name
         self.replica_clipnorm = None if replica_clipnorm is None else float(replica_clipnorm)
@@ -288,9 +317,103 @@ class CrossShard(OptimizerWrapper):
                 self._accumulators.build(variables, self.add_variable)
             if self.__dict__.get("_stacks"):
                 self.stack_accumulators()
+        if self.shard_state and not self.built:
+            self.__dict__["_shards"] = self._divided(variables)
         super().build(variables)
         if self.__dict__["_num_steps"] is not None:
             refuse_accumulation_inside(leaves(self), self.__dict__["_num_steps"])
+
+    def _divided(self, variables: Sequence[Variable]) -> Shards | None:
+        """Who owns what, where each replica has state of its own."""
+        if not framework.divides_state:
+            if not framework.lays_out_state and framework.num_replicas_of_steps() > 1:
+                raise ValueError(
+                    "`shard_state=True` works on PyTorch, and on JAX under a `keras.distribution`; not yet on "
+                    f"TensorFlow. Received: a strategy with {framework.num_replicas_of_steps()} replicas. "
+                    "Use `shard_state=False` here."
+                )
+            return None
+        replicas = framework.replicas(self.axis_name)
+        if replicas.num_replicas == 1:
+            return None
+        with framework.outside_trace():
+            return Shards(self, variables, replicas)
+
+    def variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
+        """This replica's slices, where state is divided."""
+        return list(variables) if self._shards is None else self._shards.inside(variables)
+
+    def inner_is_built(self) -> None:
+        """Divides the state that there is now."""
+        if self._shards is not None:
+            self._shards.adopt(self)
+        elif self.shard_state and framework.lays_out_state:
+            own = {id(v) for v in self._variables}
+            framework.lay_out([v for v in self.variables if id(v) not in own])
+
+    def memory_report(self) -> MemoryReport:
+        """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
+
+        Returns:
+            A `MemoryReport`, to `print` or to read: `held` by replica, `ideal`, `max_over_ideal`, `replicated`.
+
+        Raises:
+            ValueError: before the optimizer is built.
+
+        Example:
+            >>> import keras, keras_shardopt as ks
+            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            >>> optimizer = ks.CrossShard(keras.optimizers.Adam(), shard_state=True)
+            >>> optimizer.build(model.trainable_variables)
+            >>> report = optimizer.memory_report()
+            >>> len(report.held), report.held[0] == report.whole
+            (1, True)
+        """
+        if not self.built:
+            raise ValueError(
+                "The optimizer must be built before it has state. Call `optimizer.build(model.trainable_variables)`."
+            )
+        own = {id(v) for v in self._variables}
+        state = [v for v in self.variables if id(v) not in own]
+        if self._shards is not None:
+            return self._shards.memory_report(state)
+        return laid_out_report(state)
+
+    def get_slot(self, variable: Variable, name: str) -> Variable | None:
+        """See `SlotAccess.get_slot`.
+
+        Raises:
+            ValueError: where this process holds a part of the state only.
+        """
+        if self._shards is not None:
+            raise ValueError(
+                "With `shard_state=True` a rank has slots of its own slices only. "
+                f"Received: get_slot({getattr(variable, 'path', variable)!r}, {name!r}). "
+                "Let all ranks call `optimizer.save_own_variables(store)` with a dict, which then holds whole arrays."
+            )
+        return super().get_slot(variable, name)
+
+    def observe(self, observer: Observer | None) -> None:
+        """See `OptimizerWrapper.observe`.
+
+        Raises:
+            ValueError: where this process sees a part of the gradients only.
+        """
+        if self.shard_state and observer is not None and not framework.lays_out_state:
+            raise ValueError(
+                "Summaries of gradients need all of them, and with `shard_state=True` a rank sees its slices only. "
+                "Use `TrainingSummaries(summaries=[])`, or `shard_state=False`."
+            )
+        super().observe(observer)
+
+    @property
+    def _model_variables_moving_average(self) -> list[Variable]:
+        if self._shards is not None:
+            raise ValueError(
+                "With `shard_state=True` a rank has the moving averages of its own slices only, so that "
+                "`SwapEMAWeights` cannot swap them in. Leave it out: `fit` ends with the averages as the weights."
+            )
+        return super()._model_variables_moving_average
 
     def stack_accumulators(self) -> None:
         """From now on gradients come stacked: those of all replicas along a first dimension, which a step has made."""
@@ -312,8 +435,56 @@ class CrossShard(OptimizerWrapper):
 
     @property
     def replica_state(self) -> list[Variable]:
-        """The sums of gradients."""
-        return self._accumulators.of_this_replica if self.accumulates and self._accumulators.is_built else []
+        """The sums of gradients, and state that is divided."""
+        sums = self._accumulators.of_this_replica if self.accumulates and self._accumulators.is_built else []
+        shards = self.__dict__.get("_shards")
+        return sums if shards is None else [*sums, *[v for v in self.inner.variables if shards.is_divided(v)]]
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @property
+    def saving_needs_all_replicas(self) -> bool:
+        """Whether this process has a part of the state only."""
+        is_laid_out = self.shard_state and framework.lays_out_state and framework.process()[0] > 1
+        return self.__dict__.get("_shards") is not None or is_laid_out
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the state just as the inner optimizer alone would. With divided state all replicas call it together.
+
+        Raises:
+            RuntimeError: with divided state, if another replica does not call it within a minute.
+        """
+        if self._shards is None and not (self.shard_state and framework.lays_out_state):
+            super().save_own_variables(store)
+            return
+        framework.meet("save", MEETING_SECONDS, _SAVE_TOGETHER)
+        store = self.named(store)
+        for i, variable in enumerate(self._inner_state):
+            store[str(i)] = self.stored_value(variable)
+
+    def _load_inner(self, store: Any) -> None:
+        if self._shards is None:
+            super()._load_inner(store)
+            return
+        for i, variable in enumerate(self._inner_state):
+            self.assign_stored(variable, store[str(i)])
+
+    def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
+        """See `OptimizerWrapper.stored_shape`."""
+        return super().stored_shape(variable) if self._shards is None else self._shards.stored_shape(variable)
+
+    def stored_value(self, variable: Variable) -> np.ndarray:
+        """See `OptimizerWrapper.stored_value`."""
+        if self._shards is None:
+            return super().stored_value(variable)
+        return self._shards.stored(variable, framework.replicas(self.axis_name))
+
+    def assign_stored(self, variable: Variable, array: Any) -> None:
+        """See `OptimizerWrapper.assign_stored`."""
+        if self._shards is None:
+            super().assign_stored(variable, array)
+        else:
+            self._shards.assign_stored(variable, array)
 
     def load_own_variables(self, store: Any) -> None:
         """See `OptimizerWrapper.load_own_variables`. A window of micro-steps starts anew."""
@@ -401,10 +572,13 @@ class CrossShard(OptimizerWrapper):
             if not self.built:
                 return
             self.__dict__["_described"] = described(self, self._trainable_variables)
-        self._compare_with_peers()
+        self._compare_with_peers(replicas)
 
-    def _compare_with_peers(self) -> None:
+    def _compare_with_peers(self, replicas: ReplicaBackend | None = None) -> None:
         check_agreement(self.__dict__["_described"])
+        if self._shards is not None and replicas is not None:
+            self._shards.check(replicas)
+            self._shards.check_start(int(ops.convert_to_numpy(self.iterations)))
         self.__dict__["_agrees"] = True
 
     def have_started(self, replicas: ReplicaBackend) -> None:
@@ -414,9 +588,21 @@ class CrossShard(OptimizerWrapper):
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Makes the gradients global."""
         if reduction_is_claimed(self):
-            return grads
+            if self._shards is None or self.accumulates:
+                return grads
+            self.__dict__["_verdict"] = None if self._culprit is None else judge(grads, variables)
+            return self._shards.slices_of(grads, variables)
         replicas = framework.replicas(self.axis_name)
         framework.check_ready(variables, leaves(self))
+        if self._shards is not None:
+            self._shards.check(replicas)
+        elif self.shard_state and replicas.num_replicas > 1 and not replicas.speaks_for_all:
+            raise ValueError(
+                "`shard_state=True` on JAX is a layout of arrays under a `keras.distribution`, and inside `shard_map` "
+                f"and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "
+                f"{replicas.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
+                ", or use `shard_state=False`."
+            )
         share = 1.0
         self.check_peers(replicas)
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
@@ -496,11 +682,16 @@ class CrossShard(OptimizerWrapper):
         grads = transformed(self.replica_clipnorm, None)
         weight = _none_without_rows(weight, share)
         grads = weighted_gradients(grads, variables, weight)
-        if self._culprit is None:
-            return global_gradients(grads, variables, replicas, self.reduction, arrival, groups), None
         if found is not None:
             found = ops.where(ops.equal(weight, 0), ops.zeros_like(found), found)
-        return reduce_and_judge(grads, variables, replicas, self.reduction, arrival, groups, found)
+        if self._shards is not None and is_local:
+            return self._shards.reduce(grads, variables, replicas, self.reduction, arrival, found)
+        verdict = None
+        if self._culprit is None:
+            grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups)
+        else:
+            grads, verdict = reduce_and_judge(grads, variables, replicas, self.reduction, arrival, groups, found)
+        return (grads if self._shards is None else self._shards.slices_of(grads, variables)), verdict
 
     def _num_flags(self, replicas: ReplicaBackend) -> int:
         if self._culprit is None or self._groups(replicas) is not None:
@@ -668,10 +859,16 @@ class CrossShard(OptimizerWrapper):
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
         peers = self.__dict__["_peers"]
         if peers is not None and not ends_together() and not reduction_is_claimed(self):
-            end_together(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
+            if self._shards is not None:
+                self._shards.end_together(peers, self._num_flags(peers))
+            else:
+                end_together(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
         if not framework.stops_in_step:
             self.check_finite()
-        super().finalize_variable_values(var_list)
+        if self._shards is not None and self.use_ema:
+            self._shards.finalize(self.inner, var_list, framework.replicas(self.axis_name))
+        elif self._shards is None:
+            super().finalize_variable_values(var_list)
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients that nobody inside may reduce again; when accumulating, at the end of a window."""
@@ -699,7 +896,9 @@ class CrossShard(OptimizerWrapper):
 
         own = means if isinstance(share, float) else (means, [share])
         if reduction_is_claimed(self):
-            self._update_if_finite(means, variables, None)
+            verdict = None if self._culprit is None else judge(means, variables)
+            slices = means if self._shards is None else self._shards.slices_of(means, variables)
+            self._update_if_finite(slices, variables, verdict)
             return
         grads, verdict = framework.over_replicas(reduced, own) if self.is_stacked else reduced(own)
         self._update_if_finite(grads, variables, verdict)
@@ -745,7 +944,11 @@ class CrossShard(OptimizerWrapper):
 
     def _update(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         with claim_reduction(inside(self), None if self.group_assignment is None else self.axis_name):
-            super().update_inner(grads, variables)
+            if self._shards is None:
+                super().update_inner(grads, variables)
+            else:
+                replicas = framework.replicas(self.axis_name)
+                framework.uncompiled(self._shards.update, self.inner, grads, variables, replicas)
 
     def meet_outer_loss_scaling(self) -> None:
         """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""
@@ -768,6 +971,7 @@ class CrossShard(OptimizerWrapper):
             "on_nonfinite": self.on_nonfinite,
             "replica_clipnorm": self.replica_clipnorm,
             "replica_transform": keras.saving.serialize_keras_object(self.replica_transform),
+            "shard_state": self.shard_state,
             "axis_name": self.axis_name,
         }
 
@@ -786,6 +990,8 @@ class CrossShard(OptimizerWrapper):
             given.append(f", gradient_accumulation_steps={self.__dict__['_num_steps']}")
         if self.on_nonfinite != "ignore":
             given.append(f", on_nonfinite={self.on_nonfinite!r}")
+        if self.shard_state:
+            given.append(", shard_state=True")
         given += [
             f", {name}={getattr(self, name)!r}"
             for name in ("group_assignment", "replica_clipnorm", "replica_transform")

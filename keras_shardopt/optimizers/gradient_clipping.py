@@ -8,8 +8,9 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Variable
-from keras_shardopt.numerics import clip_by_global_norm, is_next_value, like_variable
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.numerics import clip_by_global_norm, global_norm, is_next_value, like_variable
+from keras_shardopt.replica import framework, holds_slices
 from keras_shardopt.wrapper import OptimizerWrapper
 
 
@@ -56,6 +57,7 @@ class GradientClipping(OptimizerWrapper):
     """
 
     needs_global_gradients = True
+    shard_unit = "element"
 
     def __init__(self, inner_optimizer: Any, clip_gradients: float, name: str | None = None) -> None:
         fix = "Leave `GradientClipping` out to not clip."
@@ -67,7 +69,9 @@ class GradientClipping(OptimizerWrapper):
         """Clips the gradients together."""
         result = list(grads)
         clipped = [i for i, variable in enumerate(variables) if not is_next_value(variable)]
-        values, _ = clip_by_global_norm([grads[i] for i in clipped], self.clip_gradients * self.incoming_scale())
+        seen = [grads[i] for i in clipped]
+        norm = norm_over_replicas(global_norm(seen)) if holds_slices(self) else None
+        values, _ = clip_by_global_norm(seen, self.clip_gradients * self.incoming_scale(), norm)
         for i, value in zip(clipped, values):
             result[i] = like_variable(value, variables[i])
         return result
@@ -78,3 +82,9 @@ class GradientClipping(OptimizerWrapper):
 
     def _repr_arguments(self) -> str:
         return f", clip_gradients={self.clip_gradients}"
+
+
+def norm_over_replicas(norm: Tensor) -> Tensor:
+    """The norm of what all replicas have together, from that of what each has."""
+    (total,) = framework.replicas("batch").all_reduce([keras.ops.reshape(keras.ops.square(norm), (1,))], "sum")
+    return keras.ops.sqrt(total[0])

@@ -72,6 +72,7 @@ class LARC(OptimizerWrapper):
     """
 
     needs_global_gradients = True
+    shard_unit = "variable"
 
     def __init__(
         self,

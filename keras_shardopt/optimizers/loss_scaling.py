@@ -18,7 +18,14 @@ from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import dtype_of, in_float32, is_next_value, map_values
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
-from keras_shardopt.replica import Arrival, differing_along, framework, reduction_is_claimed
+from keras_shardopt.replica import (
+    Arrival,
+    ReplicaBackend,
+    differing_along,
+    framework,
+    holds_slices,
+    reduction_is_claimed,
+)
 from keras_shardopt.wrapper import OptimizerWrapper, inside
 
 
@@ -33,6 +40,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     _scaler: AutomaticLossScaler | None
     _static: float | None
+    shard_unit = "element"
 
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
         super().__init__(inner_optimizer, name=name)
@@ -141,6 +149,8 @@ class ScaledUpdate(OptimizerWrapper):
         seen = [grad for grad, variable in zip(grads, variables) if not is_next_value(variable)]
         has_nan, amax = check_grads(seen)
         amax = amax / scale
+        if holds_slices(self):
+            return _largest_of_all(has_nan, amax, framework.replicas("batch"))
         axes = [optimizer.axis_name for optimizer in inside(self) if hasattr(optimizer, "axis_name")]
         if reduction_is_claimed(self):
             axis = differing_along(self)
@@ -153,9 +163,7 @@ class ScaledUpdate(OptimizerWrapper):
             Arrival.LOCAL,
             Arrival.LOCAL_PRESCALED,
         ):
-            found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
-            (found,) = replicas.all_reduce([found], "max")
-            return found[0] > 0, found[1]
+            return _largest_of_all(has_nan, amax, replicas)
         return has_nan, amax
 
     def meet_outer_loss_scaling(self) -> None:
@@ -255,6 +263,13 @@ class LossScaling(ScaledUpdate):
 
     def _repr_arguments(self) -> str:
         return f", loss_scaling={self._scaler or self._static!r}"
+
+
+def _largest_of_all(has_nan: Tensor, amax: Tensor, replicas: ReplicaBackend) -> tuple[Tensor, Tensor]:
+    """What `check_grads` finds in the gradients of all replicas, from what it finds in those of each."""
+    found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
+    (found,) = replicas.all_reduce([found], "max")
+    return found[0] > 0, found[1]
 
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:

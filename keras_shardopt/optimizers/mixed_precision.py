@@ -88,6 +88,8 @@ class MixedPrecision(ScaledUpdate):
 
     needs_global_gradients = True
 
+    takes_penalties = True
+
     def __init__(
         self,
         inner_optimizer: Any,

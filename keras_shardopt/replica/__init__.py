@@ -16,6 +16,8 @@ from keras_shardopt.replica.base import (
     current_part,
     differing_along,
     ends_together,
+    hold_slices,
+    holds_slices,
     reduction_is_claimed,
 )
 
@@ -30,6 +32,8 @@ __all__ = [
     "differing_along",
     "ends_together",
     "framework",
+    "hold_slices",
+    "holds_slices",
     "reduction_is_claimed",
 ]
 

@@ -62,6 +62,9 @@ class ReplicaBackend(abc.ABC):
     runs_one_program: bool = True
     """Whether one program (traced once) serves all replicas, so that a `None` gradient is `None` on all of them."""
 
+    speaks_for_all: bool = False
+    """Whether there is one of each variable here, however many replicas hold copies or parts of it."""
+
     spans_processes: bool = False
     """Whether some of the replicas are in other processes, which then make the same calls."""
 
@@ -149,6 +152,7 @@ class AllReplicasAtOnce(ReplicaBackend):
     """
 
     replica_id = 0
+    speaks_for_all = True
 
     def __init__(self, num_replicas: int, is_chief: bool, place: str, spans_processes: bool = False) -> None:
         self.num_replicas = num_replicas
@@ -178,6 +182,7 @@ class AllReplicasAtOnce(ReplicaBackend):
 _claims_lock = threading.Lock()
 _CLAIMS = "_keras_shardopt_claims"
 _DIFFERING_ALONG = "_keras_shardopt_differing_along"
+_HOLDS_SLICES = "_keras_shardopt_holds_slices"
 
 
 @contextlib.contextmanager
@@ -209,6 +214,17 @@ def _add_claim(optimizers: Sequence[Any], count: int) -> None:
 def reduction_is_claimed(optimizer: Any) -> bool:
     """Whether an optimizer around this one has reduced its gradients."""
     return bool(optimizer.__dict__.get(_CLAIMS, 0))
+
+
+def hold_slices(optimizers: Sequence[Any]) -> None:
+    """Says that from now on these optimizers see gradients of this replica's slices only."""
+    for optimizer in optimizers:
+        optimizer.__dict__[_HOLDS_SLICES] = True
+
+
+def holds_slices(optimizer: Any) -> bool:
+    """Whether it sees a part of all gradients, so that what it finds must be joined over replicas."""
+    return bool(optimizer.__dict__.get(_HOLDS_SLICES))
 
 
 def differing_along(optimizer: Any) -> str | None:
@@ -440,6 +456,40 @@ class Framework:
     def place_state(self, variables: Sequence[Variable]) -> None:
         """Puts freshly built optimizer variables where the replicas of this program expect them."""
         del variables
+
+    divides_state: bool = False
+    """Whether each replica can have state of another shape, for a part of the variables."""
+
+    lays_out_state: bool = False
+    """Whether state is divided by a layout over the devices of one program, and optimizers need not know."""
+
+    def lay_out(self, variables: Sequence[Variable]) -> None:
+        """Divides these variables among the replicas, as far as their shapes allow."""
+        del variables
+
+    def bytes_by_replica(self, variable: Variable) -> list[int]:
+        """How many bytes of a variable each replica of this program holds."""
+        return [ops.convert_to_numpy(variable).nbytes]
+
+    def stored_value(self, variable: Variable) -> np.ndarray:
+        """All of a variable as an array. All processes call it together where its parts lie in several."""
+        return ops.convert_to_numpy(variable)
+
+    def follow_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
+        """Gives a stand-in for a slice of a flattened variable the values that the variable has now."""
+        stand_in.assign(ops.reshape(ops.reshape(ops.convert_to_tensor(variable), (-1,))[start:stop], stand_in.shape))
+
+    def assign_slices(self, variable: Variable, slices: Sequence[Tensor]) -> None:
+        """Assigns flat slices that, joined, are the whole variable."""
+        variable.assign(ops.reshape(ops.concatenate(list(slices)), variable.shape))
+
+    def meet(self, purpose: str, seconds: float, advice: str) -> None:
+        """Waits until all processes have come for this purpose.
+
+        Raises:
+            RuntimeError: if some have not come after so many seconds, with the advice. Nothing else happens then.
+        """
+        del purpose, seconds, advice
 
     def update_if(
         self,

@@ -207,7 +207,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
 
     # What differs between replicas stays where it is: `scale_loss`, for which the state is here, does not look at it.
     apart = {id(v) for v in reducer.replica_state} if stacks else set()
-    is_apart = [id(v) in apart for v in model.optimizer.variables]
+    # What is divided by a layout would come together here, on every device.
+    is_apart = [id(v) in apart or (reducer.shard_state and len(v.shape) > 0) for v in model.optimizer.variables]
     weights, others, optimizer_state, metrics = state
     optimizer_state = [None if skip else value for value, skip in zip(optimizer_state, is_apart)]
 

@@ -6,6 +6,8 @@ Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.common.stateless_scope.get_stateless_scope` - the scope that a new one opens in.
     `StatelessScope.add_update`, `get_current_value` - how variables write to a scope and read from it.
     `keras.src.backend.jax.trainer` - the module whose `predict` asks for `DataParallel.auto_shard_dataset`.
+
+Of JAX: `jax._src.distributed.global_state.client` - the store of a job of several processes.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ import functools
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.partition import dividing_axis
 from keras_shardopt.replica.base import AllReplicasAtOnce, Arrival, Framework, ReplicaBackend, SingleReplica, World
 
 
@@ -275,6 +280,38 @@ class Jax(Framework):
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         return jax.grad(function)(value)
 
+    lays_out_state = True
+
+    def lay_out(self, variables: Sequence[Variable]) -> None:
+        distribution = keras.distribution.distribution()
+        num_replicas = batch_size_of(distribution)
+        if num_replicas == 1:
+            return
+        for variable in variables:
+            axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
+            # What a model's own layout divides stays as it is, and is divided once more.
+            free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
+            chosen = dividing_axis(free, num_replicas)
+            if chosen is not None:
+                axes[chosen] = distribution.batch_dim_name
+                variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
+                variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
+
+    def bytes_by_replica(self, variable: Variable) -> list[int]:
+        sharding = variable.value.sharding
+        held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
+        return [held] * len(sharding.device_set)
+
+    def stored_value(self, variable: Variable) -> np.ndarray:
+        value = variable.value
+        if value.is_fully_addressable or value.is_fully_replicated:
+            return super().stored_value(variable)
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+
+    def meet(self, purpose: str, seconds: float, advice: str) -> None:
+        if jax.process_count() > 1:
+            _meet(purpose, seconds, advice)
+
     def place_state(self, variables: Sequence[Variable]) -> None:
         distribution = keras.distribution.distribution()
         if distribution is None:
@@ -441,6 +478,31 @@ def _gathered(value: Any) -> list[Any]:
     padded[: len(mine)] = mine
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+
+
+_num_meetings: dict[str, int] = {}
+
+
+def _meet(purpose: str, seconds: float, advice: str) -> None:
+    """Waits until all processes have come; one that leaves because others have not come can come again."""
+    client: Any = distributed.global_state.client
+    mine, number = jax.process_index(), _num_meetings.get(purpose, 0)
+    keys = [f"keras_shardopt/meeting/{purpose}/{number}/{process}" for process in range(jax.process_count())]
+    client.key_value_set(keys[mine], "1")
+    limit = time.monotonic() + seconds
+    missing = [process for process in range(len(keys)) if process != mine]
+    while missing:
+        milliseconds = max(1, int(1000 * (limit - time.monotonic())))
+        try:
+            client.blocking_key_value_get(keys[missing[0]], milliseconds)
+            missing.pop(0)
+        except jax.errors.JaxRuntimeError:  # the time is up
+            client.key_value_delete(keys[mine])
+            raise RuntimeError(
+                f"All processes must {purpose} together. Received: no call on process {missing[0]}, {seconds:g} s "
+                f"after the one on process {mine}. {advice}"
+            ) from None
+    _num_meetings[purpose] = number + 1
 
 
 class _OverProcesses(keras.distribution.DataParallel):

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
-from keras_shardopt.replica.torch_group import close_group, open_group, taking_part
+from keras_shardopt.replica.torch_group import close_group, meet, open_group, taking_part
 
 BUCKET_BYTES = 25 * 2**20
 """Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
@@ -106,11 +106,22 @@ class Ranks(ReplicaBackend):
         group, size = self._group(groups)
         result = []
         for tensor in tensors:
-            part = tensor.new_empty(tensor.numel() // size)
-            with taking_part():
-                _reduce_scatter(part, tensor.contiguous(), dist.ReduceOp.SUM, group=group)
+            part = self._scattered(tensor.contiguous(), group, size)
             result.append(part.div_(size) if op == "mean" else part)
         return result
+
+    def _scattered(self, tensor: Tensor, group: Any, size: int) -> Tensor:
+        """This rank's slice of the sum."""
+        if dist.get_backend(group) == "gloo":
+            # Whose own reduce-scatter is an all-reduce of which a part is kept: twice the bytes (PyTorch 2.13).
+            everyones = torch.empty_like(tensor)
+            with taking_part():
+                dist.all_to_all_single(everyones, tensor, group=group)
+            return everyones.view(size, -1).sum(0)
+        part = tensor.new_empty(tensor.numel() // size)
+        with taking_part():
+            _reduce_scatter(part, tensor, dist.ReduceOp.SUM, group=group)
+        return part
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -282,6 +293,7 @@ class Torch(Framework):
 
     outlives_its_block = True
     processes_start_apart = True
+    divides_state = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,6 +379,31 @@ class Torch(Framework):
                     tensor.zero_()
         if given:
             (torch._foreach_copy_ if starts else torch._foreach_add_)(*map(list, zip(*given)))
+
+    @torch.no_grad()
+    def follow_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
+        whole, part = _tensor(variable), _tensor(stand_in)
+        if whole.is_contiguous():
+            # The same memory: an update of the slice is one of the weights. Each time anew, as a module may have
+            # got other memory in between.
+            part.data = whole.data.view(-1)[start:stop]
+        else:
+            part.copy_(whole.reshape(-1)[start:stop])
+
+    @torch.no_grad()
+    def assign_slices(self, variable: Variable, slices: Sequence[Tensor]) -> None:
+        whole = _tensor(variable)
+        if not whole.is_contiguous():
+            whole.copy_(torch.cat(list(slices)).view(whole.shape))
+            return
+        start = 0
+        for values in slices:
+            whole.data.view(-1)[start : start + values.numel()].copy_(values)
+            start += values.numel()
+
+    def meet(self, purpose: str, seconds: float, advice: str) -> None:
+        if not isinstance(self.replicas(""), SingleReplica):
+            meet(purpose, seconds, advice)
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         with torch.enable_grad():

@@ -3,6 +3,9 @@
 When a rank dies or stalls, the collective that needs it fails on some of the others, at once or when the time is up,
 with an error that names a socket. So the first rank that notices closes its connections, which makes the collectives
 of all others fail too; then each leaves a sign in the store in which the ranks met, and looks for those of the others.
+
+Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store in which the
+ranks of the default group have met, whoever has opened it. (test_private_names.py holds it.)
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 ANSWER_SECONDS = 1.0
@@ -80,8 +84,38 @@ def close_group() -> None:
     """Closes the default process group, if it is still open."""
     global _open
     _open = None
+    _num_meetings.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_num_meetings: dict[str, int] = {}
+
+
+def meet(purpose: str, seconds: float, advice: str) -> None:
+    """Waits until all ranks have come, without a collective, which would wait for as long as the group allows.
+
+    A rank that leaves because others have not come can come again.
+
+    Raises:
+        RuntimeError: after so many seconds, with the ranks that have not come, and the advice.
+    """
+    store = distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    number = _num_meetings.get(purpose, 0)
+    names = [f"keras_shardopt/meeting/{purpose}/{number}/{other}" for other in range(size)]
+    store.set(names[rank], "1")
+    limit = time.monotonic() + seconds
+    while missing := [other for other, name in enumerate(names) if other != rank and not store.check([name])]:
+        if time.monotonic() > limit:
+            store.delete_key(names[rank])
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            raise RuntimeError(
+                f"All ranks must {purpose} together. Received: no call on {ranks}, {seconds:g} s after the one on rank "
+                f"{rank}. {advice}"
+            )
+        time.sleep(0.005)
+    _num_meetings[purpose] = number + 1
 
 
 @contextlib.contextmanager

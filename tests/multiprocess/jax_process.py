@@ -38,6 +38,38 @@ def refused(function, error, words):
         raise AssertionError(f"not refused: {words}")
 
 
+class Dropping(dict):
+    def __setitem__(self, key, value):
+        pass
+
+
+def divided_state(scope, x, y, mine):
+    """Each device keeps a part, also of other processes; files hold all, and who saves alone is told so."""
+    model = problem.model()
+    model.compile(ks.CrossShard(keras.optimizers.Adam(0.01), shard_state=True), "mse")
+    other = keras.Variable(np.zeros((8, 3), "float32"))
+    optimizer = ks.CrossShard(keras.optimizers.Adam(0.01), shard_state=True)
+    optimizer.build([other])
+    model.fit(x, y, shuffle=False, **mine)
+    assert scope.largest_difference(model) == 0
+    slot = optimizer.variables[2]
+    assert not slot.value.is_fully_addressable and not slot.value.is_fully_replicated
+    values = np.arange(24, dtype="float32").reshape(8, 3)
+    optimizer.load_own_variables({"0": 3, "1": 0.5, "2": values, "3": -values})
+    real, ks.optimizers.cross_shard.MEETING_SECONDS = ks.optimizers.cross_shard.MEETING_SECONDS, 0.5
+    for alone in (0, 1):
+        if scope.process_id == alone:
+            refused(lambda: optimizer.save_own_variables({}), RuntimeError, "save_model(model, path)` (or")
+        on_all(alone)
+    ks.optimizers.cross_shard.MEETING_SECONDS = real
+    store = {} if scope.is_chief else Dropping()
+    optimizer.save_own_variables(store)
+    if scope.is_chief:
+        assert (store["2"] == values).all() and (store["3"] == -values).all()
+    report = optimizer.memory_report()
+    assert report.held == [56] * 4 and report.whole == 200, str(report)
+
+
 def main():
     folder = pathlib.Path(sys.argv[1])
     keras.distribution.initialize()
@@ -77,6 +109,8 @@ def main():
     if scope.is_chief:
         values = {f"variable{i}": array for i, array in enumerate(arrays)}
         np.savez(folder / "results.npz", **metrics, **values)
+
+    divided_state(scope, x, y, mine)
 
     # A bit that flips on one device of one process is found by both.
     check = ks.callbacks.CheckReplicas()

@@ -36,7 +36,13 @@ LAYERS = [
     },
     {"keras_shardopt.summaries", "keras_shardopt.saving"},
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
-    {"keras_shardopt.wrapper", "keras_shardopt.finite", "keras_shardopt.agreement"},
+    {
+        "keras_shardopt.wrapper",
+        "keras_shardopt.finite",
+        "keras_shardopt.agreement",
+        "keras_shardopt.cutting",
+        "keras_shardopt.sharding",
+    },
     {"keras_shardopt.reduction", "keras_shardopt.accumulation"},
     {"keras_shardopt.replica"},
     {

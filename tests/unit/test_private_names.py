@@ -284,3 +284,36 @@ def test_the_global_seed():
     before = np.array(keras.ops.convert_to_numpy(found.state))
     keras.random.normal((1,))
     assert not np.array_equal(keras.ops.convert_to_numpy(found.state), before)
+
+
+@pytest.mark.backends("torch")
+def test_torch_keeps_the_store_in_which_ranks_met(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        store = distributed_c10d._get_default_store()
+        store.set("key", "1")
+        assert store.check(["key"]) and store.delete_key("key") and not store.check(["key"])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.backends("jax")
+def test_jax_keeps_the_client_of_a_job():
+    from jax._src import distributed
+    from jaxlib import _jax
+
+    assert hasattr(distributed.global_state, "client")
+    for name in ("key_value_set", "blocking_key_value_get", "key_value_delete"):
+        assert hasattr(_jax.DistributedRuntimeClient, name)
+
+
+def test_variables_left_out_of_decay_are_kept_by_key():
+    model = problem.model()
+    optimizer = keras.optimizers.AdamW()
+    variables = model.trainable_variables
+    optimizer.exclude_from_weight_decay(var_list=variables[:1])
+    assert optimizer._exclude_from_weight_decay == {optimizer._var_key(variables[0])}
+    assert [optimizer._use_weight_decay(v) for v in variables] == [False, True, True, True]

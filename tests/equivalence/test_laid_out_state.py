@@ -1,0 +1,157 @@
+"""JAX: state that is laid out over the devices of a distribution, and stays so."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_shardopt as ks
+
+pytestmark = pytest.mark.backends("jax")
+jax = pytest.importorskip("jax", reason="about JAX, which is not installed")
+
+NUM_FEATURES = 16
+START = [np.random.default_rng(5).normal(size=s).astype("float32") * 0.3 for s in [(16, 24), (24,), (24, 3), (3,)]]
+
+
+def compiled(optimizer):
+    layers = [
+        keras.Input((NUM_FEATURES,)),
+        keras.layers.Dense(24, activation="tanh", name="hidden"),
+        keras.layers.Dense(3, name="out"),
+    ]
+    model = keras.Sequential(layers, name="mlp")
+    model.set_weights(START)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def fitted(model, num_steps=4, callbacks=()):
+    random = np.random.default_rng(8)
+    x = random.normal(size=(16 * num_steps, NUM_FEATURES)).astype("float32")
+    x *= np.tile(np.linspace(0.3, 1.8, 16, dtype="float32"), num_steps)[:, None]
+    y = np.tanh(x @ random.normal(size=(NUM_FEATURES, 3))).astype("float32")
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return model
+
+
+def bytes_on(device, variables):
+    return sum(s.data.nbytes for v in variables for s in v.value.addressable_shards if s.device == device)
+
+
+INNER = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5),
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "global clip": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
+    "scaled": lambda: ks.LossScaling(ks.GradientClipping(keras.optimizers.Adam(0.01), 0.1), "Backoff"),
+    "stock scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=8.0),
+    **({"muon": lambda: keras.optimizers.Muon(0.01)} if hasattr(keras.optimizers, "Muon") else {}),
+}
+ARGUMENTS = {
+    "plain": {},
+    "skip": {"on_nonfinite": "skip"},
+    "accumulates": {"gradient_accumulation_steps": 2},
+    "clips": {"replica_clipnorm": 0.5},
+}
+CASES = [(inner, "plain", {"momentum": 2, "ema": 8}.get(inner, 4)) for inner in INNER]
+CASES += [("ema", arguments, 4) for arguments in ARGUMENTS if arguments != "plain"]
+
+
+@pytest.mark.parametrize(("inner", "arguments", "num_replicas"), CASES)
+def test_state_stays_divided_through_fit_and_weights_are_the_same(inner, arguments, num_replicas):
+    with ks.data_parallel(num_replicas):
+        results = []
+        for shard_state in (False, True):
+            optimizer = ks.CrossShard(INNER[inner](), shard_state=shard_state, **ARGUMENTS[arguments])
+            model = compiled(optimizer)
+            if arguments in ("accumulates", "clips"):
+                ks.prepare(model)
+            optimizer.build(model.trainable_variables)
+            before = [v.value.sharding.spec for v in optimizer.variables]
+            fitted(model)
+            assert [v.value.sharding.spec for v in optimizer.variables] == before
+            assert all(v.value.sharding.is_fully_replicated for v in model.trainable_variables)
+            results.append(model.get_weights())
+        difference = max(float(np.max(np.abs(a - b))) for a, b in zip(*results))
+        print("difference", inner, arguments, num_replicas, difference)
+        if inner in ("momentum", "ema") and arguments == "plain":
+            assert difference == 0
+        # Norms and means add up in another order.
+        assert difference <= 1e-6
+        assert max(float(np.max(np.abs(w - s))) for w, s in zip(results[1], START)) > 0.01  # it did train
+        report = optimizer.memory_report()
+        own = {id(v) for v in optimizer._variables}
+        state = [v for v in optimizer.variables if id(v) not in own]
+        assert report.held == [bytes_on(device, state) for device in jax.devices()[:num_replicas]]
+        # What cannot be divided: numbers, and what has three elements.
+        divided = [v for v in state if len(v.shape) and tuple(v.shape) != (3,)]
+        assert divided and not any(v.value.sharding.is_fully_replicated for v in divided)
+        assert bytes_on(jax.devices()[0], divided) * num_replicas == sum(v.value.nbytes for v in divided)
+        assert {why.split(" ")[0] for _, _, why in report.replicated} <= {"a", "no"}
+        if inner in ("momentum", "ema"):
+            assert any("no dimension of (3,) divides" in why for _, _, why in report.replicated)
+
+
+def test_an_embedding_of_most_weights_is_balanced():
+    for num_replicas in (2, 4, 8):
+        with ks.data_parallel(num_replicas):
+            optimizer = ks.CrossShard("adam", shard_state=True)
+            optimizer.build([keras.Variable(np.zeros((950, 16), "f4")), keras.Variable(np.zeros((50, 16), "f4"))])
+            assert optimizer.memory_report().max_over_ideal <= 1.02
+
+
+def test_files_hold_whole_arrays_and_fit_any_number_of_devices(tmp_path):
+    arrays = {}
+    for num_replicas in (1, 2, 4):
+        with ks.data_parallel(num_replicas):
+            model = fitted(compiled(ks.CrossShard(INNER["ema"](), shard_state=True)))
+            model.save(tmp_path / f"{num_replicas}.keras")
+            arrays[num_replicas] = [keras.ops.convert_to_numpy(v) for v in model.optimizer.variables]
+    for num_replicas in (1, 2, 4):
+        with ks.data_parallel(num_replicas):
+            for number, expected in arrays.items():
+                loaded = keras.models.load_model(tmp_path / f"{number}.keras")
+                found = [keras.ops.convert_to_numpy(v) for v in loaded.optimizer.variables]
+                assert all((a == b).all() for a, b in zip(found, expected))
+                kernel = loaded.optimizer.get_slot(loaded.trainable_variables[0], "momentum")
+                assert kernel.value.sharding.is_fully_replicated == (num_replicas == 1)
+    plain = INNER["ema"]()
+    model = compiled(plain)
+    model.load_weights  # noqa: B018
+    plain.build(model.trainable_variables)
+    store = {}
+    loaded.optimizer.save_own_variables(store)
+    plain.load_own_variables(store)
+    assert all((np.asarray(v) == store[str(i)]).all() for i, v in enumerate(plain.variables))
+    del store["3"]
+    with pytest.raises(ValueError, match="must have"):
+        loaded.optimizer.load_own_variables(store)
+
+
+def test_replicas_are_compared_without_what_is_divided():
+    with ks.data_parallel(4):
+        callbacks = [ks.callbacks.SyncReplicas(), ks.callbacks.CheckReplicas(2)]
+        fitted(compiled(ks.CrossShard(INNER["momentum"](), shard_state=True)), callbacks=callbacks)
+
+
+def test_a_models_own_layout_is_kept():
+    devices = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{i}" for i in range(4)])
+    layout_map = keras.distribution.LayoutMap(devices)
+    layout_map[".*hidden/kernel"] = (None, "model")
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch"))
+    try:
+        model = fitted(compiled(ks.CrossShard(INNER["momentum"](), shard_state=True)))
+        slot = model.optimizer.get_slot(model.trainable_variables[0], "momentum")
+        assert tuple(slot.value.sharding.spec) == ("batch", "model")
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def test_mapped_axes_are_refused():
+    optimizer = ks.CrossShard("sgd", shard_state=True)
+    weight = keras.Variable(np.zeros(8, "f4"))
+    optimizer.build([weight])
+    update = lambda g: optimizer.stateless_apply([v.value for v in optimizer.variables], [g], [weight.value])  # noqa: E731
+    with pytest.raises(ValueError, match="Train with `model.fit`"):
+        jax.pmap(update, axis_name="batch")(np.ones((2, 8), "f4"))

@@ -1,0 +1,125 @@
+"""Into what updates may be divided is found by trying, for optimizers that nobody here has heard of, too."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_shardopt as ks
+from keras_shardopt import cutting
+
+pytestmark = pytest.mark.backends("torch")  # the only one that cuts so far
+
+
+def variables():
+    shapes = {"embedding/table": (9, 4), "hidden/kernel": (4, 5), "hidden/bias": (5,), "top/gain": ()}
+    made = []
+    for path, shape in shapes.items():
+        scope, name = path.split("/")
+        with keras.name_scope(scope):
+            made.append(keras.Variable(np.ones(shape, "float32"), name=name))
+    return made
+
+
+class Own(keras.optimizers.Optimizer):
+    """The signs of gradients, with some memory, at the same rate everywhere."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.memory = [self.add_variable_from_reference(v, name="memory") for v in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        memory = self.memory[self._get_variable_index(variable)]
+        self.assign(memory, 0.5 * memory + gradient)
+        self.assign_sub(variable, learning_rate * ops.sign(memory) * self.size_of(memory))
+
+    def size_of(self, memory):
+        return 1.0
+
+
+class OwnPerVariable(Own):
+    """Steps as large as the mean of the memory."""
+
+    def size_of(self, memory):
+        return ops.mean(ops.abs(memory))
+
+
+class OwnTogether(Own):
+    """Steps as large as the largest memory of all variables so far."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.largest = self.add_variable((), name="largest")
+
+    def size_of(self, memory):
+        size = ops.mean(ops.abs(memory))
+        self.largest.assign(ops.maximum(self.largest, size))
+        return ops.convert_to_tensor(self.largest)
+
+
+class OwnRandom(Own):
+    def size_of(self, memory):
+        return float(np.random.default_rng().normal())
+
+
+class OwnNameless(Own):
+    """State that was not made like its variable: whose it is, nobody can say."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.more = [self.add_variable(v.shape, name=f"more{i}") for i, v in enumerate(variables)]
+
+    def size_of(self, memory):
+        return 2.0
+
+
+def test_what_may_be_cut():
+    found = cutting.which_may_be_cut
+    assert found(keras.optimizers.SGD(0.1, momentum=0.9), variables()) == [True] * 4
+    assert found(Own(0.1), variables()) == [True] * 4
+    assert found(OwnPerVariable(0.1), variables()) == [False, False, False, True]
+    assert found(OwnNameless(0.1), variables()) == [False] * 4
+    assert found(keras.optimizers.SGD(0.1, clipnorm=1.0), variables())[:3] == [False] * 3
+    assert found(ks.NovoGrad(0.01), variables())[:3] == [False] * 3
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "Muon"), reason="not in this Keras")
+def test_each_variable_is_tried_by_its_name_and_rank():
+    # Muon takes embeddings, and what is no matrix, for Adam.
+    assert cutting.which_may_be_cut(keras.optimizers.Muon(0.01), variables()) == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (lambda: keras.optimizers.SGD(0.1, global_clipnorm=100.0), "depends on other variables"),
+        (lambda: OwnTogether(0.1), "depends on"),
+        (lambda: OwnRandom(0.1), "not the same each time"),
+    ],
+)
+@pytest.mark.parametrize("num_variables", [1, 4])
+def test_what_depends_on_more_is_refused(optimizer, words, num_variables):
+    with pytest.raises(ValueError, match=words):
+        cutting.which_may_be_cut(optimizer(), variables()[:num_variables])
+
+
+def test_an_optimizer_that_cannot_be_made_again_is_refused():
+    class NoConfig(Own):
+        def __init__(self, something):
+            super().__init__(learning_rate=0.1)
+
+    with pytest.raises(ValueError, match="made from its config"):
+        cutting.which_may_be_cut(NoConfig(1), variables())
+
+
+def test_nothing_of_the_optimizer_or_the_variables_changes():
+    optimizer, mine = keras.optimizers.Adam(), variables()
+    cutting.which_may_be_cut(optimizer, mine)
+    assert not optimizer.built and len(optimizer.variables) == 2
+    assert all((keras.ops.convert_to_numpy(v) == 1).all() for v in mine)
+
+
+def test_state_that_starts_with_the_weights_is_noticed():
+    assert not cutting.holds_weights(keras.optimizers.Adam(), variables())
+    if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
+        assert cutting.holds_weights(keras.optimizers.ScheduleFreeAdamW(), variables())
