@@ -104,9 +104,10 @@ class Shards:
     def __init__(self, optimizer: Any, variables: Sequence[Variable], replicas: ReplicaBackend) -> None:
         self.variables = list(variables)
         self.num_replicas, self.replica_id = replicas.num_replicas, int(replicas.replica_id)
+        self._axis_name = optimizer.axis_name
         (self._leaf,) = leaves(optimizer)
         self._starts_with_weights = holds_weights(self._leaf, variables)
-        self._may_cut = _which_may_be_cut(optimizer, variables)
+        self._may_cut = which_may_be_cut_inside(optimizer, variables)
         self._groups = _groups(self.variables, self._may_cut, self.num_replicas)
         self._owners: dict[int, list[tuple[int, Piece]]] = {}
         for group in self._groups:
@@ -148,20 +149,7 @@ class Shards:
         return [self.stand_ins[self._positions[self._key(variable)]] for variable in variables]
 
     def _keep_exclusions(self, optimizer: Any) -> None:
-        """Lets those who were told to leave out variables leave out what stands for them."""
-        for leaf in leaves(optimizer):
-            excluded = getattr(leaf, "_exclude_from_weight_decay", None)
-            if excluded:
-                excluded |= {
-                    self._key(stand_in)
-                    for variable, stand_in in zip(self.variables, self.stand_ins)
-                    if leaf._var_key(variable) in excluded
-                }
-        for wrapper in inside(optimizer):
-            told = wrapper.__dict__.get("_excluded")
-            if told is not None and told[0] is not None:
-                known = [v for v in told[0] if self._key(v) in self._positions]
-                wrapper.exclude_from_weight_decay(var_list=self.inside(known), var_names=told[1])
+        keep_exclusions(optimizer, self.variables, self.inside)
 
     def adopt(self, optimizer: Any) -> None:
         """Looks at the state, now that the inner optimizers are built."""
@@ -188,12 +176,7 @@ class Shards:
 
     def check(self, replicas: ReplicaBackend) -> None:
         """Raises ValueError unless there are as many replicas as when the state was divided."""
-        if replicas.num_replicas != self.num_replicas:
-            raise ValueError(
-                "The number of replicas must stay what it was when the optimizer was built, as each holds its part of "
-                f"the state. Received: {replicas.num_replicas} replicas, and state divided among {self.num_replicas}. "
-                "Build the model again, and load a checkpoint: it fits any number of replicas."
-            )
+        check_number(replicas, self.num_replicas)
 
     def check_start(self, iterations: int) -> None:
         """Makes sure that parts of the state belong to the same moment. All replicas call it before the first update.
@@ -225,7 +208,7 @@ class Shards:
             if grad is None or i not in self._owners:
                 found.append(grad)
                 continue
-            flat, piece = _flat(grad, variable), self._mine.get(i, Piece(i, 0, 0))
+            flat, piece = flattened(grad, variable), self._mine.get(i, Piece(i, 0, 0))
             found.append(ops.reshape(flat[piece.start : piece.stop], tuple(self.stand_ins[i].shape)))
         return found
 
@@ -357,8 +340,8 @@ class Shards:
     def _filled(self, grad: Tensor | None, i: int, dtype: str) -> Tensor:
         variable = self.variables[i]
         if grad is None:
-            return ops.zeros((_size(variable),), dtype)
-        flat = _flat(grad, variable)
+            return ops.zeros((size_of(variable),), dtype)
+        flat = flattened(grad, variable)
         return flat if dtype_of(flat) == dtype else ops.cast(flat, dtype)
 
     def _shaped(self, mine: dict[int, Tensor], positions: Sequence[int], dtype: str) -> dict[int, Tensor]:
@@ -386,11 +369,11 @@ class Shards:
         inner.apply([grad for _, grad in chosen], [self.stand_ins[i] for i, _ in chosen])
         self._spread(replicas)
 
-    def finalize(self, inner: Any, variables: Sequence[Variable], replicas: ReplicaBackend) -> None:
+    def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
         """Lets `inner` set the final values of the weights."""
         self._follow()
         inner.finalize_variable_values(self.inside(variables))
-        self._spread(replicas)
+        self._spread(framework.replicas(self._axis_name))
 
     def _chosen(self, pairs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         # Stand-ins without elements cost next to nothing where updates are element-wise, but a matrix without
@@ -412,7 +395,7 @@ class Shards:
     def _spread(self, replicas: ReplicaBackend) -> None:
         """Gives every replica the slices of all others."""
         for group in self._groups:
-            mine = {p.variable: _flat(self.stand_ins[p.variable], None) for p in group.pieces[self.replica_id]}
+            mine = {p.variable: flattened(self.stand_ins[p.variable], None) for p in group.pieces[self.replica_id]}
             if group.is_lopsided:
                 everyones = self._broadcast(group, mine, replicas)
             else:
@@ -452,8 +435,9 @@ class Shards:
             return tuple(self.variables[i].shape)
         return shape if i in self._mine else None
 
-    def stored(self, variable: Variable, replicas: ReplicaBackend) -> np.ndarray:
+    def stored(self, variable: Variable) -> np.ndarray:
         """The whole of this state. All replicas call it together, and each gets it."""
+        replicas = framework.replicas(self._axis_name)
         i = self._slots.get(id(variable))
         if id(variable) in self._apart:
             shapes = framework.gather_objects(tuple(variable.shape))
@@ -474,7 +458,7 @@ class Shards:
         whole = None
         for replica, piece in owners:
             is_mine = replica == self.replica_id
-            part = _flat(variable, None) if is_mine else ops.zeros((piece.size,), dtype_of(variable))
+            part = flattened(variable, None) if is_mine else ops.zeros((piece.size,), dtype_of(variable))
             (part,) = replicas.broadcast([part], root=replica)
             array = ops.convert_to_numpy(part)
             whole = np.empty((sum(p.size for _, p in owners),), array.dtype) if whole is None else whole
@@ -503,7 +487,7 @@ class Shards:
         replicated = []
         unknown = False
         for variable in state:
-            item = _item_size(variable)
+            item = item_size(variable)
             i, shape = self._slots.get(id(variable)), tuple(variable.shape)
             if id(variable) in self._apart or (i is not None and self.stored_shape(variable) is None):
                 unknown = True
@@ -524,11 +508,38 @@ class Shards:
         return MemoryReport(held, whole, replicated)
 
 
+def keep_exclusions(
+    optimizer: Any, variables: Sequence[Variable], inside_for: Callable[[Sequence[Variable]], list[Variable]]
+) -> None:
+    """Lets those inside who were told to leave out variables leave out what stands for them."""
+    key = optimizer._var_key
+    for leaf in leaves(optimizer):
+        excluded = getattr(leaf, "_exclude_from_weight_decay", None)
+        if excluded:
+            excluded |= {key(v) for v in inside_for([v for v in variables if leaf._var_key(v) in excluded])}
+    known = {key(variable) for variable in variables}
+    for wrapper in inside(optimizer):
+        told = wrapper.__dict__.get("_excluded")
+        if told is not None and told[0] is not None:
+            mine = inside_for([v for v in told[0] if key(v) in known])
+            wrapper.exclude_from_weight_decay(var_list=mine, var_names=told[1])
+
+
+def check_number(replicas: ReplicaBackend, num_replicas: int) -> None:
+    """Raises ValueError unless there are as many replicas as when the state was divided."""
+    if replicas.num_replicas != num_replicas:
+        raise ValueError(
+            "The number of replicas must stay what it was when the optimizer was built, as each holds its part of "
+            f"the state. Received: {replicas.num_replicas} replicas, and state divided among {num_replicas}. "
+            "Build the model again, and load a checkpoint: it fits any number of replicas."
+        )
+
+
 def _plus(held: list[int | None], replica: int, size: int) -> list[int | None]:
     return [(h or 0) + size if r == replica else h for r, h in enumerate(held)]
 
 
-def _flat(value: Any, variable: Variable | None) -> Tensor:
+def flattened(value: Any, variable: Variable | None) -> Tensor:
     """All elements of a gradient or variable, one after another."""
     if getattr(value, "is_sparse", False) is True:  # of PyTorch
         value = value.to_dense()
@@ -537,11 +548,13 @@ def _flat(value: Any, variable: Variable | None) -> Tensor:
     return ops.reshape(ops.convert_to_tensor(value), (-1,))
 
 
-def _size(variable: Variable) -> int:
+def size_of(variable: Variable) -> int:
+    """How many elements it has."""
     return int(np.prod(variable.shape))
 
 
-def _item_size(variable: Variable) -> int:
+def item_size(variable: Variable) -> int:
+    """How many bytes an element has."""
     dtype = dtype_of(variable)
     if dtype.startswith("float8"):
         return 1
@@ -555,7 +568,7 @@ def _groups(variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas
             by_dtype.setdefault(dtype_of(variable), []).append(i)
     groups = []
     for dtype, indices in by_dtype.items():
-        sizes = [_size(variables[i]) for i in indices]
+        sizes = [size_of(variables[i]) for i in indices]
         pieces = [
             [Piece(indices[p.variable], p.start, p.stop) for p in mine]
             for mine in partition.cut(sizes, [may_cut[i] for i in indices], num_replicas)
@@ -566,7 +579,8 @@ def _groups(variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas
     return groups
 
 
-def _which_may_be_cut(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
+def which_may_be_cut_inside(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
+    """Whether all that is inside may update each variable in parts; see `which_may_be_cut`."""
     leaf = leaves(optimizer)[0]
     units = {wrapper.shard_unit for wrapper in inside(optimizer) if wrapper is not leaf}
     found = which_may_be_cut(leaf, variables)
@@ -581,7 +595,7 @@ def laid_out_report(state: Sequence[Variable]) -> MemoryReport:
     """The report of state that one program holds on one device or several."""
     rows = [framework.bytes_by_replica(variable) for variable in state]
     held: list[int | None] = [sum(column) for column in zip(*rows)]
-    sizes = [_size(v) * _item_size(v) for v in state]
+    sizes = [size_of(v) * item_size(v) for v in state]
     replicated = [
         (v.path, size, "a number" if not v.shape else f"no dimension of {tuple(v.shape)} divides by {len(row)}")
         for v, size, row in zip(state, sizes, rows)

@@ -15,6 +15,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
 from keras_shardopt.agreement import check_agreement, described
+from keras_shardopt.even_shards import EvenShards
 from keras_shardopt.finite import UNKNOWN, first_not_finite, judge, num_flags, reduce_and_judge
 from keras_shardopt.reduction import (
     LocalTransform,
@@ -174,7 +175,7 @@ class CrossShard(OptimizerWrapper):
     """
 
     makes_gradients_global = True
-    _shards: Shards | None  # None where no state is divided, or by a layout
+    _shards: Shards | EvenShards | None  # None where no state is divided, or by a layout
     _accumulators: Accumulators  # None where it does not accumulate
     _skipped: Variable
     _culprit: Variable | None
@@ -323,21 +324,19 @@ class CrossShard(OptimizerWrapper):
         if self.__dict__["_num_steps"] is not None:
             refuse_accumulation_inside(leaves(self), self.__dict__["_num_steps"])
 
-    def _divided(self, variables: Sequence[Variable]) -> Shards | None:
+    def _divided(self, variables: Sequence[Variable]) -> Shards | EvenShards | None:
         """Who owns what, where each replica has state of its own."""
-        if not framework.divides_state:
-            if not framework.lays_out_state and framework.num_replicas_of_steps() > 1:
-                raise ValueError(
-                    "`shard_state=True` works on PyTorch, and on JAX under a `keras.distribution`; not yet on "
-                    f"TensorFlow. Received: a strategy with {framework.num_replicas_of_steps()} replicas. "
-                    "Use `shard_state=False` here."
-                )
-            return None
-        replicas = framework.replicas(self.axis_name)
-        if replicas.num_replicas == 1:
+        if framework.divides_state:
+            replicas = framework.replicas(self.axis_name)
+            if replicas.num_replicas == 1:
+                return None
+            with framework.outside_trace():
+                return Shards(self, variables, replicas)
+        num_copies = framework.num_copies(variables)
+        if num_copies == 1:
             return None
         with framework.outside_trace():
-            return Shards(self, variables, replicas)
+            return EvenShards(self, variables, num_copies)
 
     def variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """This replica's slices, where state is divided."""
@@ -477,7 +476,7 @@ class CrossShard(OptimizerWrapper):
         """See `OptimizerWrapper.stored_value`."""
         if self._shards is None:
             return super().stored_value(variable)
-        return self._shards.stored(variable, framework.replicas(self.axis_name))
+        return self._shards.stored(variable)
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
         """See `OptimizerWrapper.assign_stored`."""
@@ -866,7 +865,7 @@ class CrossShard(OptimizerWrapper):
         if not framework.stops_in_step:
             self.check_finite()
         if self._shards is not None and self.use_ema:
-            self._shards.finalize(self.inner, var_list, framework.replicas(self.axis_name))
+            self._shards.finalize(self.inner, var_list)
         elif self._shards is None:
             super().finalize_variable_values(var_list)
 

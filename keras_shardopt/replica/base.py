@@ -463,6 +463,28 @@ class Framework:
     lays_out_state: bool = False
     """Whether state is divided by a layout over the devices of one program, and optimizers need not know."""
 
+    def num_copies(self, variables: Sequence[Variable]) -> int:
+        """How many replicas of this program have a copy of their own of these variables, which copies may differ.
+
+        Raises:
+            ValueError: if they have copies that cannot differ here.
+        """
+        del variables
+        return 1
+
+    def copies(self, variable: Variable) -> list[np.ndarray]:
+        """The values of the replicas' copies of a variable, outside of the replicas' program."""
+        return [ops.convert_to_numpy(variable)]
+
+    def assign_each(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        """Gives each replica's copy of a variable a value of its own, outside of the replicas' program."""
+        (array,) = arrays
+        variable.assign(array)
+
+    def without_replicas(self, function: Callable[[], Any]) -> Any:
+        """Calls `function()` as in a program that has no replicas."""
+        return function()
+
     def lay_out(self, variables: Sequence[Variable]) -> None:
         """Divides these variables among the replicas, as far as their shapes allow."""
         del variables

@@ -257,6 +257,34 @@ class TensorFlow(Framework):
         )
         return scope
 
+    def num_copies(self, variables: Sequence[Variable]) -> int:
+        values = [getattr(variable, "value", variable) for variable in variables]
+        strategies = [
+            value.distribute_strategy for value in values if isinstance(value, tf.distribute.DistributedValues)
+        ]
+        if not strategies or strategies[0].num_replicas_in_sync == 1:
+            return 1
+        if not isinstance(strategies[0], tf.distribute.MirroredStrategy):
+            raise ValueError(
+                "`shard_state=True` works on TensorFlow under a `MirroredStrategy`. "
+                f"Received: a {type(strategies[0]).__name__}. Use `shard_state=False` here."
+            )
+        return int(strategies[0].num_replicas_in_sync)
+
+    def copies(self, variable: Variable) -> list[np.ndarray]:
+        value = getattr(variable, "value", variable)
+        return [np.asarray(copy) for copy in getattr(value, "values", [value])]
+
+    def assign_each(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        value = getattr(variable, "value", variable)
+        for copy, array in zip(getattr(value, "values", [value]), arrays, strict=True):
+            copy.assign(array)
+
+    def without_replicas(self, function: Callable[[], Any]) -> Any:
+        # A strategy is known to the thread in which its scope was entered.
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            return executor.submit(function).result()
+
     def update_if(
         self,
         condition: Tensor,
