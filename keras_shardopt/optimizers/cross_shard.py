@@ -132,8 +132,12 @@ class CrossShard(OptimizerWrapper):
             all variables at equal places if the inner optimizer allows, which is tried out when it is built;
             variables that it must see whole (Lamb, Muon's matrices, `clipnorm`, constraints) go to one rank each.
             Saving is then a call of all ranks together. Under JAX's `keras.distribution` each state array is laid out
-            along a dimension that the number of replicas divides. `memory_report()` tells what each replica holds.
-            Not yet under a TensorFlow strategy, and not inside `shard_map` and `pmap`.
+            along a dimension that the number of replicas divides. Under TensorFlow's `MirroredStrategy` each variable
+            is cut into slices of one length, the last ones filled up with zeros; gradients are all-reduced as ever
+            (there is no reduce-scatter), and weights gathered, which is 1.5 times the bytes of one all-reduce. There
+            sums of an `Embedding`'s gradients are dense, as with accumulation, and an optimizer that must see a
+            variable whole is refused when it is built. `memory_report()` tells what each replica holds. Not under
+            TensorFlow's other strategies, and not inside `shard_map` and `pmap`.
         axis_name: str. The name of the mapped axis over which JAX replicas are laid out.
         name: str or None. None makes a name of the class name.
 
@@ -145,7 +149,8 @@ class CrossShard(OptimizerWrapper):
             first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
             `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
             nothing inside scales the loss; if `shard_state` comes with `group_assignment`. When it is built: if
-            `shard_state` meets a TensorFlow strategy, or an optimizer that would be wrong with a part of the gradients.
+            `shard_state` meets an optimizer that would be wrong with a part of the gradients; on TensorFlow also one
+            that must see variables whole, or a strategy other than `MirroredStrategy`.
             At the first step: if each replica's own gradients are needed where they are reduced already;
             on every process, if processes differ in their variables, optimizers, arguments or versions.
 
@@ -382,13 +387,13 @@ class CrossShard(OptimizerWrapper):
         """See `SlotAccess.get_slot`.
 
         Raises:
-            ValueError: where this process holds a part of the state only.
+            ValueError: where each replica holds a part of the state only.
         """
         if self._shards is not None:
             raise ValueError(
-                "With `shard_state=True` a rank has slots of its own slices only. "
+                "With `shard_state=True` a replica has slots of its own slices only. "
                 f"Received: get_slot({getattr(variable, 'path', variable)!r}, {name!r}). "
-                "Let all ranks call `optimizer.save_own_variables(store)` with a dict, which then holds whole arrays."
+                "Let all processes call `optimizer.save_own_variables(store)` with a dict, which then holds whole arrays."
             )
         return super().get_slot(variable, name)
 
@@ -396,11 +401,11 @@ class CrossShard(OptimizerWrapper):
         """See `OptimizerWrapper.observe`.
 
         Raises:
-            ValueError: where this process sees a part of the gradients only.
+            ValueError: where each replica sees a part of the gradients only.
         """
         if self.shard_state and observer is not None and not framework.lays_out_state:
             raise ValueError(
-                "Summaries of gradients need all of them, and with `shard_state=True` a rank sees its slices only. "
+                "Summaries of gradients need all of them, and with `shard_state=True` a replica sees its slices only. "
                 "Use `TrainingSummaries(summaries=[])`, or `shard_state=False`."
             )
         super().observe(observer)
@@ -409,7 +414,7 @@ class CrossShard(OptimizerWrapper):
     def _model_variables_moving_average(self) -> list[Variable]:
         if self._shards is not None:
             raise ValueError(
-                "With `shard_state=True` a rank has the moving averages of its own slices only, so that "
+                "With `shard_state=True` a replica has the moving averages of its own slices only, so that "
                 "`SwapEMAWeights` cannot swap them in. Leave it out: `fit` ends with the averages as the weights."
             )
         return super()._model_variables_moving_average
@@ -443,7 +448,7 @@ class CrossShard(OptimizerWrapper):
 
     @property
     def saving_needs_all_replicas(self) -> bool:
-        """Whether this process has a part of the state only."""
+        """Whether state is divided, so that what this process has is to be put together before it is stored."""
         is_laid_out = self.shard_state and framework.lays_out_state and framework.process()[0] > 1
         return self.__dict__.get("_shards") is not None or is_laid_out
 

@@ -259,9 +259,8 @@ class TensorFlow(Framework):
 
     def num_copies(self, variables: Sequence[Variable]) -> int:
         values = [getattr(variable, "value", variable) for variable in variables]
-        strategies = [
-            value.distribute_strategy for value in values if isinstance(value, tf.distribute.DistributedValues)
-        ]
+        distributed = [value for value in values if isinstance(value, tf.distribute.DistributedValues)]
+        strategies = [value.distribute_strategy for value in distributed]
         if not strategies or strategies[0].num_replicas_in_sync == 1:
             return 1
         if not isinstance(strategies[0], tf.distribute.MirroredStrategy):

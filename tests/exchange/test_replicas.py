@@ -8,7 +8,7 @@ from support import launch
 BACKENDS = ("jax", "tensorflow", "torch")
 COUNTS = (1, 2, 4)
 # True where each replica holds a part of the optimizer's state only.
-SHARDED = [False]
+SHARDED = [False, True]
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -42,6 +42,7 @@ LAYERS = [
         "keras_shardopt.agreement",
         "keras_shardopt.cutting",
         "keras_shardopt.sharding",
+        "keras_shardopt.even_shards",
     },
     {"keras_shardopt.reduction", "keras_shardopt.accumulation"},
     {"keras_shardopt.replica"},
