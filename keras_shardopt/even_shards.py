@@ -3,6 +3,9 @@
 Hides where slices lie. Each trainable variable is flattened, filled up with zeros, and cut into as many slices as there
 are replicas. The inner optimizer is built on a stand-in for it, as long as a slice, of which each replica's copy holds
 another one; so do the copies of its state. All replicas run the same program, with the same shapes, on their own copy.
+
+Private names of Keras touched here (test_private_names.py holds them):
+    `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
 """
 
 from __future__ import annotations
@@ -60,12 +63,16 @@ class EvenShards:
 
     def _check_inside(self, optimizer: Any) -> None:
         may_cut = which_may_be_cut_inside(optimizer, self.variables)
-        whole = [self.variables[i].path for i in self._divided if not may_cut[i]]
+        whole = [self.variables[i] for i in self._divided if not may_cut[i]]
         if whole:
+            constrained = [variable.path for variable in whole if variable.constraint is not None]
+            others = [variable.path for variable in whole if variable.constraint is None]
+            seen = [f"{optimizer.inner!r}, which must see {others} whole"] if others else []
+            seen += [f"constraints of {constrained}"] if constrained else []
             raise ValueError(
-                "With `shard_state=True` under a TensorFlow strategy everything inside must be able to update "
-                f"variables in parts. Received: {optimizer.inner!r}, which must see {whole} whole, or constraints of "
-                "them. Use `shard_state=False`; on PyTorch and JAX such state can be divided."
+                "With `shard_state=True` under a TensorFlow strategy everything must be able to update variables in "
+                f"parts. Received: {', and '.join(seen)}. Use `shard_state=False`; on PyTorch and JAX such state can "
+                "be divided."
             )
         if holds_weights(self._leaf, self.variables):
             raise ValueError(

@@ -645,8 +645,13 @@ class CrossShard(OptimizerWrapper):
 
         Raises:
             ValueError: if the gradients of several replicas are not local here but must be; if `group_assignment`
-                names other replicas than there are.
+                names other replicas than there are; if replicas hold state of their own slices only.
         """
+        if self._shards is not None:
+            raise ValueError(
+                "`reduce_gradients` returns whole gradients, and with `shard_state=True` each replica takes slices. "
+                f"Received: {self!r}. Call `apply` with each replica's own gradients, which reduces them."
+            )
         return self.reduced_and_judged(grads, variables, weight, loss_scale)[0]
 
     def reduced_and_judged(

@@ -79,16 +79,6 @@ def test_replicas_update_as_one_does(world, inner, arrives):
         assert moves.count("all_reduce") == (0 if arrives is Arrival.GLOBAL else 3)  # the fake's reduce-scatter is one
 
 
-@pytest.mark.backends("tensorflow")
-def test_a_strategy_is_refused():
-    import tensorflow as tf
-
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        optimizer = ks.CrossShard("sgd", shard_state=True)
-        with pytest.raises(ValueError, match="Use `shard_state=False` here"):
-            optimizer.build([keras.Variable(np.ones(4, "float32"))])
-
-
 def test_arguments():
     with pytest.raises(ValueError, match="Leave one of them out"):
         ks.CrossShard("sgd", group_assignment=[[0], [1]], shard_state=True)

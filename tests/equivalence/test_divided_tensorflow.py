@@ -1,0 +1,265 @@
+"""TensorFlow: state that the replicas of a `MirroredStrategy` divide, each with slices of its own."""
+
+import keras
+import numpy as np
+import pytest
+from support import problem
+
+import keras_shardopt as ks
+from keras_shardopt import even_shards
+
+pytestmark = pytest.mark.backends("tensorflow")
+tf = pytest.importorskip("tensorflow", reason="about TensorFlow, which is not installed")
+
+# Of sizes that divide by nothing, one of them with most of the elements.
+SHAPES = {"table/embeddings": (29, 7), "hidden/kernel": (7, 5), "hidden/bias": (5,), "gain": ()}
+ROWS = [0, 3, 3, 28]
+
+
+def mirrored(num_replicas):
+    tf.distribute.MirroredStrategy._collective_key_base += 100_000  # as `data_parallel` does
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+
+
+def variables(dtype="float32"):
+    random = np.random.default_rng(3)
+    made = []
+    for path, shape in SHAPES.items():
+        *scopes, name = path.split("/")
+        with keras.name_scope(scopes[0] if scopes else "top"):
+            made.append(keras.Variable(random.normal(size=shape).astype("float32"), dtype=dtype, name=name))
+    return made
+
+
+def gradients(replica, step):
+    """Multiples of 1/64, larger on some replicas than on others."""
+    random = np.random.default_rng(1000 * step + replica)
+    return [(random.integers(-64, 64, size=s) * (replica + 1) / 64).astype("float32") for s in SHAPES.values()]
+
+
+def trained(inner, num_replicas=2, shard_state=True, num_steps=3, traced=False, change=None, prepare=None, **given):
+    """An optimizer and its weights after updates with each replica's own gradients; `change` may spoil those."""
+    dtype, sparse = given.pop("dtype", "float32"), given.pop("sparse", False)
+    strategy = mirrored(num_replicas)
+    with strategy.scope():
+        weights = variables(dtype)
+        optimizer = ks.CrossShard(inner, shard_state=shard_state, gradients="local", **given)
+        if prepare is not None:
+            prepare(optimizer, weights)
+        optimizer.build(weights)
+
+    def on_replica(grads):
+        grads = [tf.cast(grad, weight.dtype) for grad, weight in zip(grads, weights)]
+        if sparse:
+            grads[0] = tf.IndexedSlices(tf.gather(grads[0], ROWS), tf.constant(ROWS), tf.constant((29, 7)))
+        optimizer.apply(grads, weights)
+
+    def step(grads):
+        strategy.run(on_replica, args=(grads,))
+
+    step = tf.function(step) if traced else step
+    for number in range(num_steps):
+        rows = [gradients(replica, number) for replica in range(num_replicas)]
+        if change is not None:
+            change(number, rows)
+        columns = [
+            strategy.experimental_distribute_values_from_function(
+                lambda context, column=column: tf.constant(column[context.replica_id_in_sync_group])
+            )
+            for column in zip(*rows)
+        ]
+        step(columns)
+    optimizer.finalize_variable_values(weights)
+    return optimizer, weights
+
+
+def saved(optimizer):
+    store = {}
+    optimizer.save_own_variables(store)
+    return store
+
+
+def arrays(variables):
+    return [np.asarray(v.numpy(), "float64") for v in variables]
+
+
+def largest(some, others):
+    pairs = [(np.asarray(a, "float64"), np.asarray(b, "float64")) for a, b in zip(some, others, strict=True)]
+    return max(float(np.max(np.abs(a - b), initial=0.0)) for a, b in pairs)
+
+
+def check_equal(divided, whole, tolerance=0.0):
+    (optimizer, weights), (reference, expected) = divided, whole
+    assert optimizer._shards is not None
+    assert largest(arrays(weights), arrays(expected)) <= tolerance
+    assert largest(arrays(weights), arrays(variables())) > 1e-3  # it did train
+    for weight in weights:
+        copies = [np.asarray(copy) for copy in weight.value.values]
+        assert all((copy == copies[0]).all() for copy in copies)
+    mine, theirs = saved(optimizer), saved(reference)
+    assert list(mine) == list(theirs)
+    assert [(a.shape, a.dtype) for a in mine.values()] == [(a.shape, a.dtype) for a in theirs.values()]
+    assert largest(mine.values(), theirs.values()) <= tolerance
+    assert int(optimizer.iterations.numpy()) == int(reference.iterations.numpy())
+
+
+def both(make, tolerance=0.0, **given):
+    check_equal(trained(make(), **given), trained(make(), shard_state=False, **given), tolerance)
+
+
+MUST_SEE_WHOLE = ("Adafactor", "Lamb", "Muon")
+
+
+@pytest.mark.parametrize("name", [name for name in problem.keras_optimizers() if name not in MUST_SEE_WHOLE])
+def test_updates_are_those_of_whole_state(name):
+    # Of powers and square roots a tensor's last elements are computed by another function than the rest.
+    tolerance = 1e-6 if name in ("Ftrl", "RMSprop", "RMSprop momentum", "Adadelta") else 0.0
+    both(problem.keras_optimizers()[name], tolerance, num_steps=2)
+
+
+def spoiled(number, rows):
+    if number == 1:
+        rows[-1][1][0, 0] = np.inf
+
+
+def excluded(optimizer, weights):
+    optimizer.exclude_from_weight_decay(var_list=weights[:1], var_names=["bias"])
+
+
+CASES = {
+    "four replicas": (problem.sgd_momentum, {"num_replicas": 4}),
+    "average": (lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5), {"num_replicas": 4}),
+    "exclusions": (lambda: keras.optimizers.AdamW(0.01, weight_decay=0.5), {"prepare": excluded}),
+    "schedule, clipvalue": (
+        lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), clipvalue=0.25),
+        {},
+    ),
+    "accumulates, skips": (
+        problem.sgd_momentum,
+        {"gradient_accumulation_steps": 2, "on_nonfinite": "skip", "num_steps": 4, "change": spoiled},
+    ),
+    "replicas clipped": (problem.sgd_momentum, {"replica_clipnorm": 0.5, "reduction": "sum"}),
+    "scaled, clipped": (
+        lambda: ks.LossScaling(ks.GradientClipping(problem.sgd_momentum(), 0.5), "Backoff", {"scale_max": 4.0}),
+        {"change": spoiled, "tolerance": 1e-6},  # squares add up in another order
+    ),
+    "masters": (lambda: ks.MixedPrecision(keras.optimizers.Adam(0.01)), {"dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_around_it_everything_means_the_same(case):
+    make, given = CASES[case]
+    both(make, traced=True, **given)
+
+
+def test_rows_of_an_embedding_are_summed_first():
+    whole = trained(problem.sgd_momentum(), shard_state=False, sparse=True)
+    # Keras multiplies the listed rows by the rate before it adds them up.
+    check_equal(trained(problem.sgd_momentum(), sparse=True), whole, 1e-6)
+
+
+def test_the_checks_can_fail(monkeypatch):
+    expected = arrays(trained(problem.sgd_momentum(), shard_state=False)[1])
+    real = even_shards.EvenShards._slice
+    monkeypatch.setattr(even_shards.EvenShards, "_slice", lambda self, i, whole, replica_id: real(self, i, whole, 0))
+    assert largest(arrays(trained(problem.sgd_momentum())[1]), expected) > 1e-2
+
+
+def test_files_are_those_of_whole_state_for_any_number_of_replicas():
+    def make():
+        return keras.optimizers.Adam(0.01, use_ema=True)
+
+    optimizer, _ = trained(make(), num_replicas=2)
+    store = saved(optimizer)
+    plain = make()
+    plain.build(variables())
+    plain.load_own_variables(store)
+    assert all((v.numpy() == store[str(i)]).all() for i, v in enumerate(plain.variables))
+    with mirrored(4).scope():
+        again = ks.CrossShard(make(), shard_state=True)
+        again.load_own_variables(store)  # before it is built
+        again.build(variables())
+    found = saved(again)
+    assert list(found) == list(store) and largest(found.values(), store.values()) == 0
+    again.set_weights([2 * array for array in store.values()])
+    assert largest(saved(again).values(), [2 * array for array in store.values()]) == 0
+    with pytest.raises(ValueError, match="must have shape"):
+        again.load_own_variables({**store, "2": np.zeros((3, 3), "float32")})
+    with pytest.raises(ValueError, match="its own slices"):
+        again.get_slot(again._trainable_variables[0], "momentum")
+
+
+def test_each_replica_holds_a_part():
+    optimizer, weights = trained(keras.optimizers.Adam(0.01), num_replicas=4, num_steps=1)
+    slots = [v for v in optimizer.variables if v.shape]
+    assert len(slots) == 2 * len(weights)
+    chunks = [-(-int(np.prod(shape)) // 4) for shape in SHAPES.values()]
+    assert sum(int(np.prod(v.shape)) for v in slots) == 2 * sum(chunks)
+    assert all(len({copy.numpy().tobytes() for copy in v.value.values}) > 1 for v in slots)  # no two alike
+    report = optimizer.memory_report()
+    numbers = sum(size for _, size, why in report.replicated if why == "a number")
+    assert report.held == [2 * 4 * sum(chunks) + numbers] * 4
+    assert report.whole == 2 * 4 * sum(int(np.prod(shape)) for shape in SHAPES.values()) + numbers
+    assert not {id(v) for v in optimizer.shared_variables} & {id(v) for v in slots}
+
+
+def test_an_embedding_of_most_weights_is_balanced():
+    with mirrored(4).scope():
+        optimizer = ks.CrossShard("adam", shard_state=True)
+        optimizer.build([keras.Variable(np.zeros((951, 16), "f4")), keras.Variable(np.zeros((53, 15), "f4"))])
+    assert optimizer.memory_report().max_over_ideal <= 1.02
+
+
+def fitted(model, folder, num_epochs=2):
+    x, y = problem.data(num_steps=4)
+    callbacks = [ks.callbacks.CheckReplicas(2)]
+    if folder is not None:
+        callbacks.append(ks.callbacks.BackupAndRestore(folder, delete_checkpoint=False))
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, epochs=num_epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    return model.get_weights()
+
+
+def compiled(optimizer):
+    model = problem.model()
+    model.compile(optimizer, "mse")
+    return model
+
+
+def test_fit_and_the_files_of_fit(tmp_path):
+    expected = fitted(compiled(problem.sgd_momentum()), None)
+    with mirrored(2).scope():
+        model = compiled(ks.CrossShard(problem.sgd_momentum(), shard_state=True))
+        fitted(model, tmp_path / "backup", num_epochs=1)
+        half = saved(model.optimizer)
+        ks.save_model(model, tmp_path / "saved.keras")
+        # Interrupted here: one goes on from the backup, one from the file.
+        restored = compiled(ks.CrossShard(problem.sgd_momentum(), shard_state=True))
+        assert problem.relative_difference(fitted(restored, tmp_path / "backup"), expected) <= problem.TOLERANCE
+        model.save(tmp_path / "plain.keras")
+    with mirrored(4).scope():
+        for name in ("saved", "plain"):
+            loaded = keras.saving.load_model(tmp_path / f"{name}.keras")
+            assert loaded.optimizer._shards is not None
+            assert largest(saved(loaded.optimizer).values(), half.values()) == 0
+        assert problem.relative_difference(fitted(loaded, None, 1), expected) <= problem.TOLERANCE
+
+
+def test_what_cannot_be_right_is_refused(monkeypatch):
+    with mirrored(2).scope():
+        weights = variables()
+        for inner, words in (
+            (keras.optimizers.Lamb(), "must see"),
+            (keras.optimizers.Adam(clipnorm=1.0), "must see"),
+            (ks.LARC(keras.optimizers.SGD(), 0.1), "must see"),
+            (keras.optimizers.Adam(global_clipnorm=1.0), "GradientClipping"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                ks.CrossShard(inner, shard_state=True).build(weights)
+        weights[0].constraint = keras.constraints.MaxNorm(1.0)
+        with pytest.raises(ValueError, match="constraints of"):
+            ks.CrossShard("sgd", shard_state=True).build(weights)
+        optimizer = ks.CrossShard("sgd", shard_state=True)
+        monkeypatch.setattr(tf.distribute, "MirroredStrategy", tf.distribute.OneDeviceStrategy)
+        with pytest.raises(ValueError, match="works on TensorFlow under a `MirroredStrategy`"):
+            optimizer.build(weights)
