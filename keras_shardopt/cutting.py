@@ -83,6 +83,14 @@ def holds_weights(optimizer: Any, variables: Sequence[Variable]) -> bool:
     return any(array.size > 1 and np.ptp(array) > 0 for array in run.state)
 
 
+def first_state(optimizer: Any, variables: Sequence[Variable], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The state that such an optimizer starts with, where it is built on variables like these with these values."""
+    fresh = _fresh(optimizer)
+    with empty_name_scope():
+        fresh.build([_made(variable, array) for variable, array in zip(variables, values)])
+    return [ops.convert_to_numpy(v) for v in fresh.variables]
+
+
 _ADVICE = (
     "Use `shard_state=False`, another optimizer, or what this package has for it: `GradientClipping(inner_optimizer, "
     "...)` for `global_clipnorm`, and `LossScaling` for `LossScaleOptimizer`."

@@ -17,7 +17,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.cutting import holds_weights, named_like, slots_of
+from keras_shardopt.cutting import first_state, holds_weights, named_like, slots_of
 from keras_shardopt.finite import reduce_and_judge
 from keras_shardopt.numerics import dtype_of, is_next_value
 from keras_shardopt.reduction import Reduction, global_gradients
@@ -52,7 +52,8 @@ class EvenShards:
         self._axis_name = optimizer.axis_name
         (self._leaf,) = leaves(optimizer)
         self._divided = [i for i, variable in enumerate(self.variables) if not is_next_value(variable)]
-        framework.without_replicas(lambda: self._check_inside(optimizer))
+        self._starts_with_weights = False
+        framework.without_replicas(lambda: self._try_out(optimizer))
         self._chunks = [-(-size_of(variable) // num_replicas) for variable in self.variables]
         self._key = optimizer._var_key
         self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
@@ -61,7 +62,7 @@ class EvenShards:
         self._slots: dict[int, int] = {}
         keep_exclusions(optimizer, self.variables, self.inside)
 
-    def _check_inside(self, optimizer: Any) -> None:
+    def _try_out(self, optimizer: Any) -> None:
         may_cut = which_may_be_cut_inside(optimizer, self.variables)
         whole = [self.variables[i] for i in self._divided if not may_cut[i]]
         if whole:
@@ -74,12 +75,7 @@ class EvenShards:
                 f"parts. Received: {', and '.join(seen)}. Use `shard_state=False`; on PyTorch and JAX such state can "
                 "be divided."
             )
-        if holds_weights(self._leaf, self.variables):
-            raise ValueError(
-                "With `shard_state=True` under a TensorFlow strategy no state may start with values of the weights, "
-                f"which each replica has another part of. Received: {optimizer.inner!r}. Use `shard_state=False`; on "
-                "PyTorch and JAX such state can be divided."
-            )
+        self._starts_with_weights = holds_weights(self._leaf, self.variables)
 
     # -- stand-ins -----------------------------------------------------------------------------------------------
 
@@ -102,15 +98,34 @@ class EvenShards:
         for position, _, slot in slots_of(self._leaf, self._leaf._trainable_variables):
             self._slots[id(slot)] = position
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
-        for wrapper in inside(optimizer):
-            for key, _, master in wrapper.own_slots() if isinstance(wrapper, OptimizerWrapper) else ():
-                if key in keys:
-                    i = keys[key]
-                    self._slots[id(master)] = i
-                    with framework.outside_trace():
-                        weights = framework.copies(self.variables[i])[0].astype("float32")
-                        framework.assign_each(master, self._rows(i, weights))
+        masters = [
+            (keys[key], master)
+            for wrapper in inside(optimizer)
+            for key, _, master in (wrapper.own_slots() if isinstance(wrapper, OptimizerWrapper) else ())
+            if key in keys
+        ]
+        self._slots |= {id(master): i for i, master in masters}
         self._slots = {slot: i for slot, i in self._slots.items() if i in self._divided}
+        with framework.outside_trace():
+            for i, master in masters:
+                framework.assign_each(master, self._rows(i, framework.copies(self.variables[i])[0]))
+            if self._starts_with_weights:
+                self._start()
+
+    def _start(self) -> None:
+        """Gives each replica the state that belongs to its own slices, before the first update."""
+        values = [framework.copies(variable)[0] for variable in self.variables]
+        rows = [
+            self._rows(i, array) if i in self._divided else [array] * self.num_replicas
+            for i, array in enumerate(values)
+        ]
+        everyones = [
+            framework.without_replicas(lambda mine=mine: first_state(self._leaf, self.variables, mine))
+            for mine in zip(*rows)
+        ]
+        for variable, arrays in zip(self._leaf.variables, zip(*everyones)):
+            if self.is_divided(variable):
+                framework.assign_each(variable, arrays)
 
     def is_divided(self, variable: Variable) -> bool:
         """Whether replicas hold different parts of this state."""
@@ -240,6 +255,6 @@ class EvenShards:
             held += size
             whole += int(np.prod(self.stored_shape(variable))) * item_size(variable)
             if not self.is_divided(variable):
-                why = "a number" if not variable.shape else "it belongs to no variable that is divided"
+                why = "a number" if not len(variable.shape) else "it belongs to no variable that is divided"
                 replicated.append((variable.path, size, why))
         return MemoryReport([held] * self.num_replicas, whole, replicated)

@@ -87,7 +87,7 @@ class ReplicaContext(ReplicaBackend):
         if not tensors:
             return []
         if groups is None:
-            return list(self._context.all_gather(list(tensors), axis=0))
+            return self._gathered(list(tensors))
         members = self._members(groups)
         return [tf.reshape(tf.gather(stack, members), [-1]) for stack in self._stacks(tensors)]
 
@@ -100,7 +100,13 @@ class ReplicaContext(ReplicaBackend):
         if not tensors:
             return []
         rows = [tf.convert_to_tensor(tensor)[tf.newaxis] for tensor in tensors]
-        return list(self._context.all_gather(rows, axis=0))
+        return self._gathered(rows)
+
+    def _gathered(self, tensors: list[Tensor]) -> list[Tensor]:
+        # TensorFlow gathers no bfloat16, but any two bytes.
+        sent = [tf.bitcast(t, tf.float16) if t.dtype == tf.bfloat16 else t for t in tensors]
+        gathered = self._context.all_gather(sent, axis=0)
+        return [tf.bitcast(g, t.dtype) if t.dtype == tf.bfloat16 else g for g, t in zip(gathered, tensors)]
 
     def _members(self, groups: Groups) -> Tensor:
         """The replica ids of this replica's own group."""
@@ -277,7 +283,7 @@ class TensorFlow(Framework):
     def assign_each(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
         value = getattr(variable, "value", variable)
         for copy, array in zip(getattr(value, "values", [value]), arrays, strict=True):
-            copy.assign(array)
+            copy.assign(array.astype(copy.dtype.as_numpy_dtype))
 
     def without_replicas(self, function: Callable[[], Any]) -> Any:
         # A strategy is known to the thread in which its scope was entered.
