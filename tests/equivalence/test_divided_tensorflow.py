@@ -108,13 +108,14 @@ def both(make, tolerance=0.0, **given):
     check_equal(trained(make, **given), trained(make, shard_state=False, **given), tolerance)
 
 
-MUST_SEE_WHOLE = ("Adafactor", "Lamb", "Muon")
+# Of Ftrl a difference of powers magnifies their last digits, which depend on the place in a tensor.
+MUST_SEE_WHOLE = ("Adafactor", "Ftrl", "Lamb", "Muon")
 
 
 @pytest.mark.parametrize("name", [name for name in problem.keras_optimizers() if name not in MUST_SEE_WHOLE])
 def test_updates_are_those_of_whole_state(name):
-    # Of powers and square roots a tensor's last elements are computed by another function than the rest.
-    tolerance = 1e-6 if name in ("Ftrl", "RMSprop", "RMSprop momentum", "Adadelta") else 0.0
+    # Of square roots a tensor's last elements are computed by another function than the rest.
+    tolerance = 1e-6 if name in ("RMSprop", "RMSprop momentum", "Adadelta") else 0.0
     both(problem.keras_optimizers()[name], tolerance, num_steps=2)
 
 
