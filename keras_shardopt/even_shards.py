@@ -10,6 +10,7 @@ Private names of Keras touched here (test_private_names.py holds them):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,7 +121,7 @@ class EvenShards:
             for i, array in enumerate(values)
         ]
         everyones = [
-            framework.without_replicas(lambda mine=mine: first_state(self._leaf, self.variables, mine))
+            framework.without_replicas(functools.partial(first_state, self._leaf, self.variables, mine))
             for mine in zip(*rows)
         ]
         for variable, arrays in zip(self._leaf.variables, zip(*everyones)):
@@ -214,12 +215,12 @@ class EvenShards:
 
     # -- files ---------------------------------------------------------------------------------------------------
 
-    def _rows(self, i: int, array: Any) -> np.ndarray:
+    def _rows(self, i: int, array: Any) -> list[np.ndarray]:
         """The replicas' slices of a whole array."""
         array = np.asarray(array).reshape(-1)
         rows = np.zeros((self.num_replicas * self._chunks[i],), array.dtype)
         rows[: array.size] = array
-        return rows.reshape(self.num_replicas, self._chunks[i])
+        return list(rows.reshape(self.num_replicas, self._chunks[i]))
 
     def _joined(self, i: int, variable: Variable) -> np.ndarray:
         whole = np.concatenate(framework.copies(variable))[: size_of(self.variables[i])]
