@@ -258,9 +258,9 @@ class TensorFlow(Framework):
 
     def beside(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
-        scope: contextlib.AbstractContextManager[Any] = (
-            contextlib.nullcontext() if strategy is None else strategy.scope()
-        )
+        # On a replica new variables are the strategy's anyway, and its scope cannot be entered.
+        is_there = strategy is None or (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context())
+        scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if is_there else strategy.scope()
         return scope
 
     def num_copies(self, variables: Sequence[Variable]) -> int:
