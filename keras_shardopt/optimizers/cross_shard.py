@@ -136,9 +136,9 @@ class CrossShard(OptimizerWrapper):
             is cut into slices of one length, the last ones filled up with zeros; gradients are all-reduced as ever
             (there is no reduce-scatter), and weights gathered, which is 1.5 times the bytes of one all-reduce. There
             each replica keeps one more copy of its slices of the weights, sums of an `Embedding`'s gradients are
-            dense, as with accumulation, and an optimizer that must see a variable whole is refused when it is built.
-            `memory_report()` tells what each replica holds. Not under TensorFlow's other strategies, and not inside
-            `shard_map` and `pmap`.
+            dense, as with accumulation, and an optimizer that must see a variable whole (or is Ftrl, whose last
+            digits are too noisy) is refused when it is built. `memory_report()` tells what each replica holds. Not
+            under TensorFlow's other strategies, and not inside `shard_map` and `pmap`.
         axis_name: str. The name of the mapped axis over which JAX replicas are laid out.
         name: str or None. None makes a name of the class name.
 

@@ -39,14 +39,15 @@ def gradients(replica, step):
 
 def trained(make, num_replicas=2, shard_state=True, num_steps=3, traced=False, change=None, prepare=None, **given):
     """An optimizer and its weights after updates with each replica's own gradients; `change` may spoil those."""
-    dtype, sparse = given.pop("dtype", "float32"), given.pop("sparse", False)
+    dtype, sparse, build = given.pop("dtype", "float32"), given.pop("sparse", False), given.pop("build", True)
     strategy = mirrored(num_replicas)
     with strategy.scope():
         weights = variables(dtype)
         optimizer = ks.CrossShard(make(), shard_state=shard_state, gradients="local", **given)
         if prepare is not None:
             prepare(optimizer, weights)
-        optimizer.build(weights)
+        if build:
+            optimizer.build(weights)
 
     def on_replica(grads):
         grads = [tf.cast(grad, weight.dtype) for grad, weight in zip(grads, weights)]
@@ -160,6 +161,10 @@ def test_rows_of_an_embedding_are_summed_first():
     whole = trained(problem.sgd_momentum, shard_state=False, sparse=True)
     # Keras multiplies the listed rows by the rate before it adds them up.
     check_equal(trained(problem.sgd_momentum, sparse=True), whole, 1e-6)
+
+
+def test_it_may_be_built_by_the_first_update():
+    check_equal(trained(problem.sgd_momentum, build=False), trained(problem.sgd_momentum, shard_state=False))
 
 
 def test_the_checks_can_fail(monkeypatch):
