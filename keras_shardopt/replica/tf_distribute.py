@@ -259,8 +259,9 @@ class TensorFlow(Framework):
     def beside(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
         # On a replica new variables are the strategy's anyway, and its scope cannot be entered.
-        is_there = strategy is None or (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context())
-        scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if is_there else strategy.scope()
+        if strategy is None or (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()):
+            return contextlib.nullcontext()
+        scope: contextlib.AbstractContextManager[Any] = strategy.scope()
         return scope
 
     def num_copies(self, variables: Sequence[Variable]) -> int:
