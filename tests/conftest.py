@@ -62,8 +62,9 @@ def _shares_work_with(item):
     callspec = getattr(item, "callspec", None)
     if callspec is not None and isinstance(callspec.params.get("inner"), str):
         return callspec.params["inner"]
-    if BACKEND == "torch" and item.path.parent.name in ("equivalence", "multiprocess"):
-        return item.path.stem  # one spawn of ranks for all that look at it
+    folder = item.path.parent.name
+    if folder == "multiprocess" or (BACKEND == "torch" and folder == "equivalence"):
+        return item.path.stem  # one spawn of ranks or processes for all that look at it
     return None
 
 

@@ -84,7 +84,7 @@ def interrupted(tmp_path_factory):
     """A folder of a training in which process 1 was killed, and what was printed."""
     made = tmp_path_factory.mktemp("interrupted")
     with pytest.raises(launch.WorkersFailed) as failure:
-        launch.jax_processes("jax_restart.py", 2, made, 8, timeout=150, grace=30)
+        launch.jax_processes("jax_restart.py", 2, made, 8, timeout=200, grace=60)
     return made, str(failure.value)
 
 
