@@ -22,9 +22,9 @@ from keras.src.random import seed_generator
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
-from keras_shardopt.optimizers.cross_shard import CrossShard
+from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 from keras_shardopt.replica import framework
-from keras_shardopt.wrapper import OptimizerWrapper, inside
+from keras_shardopt.wrapper import OptimizerWrapper
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -236,9 +236,7 @@ def _optimizer_variables(model: Any) -> list[Variable]:
 
 
 def _accumulating(model: Any) -> list[CrossShard]:
-    optimizer = model.optimizer
-    chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
-    return [part for part in chain if isinstance(part, CrossShard) and part.accumulates]
+    return [part for part in cross_shards(model.optimizer) if part.accumulates]
 
 
 def _global_seed(make: bool) -> list[Variable]:
