@@ -24,10 +24,10 @@ from keras.src.random import seed_generator
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
 from keras_shardopt.atomic import Unfinished
-from keras_shardopt.optimizers.cross_shard import CrossShard
+from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 from keras_shardopt.replica import framework
 from keras_shardopt.saving import needs_all, raise_together, steadily, take_part
-from keras_shardopt.wrapper import OptimizerWrapper, inside
+from keras_shardopt.wrapper import OptimizerWrapper
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -288,9 +288,7 @@ def _optimizer_variables(model: Any) -> list[Variable]:
 
 
 def _accumulating(model: Any) -> list[CrossShard]:
-    optimizer = model.optimizer
-    chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
-    return [part for part in chain if isinstance(part, CrossShard) and part.accumulates]
+    return [part for part in cross_shards(model.optimizer) if part.accumulates]
 
 
 def _global_seed(make: bool) -> list[Variable]:

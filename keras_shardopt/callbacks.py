@@ -16,7 +16,7 @@ import numpy as np
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backup import BackupAndRestore
-from keras_shardopt.optimizers import CrossShard
+from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 from keras_shardopt.replica import framework
 from keras_shardopt.saving import ModelCheckpoint
 from keras_shardopt.summaries import Recorder, checked_log_dir, checked_summaries, dynamic_loss_scale, rates
@@ -77,11 +77,9 @@ class SyncReplicas(keras.callbacks.Callback):
                     f"Use `callbacks=[SyncReplicas(), ..., {name}(...)]`."
                 )
         model = self.model
-        optimizer = getattr(model, "optimizer", None)
-        if framework.processes_start_apart and optimizer is not None:
-            for part in [optimizer, *inside(optimizer)]:
-                if isinstance(part, CrossShard):
-                    part.check_peers()
+        if framework.processes_start_apart:
+            for part in cross_shards(getattr(model, "optimizer", None)):
+                part.check_peers()
         framework.start_equal(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -230,9 +228,7 @@ class StopOnNonFinite(keras.callbacks.Callback):
             reducer.check_finite()
 
     def _reducers(self) -> list[CrossShard]:
-        optimizer = getattr(self.model, "optimizer", None)
-        chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
-        return [part for part in chain if isinstance(part, CrossShard)]
+        return cross_shards(getattr(self.model, "optimizer", None))
 
 
 class TrainingSummaries(keras.callbacks.Callback):

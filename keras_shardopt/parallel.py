@@ -12,9 +12,8 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
-from keras_shardopt.optimizers import CrossShard
+from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.replica import World, framework
-from keras_shardopt.wrapper import inside
 
 # The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.
 _lingering: data_parallel | None = None
@@ -224,22 +223,18 @@ def prepare(model: Any) -> Any:
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
-    if getattr(model, "optimizer", None) is None or not _cross_shards(model.optimizer):
+    if getattr(model, "optimizer", None) is None or not cross_shards(model.optimizer):
         raise ValueError(
             "`model` must be compiled with a `CrossShard`, which averages the gradients of the replicas. "
             f"Received: optimizer={getattr(model, 'optimizer', None)!r}. "
             "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)` before `prepare(model)`."
         )
-    for cross_shard in _cross_shards(model.optimizer):
+    for cross_shard in cross_shards(model.optimizer):
         if len(cross_shard.group_assignment or []) > 1:
             raise ValueError(
                 "`model` must be trained by all replicas together, and with `group_assignment` the groups train apart. "
                 f"Received: {cross_shard!r}. Train it without `prepare`, on equal parts of each batch."
             )
     framework.notice(model.optimizer)
-    framework.prepare(model, _cross_shards)
+    framework.prepare(model, cross_shards)
     return model
-
-
-def _cross_shards(optimizer: Any) -> list[Any]:
-    return [part for part in [optimizer, *inside(optimizer)] if isinstance(part, CrossShard)]

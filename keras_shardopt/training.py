@@ -23,11 +23,11 @@ from keras_shardopt.optimizers import (
     LossScaling,
     MixedPrecision,
 )
+from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.mixed_precision import updating_with
 from keras_shardopt.optimizers.tf1 import make_optimizer
 from keras_shardopt.replica import framework
 from keras_shardopt.summaries import Recorder, checked_log_dir, checked_summaries
-from keras_shardopt.wrapper import inside
 
 __all__ = ["TrainingStep", "build_optimizer", "get_regularization_loss", "optimize_loss"]
 
@@ -443,8 +443,8 @@ def get_regularization_loss(model: Any) -> Tensor:
 
 def _reducer_of(optimizer: Any) -> Any:
     """The outermost `CrossShard` of an optimizer; None where there is none."""
-    chain = [optimizer, *inside(optimizer)] if isinstance(optimizer, keras.optimizers.Optimizer) else []
-    return next((part for part in chain if isinstance(part, CrossShard)), None)
+    found = cross_shards(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else []
+    return found[0] if found else None
 
 
 class _Conflict(ValueError, AttributeError):

@@ -1,12 +1,22 @@
 """One backend per test process: the one in KERAS_BACKEND. Gives it several CPU devices before it starts."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# JAX spends most of the time on compiling, and mostly the same programs: once for all tests, and in all processes of
+# this run that test side by side.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import keras
 import pytest
@@ -52,8 +62,9 @@ def _shares_work_with(item):
     callspec = getattr(item, "callspec", None)
     if callspec is not None and isinstance(callspec.params.get("inner"), str):
         return callspec.params["inner"]
-    if BACKEND == "torch" and item.path.parent.name in ("equivalence", "multiprocess"):
-        return item.path.stem  # one spawn of ranks for all that look at it
+    folder = item.path.parent.name
+    if folder == "multiprocess" or (BACKEND == "torch" and folder == "equivalence"):
+        return item.path.stem  # one spawn of ranks or processes for all that look at it
     return None
 
 

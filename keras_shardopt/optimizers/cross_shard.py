@@ -1010,6 +1010,12 @@ class CrossShard(OptimizerWrapper):
         return "".join(given)
 
 
+def cross_shards(optimizer: Any) -> list[CrossShard]:
+    """Every `CrossShard` of an optimizer, itself and inside it, from the outside in; none where it is None."""
+    chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
+    return [part for part in chain if isinstance(part, CrossShard)]
+
+
 def _skips_overflows(optimizer: Any) -> bool:
     if isinstance(optimizer, OptimizerWrapper):
         return optimizer.skips_overflows

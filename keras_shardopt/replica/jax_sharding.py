@@ -274,7 +274,7 @@ class Jax(Framework):
 
     def stop_if(self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str) -> None:
         # Nobody can stop a compiled step, on one device or several, without losing the weights that it was given.
-        if not isinstance(condition, jax.core.Tracer):
+        if self.is_known(condition):
             super().stop_if(condition, culprit, names, rule)
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:

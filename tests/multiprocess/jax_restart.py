@@ -6,7 +6,6 @@ is never interrupted goes before, in the same processes.
 
 import os
 import pathlib
-import signal
 import sys
 import time
 import warnings
@@ -14,30 +13,14 @@ import warnings
 import jax
 import keras
 import numpy as np
-from support import problem
+from support import problem, restarting
 
 import keras_shardopt as ks
 
 warnings.filterwarnings("ignore")
 
 EPOCHS, STEPS = 4, 5
-TIMEOUT = 5  # seconds; JAX's own is 100
-
-
-class Dying(keras.callbacks.Callback):
-    """Kills this process after the update with this number, and leaves the time in a file."""
-
-    def __init__(self, step, file):
-        super().__init__()
-        self.step, self.file = step, file
-
-    def on_train_begin(self, logs=None):
-        print(f"begins with epoch {self.model._initial_epoch or 0}", flush=True)
-
-    def on_train_batch_end(self, batch, logs=None):
-        if int(self.model.optimizer.iterations) == self.step:
-            self.file.write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
+TIMEOUT = 20  # seconds, which a busy machine may keep a process waiting; JAX's own is 100
 
 
 def train(scope, callbacks):
@@ -45,28 +28,14 @@ def train(scope, callbacks):
     keras.backend.clear_session()
     keras.utils.set_random_seed(5)
     with ks.data_parallel():
-        model = keras.Sequential(
-            [
-                keras.Input((problem.NUM_FEATURES,)),
-                keras.layers.Dense(7, activation="tanh"),
-                keras.layers.Dropout(0.3),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dense(problem.NUM_OUTPUTS),
-            ]
-        )
-        rate = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.9)
-        inner = ks.LossScaling(keras.optimizers.Adam(rate, use_ema=True))
+        model = keras.Sequential(restarting.layers())
+        inner = ks.LossScaling(restarting.adam())
         optimizer = ks.CrossShard(inner, gradient_accumulation_steps=2)
         model.compile(optimizer, "mse")
     ks.prepare(model)
     x, y = (problem.rows_of_replica(a, scope.process_id, scope.num_processes) for a in problem.data(2 * STEPS))
     model.fit(x, y, batch_size=len(x) // (2 * STEPS), epochs=EPOCHS, verbose=0, callbacks=callbacks)
-    kept = [*model.variables, *optimizer.shared_variables]
-    return {f"{i} {v.path}": np.asarray(v.value) for i, v in enumerate(kept)}
-
-
-def store(path, found):
-    np.savez(path, **{name.replace("/", " "): array for name, array in found.items()})
+    return restarting.values([*model.variables, *optimizer.shared_variables])
 
 
 def main():
@@ -85,16 +54,16 @@ def main():
     if step is not None:
         alone = train(scope, [])
         if scope.is_chief:
-            store(folder / "alone.npz", alone)
+            np.savez(folder / "alone.npz", **alone)
     backup = ks.callbacks.BackupAndRestore(folder / "backup" if scope.is_chief else folder / "nowhere")
     try:
-        end = train(scope, [backup, Dying(step if scope.process_id == 1 else None, folder / "died")])
+        end = train(scope, [backup, restarting.Dying(step if scope.process_id == 1 else None, folder / "died")])
     except Exception as error:
         died = float((folder / "died").read_text())
         print(f"after {time.time() - died:.1f} s: {type(error).__name__}", flush=True)
         raise
     if scope.is_chief:
-        store(folder / "end.npz", end)
+        np.savez(folder / "end.npz", **end)
 
 
 main()

@@ -87,7 +87,7 @@ def interrupted(tmp_path_factory):
     """A folder of a training in which process 1 was killed, and what was printed."""
     made = tmp_path_factory.mktemp("interrupted")
     with pytest.raises(launch.WorkersFailed) as failure:
-        launch.jax_processes("jax_restart.py", 2, made, 8, timeout=150, grace=30)
+        launch.jax_processes("jax_restart.py", 2, made, 8, timeout=200, grace=60)
     return made, str(failure.value)
 
 
@@ -98,7 +98,7 @@ def test_who_is_left_ends_with_an_error_in_time(interrupted):
     assert re.search(r"worker 0, exit status -?\d+$", printed, re.MULTILINE), printed
     (seconds,) = re.findall(r"^after ([\d.]+) s: JaxRuntimeError$", printed, re.MULTILINE)
     assert float(seconds) < 2 + 4, printed  # 2 s on a quiet machine
-    assert "task: 1" in printed.lower() or "Task 1 heartbeat timeout" in printed
+    assert re.search(r"\btask\W{1,2}1\b", printed, re.IGNORECASE), printed  # "Task 1", "Task: 1", "task:1"
 
 
 def test_processes_that_are_started_again_end_with_the_weights_of_some_that_nobody_killed(interrupted):

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from conftest import BACKEND
-from support import problem
+from support import problem, restarting
 
 import keras_shardopt as ks
 
@@ -41,17 +41,8 @@ def alone(tmp_path_factory):
 def trained(folder, interrupted=False, prepared=False, callback=None, noise=False, **arguments):
     """All variables after training in `folder`, as a program that was just started would train."""
     keras.utils.set_random_seed(3)
-    layers = [
-        keras.Input((problem.NUM_FEATURES,)),
-        keras.layers.Dense(7, activation="tanh"),
-        keras.layers.Dropout(0.3),
-        *([Noise()] if noise else []),
-        keras.layers.BatchNormalization(),
-        keras.layers.Dense(problem.NUM_OUTPUTS),
-    ]
-    model = keras.Sequential(layers)
-    rate = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.9)
-    model.compile(ks.CrossShard(keras.optimizers.Adam(rate, use_ema=True)), "mse")
+    model = keras.Sequential(restarting.layers(*([Noise()] if noise else [])))
+    model.compile(ks.CrossShard(restarting.adam()), "mse")
     if prepared:
         ks.prepare(model)
     backup = callback or ks.callbacks.BackupAndRestore(folder, **arguments)
