@@ -15,7 +15,15 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import dense, global_norm, in_float32, is_next_value, is_sparse, map_values
+from keras_shardopt.numerics import (
+    clip_by_global_norm,
+    dense,
+    global_norm,
+    in_float32,
+    is_next_value,
+    is_sparse,
+    map_values,
+)
 from keras_shardopt.optimizers import LARC, GradientClipping
 from keras_shardopt.replica import framework
 from keras_shardopt.wrapper import OptimizerWrapper, inside, leaf_of, leaves
@@ -164,6 +172,10 @@ def _rate_tag(leaf: Any, num_leaves: int) -> str:
     return "learning_rate" if num_leaves == 1 else f"learning_rate_{leaf.name}"
 
 
+_Seen = Callable[[], Gradients]
+"""Makes the gradients that are looked at, in float32 and in units of the loss."""
+
+
 class _Observer:
     """Keeps, as variables of the optimizer's, numbers that only the update itself knows.
 
@@ -183,7 +195,9 @@ class _Observer:
         # Who is asked, when, and for what.
         self._looks: list[tuple[OptimizerWrapper, str, Callable[..., None]]] = []
         before = (changing[0], "arriving") if changing else (last, "departing")
-        clipped = (clipping[-1], "departing") if clipping else before
+        # Clipped once more where someone looks: what the clipping gives away need not lie in memory for that.
+        self._clipping = clipping[-1] if clipping else None
+        clipped = (clipping[-1], "arriving") if clipping else before
         if "global_gradient_norm" in names:
             self._looks.append((*before, self._see_global_norm))
             if clipping:
@@ -259,11 +273,15 @@ class _Observer:
             is_due = ops.equal(ops.mod(update, self._every), 0)
         plain = [(g, v) for g, v in zip(grads, variables) if not is_next_value(v)]
         unit = wrapper.incoming_scale()
+        seen_variables = [v for _, v in plain]
+
+        # Only those who want gradients make them: where steps are traced, what a branch reads must lie in memory.
+        def seen() -> Gradients:
+            return [None if g is None else map_values(lambda x: in_float32(x) / unit, g) for g, _ in plain]
 
         def see_all() -> None:
-            seen = [None if g is None else map_values(lambda x: in_float32(x) / unit, g) for g, _ in plain]
             for see in looks:
-                see(seen, [v for _, v in plain])
+                see(seen, seen_variables)
 
         framework.when(is_due, see_all, self._all_notes())
 
@@ -271,29 +289,34 @@ class _Observer:
         for note, value in zip(self._notes[name], values):
             note.assign(ops.cast(value, note.dtype))
 
-    def _see_global_norm(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        self._keep("global_norm", [global_norm(grads)])
+    def _clipped(self, grads: Gradients) -> Gradients:
+        """What the clipping makes of gradients; without one, these themselves."""
+        return grads if self._clipping is None else clip_by_global_norm(grads, self._clipping.clip_gradients)[0]
 
-    def _see_clipped_norm(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        self._keep("clipped_norm", [global_norm(grads)])
+    def _see_global_norm(self, seen: _Seen, variables: Sequence[Variable]) -> None:
+        self._keep("global_norm", [global_norm(seen())])
 
-    def _see_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+    def _see_clipped_norm(self, seen: _Seen, variables: Sequence[Variable]) -> None:
+        self._keep("clipped_norm", [global_norm(self._clipped(seen()))])
+
+    def _see_gradients(self, seen: _Seen, variables: Sequence[Variable]) -> None:
+        grads = self._clipped(seen())
         self._keep("gradient_norms", [self._by_variable(variables, grads, lambda g, _: global_norm([g]))])
         if "gradients" in self._notes:
             whole = dict(zip(map(id, variables), grads))
             kept = [whole.get(id(v)) for v in self._given(variables)]
             self._keep("gradients", [_dense_or_zeros(g, v) for g, v in zip(kept, self._updated)])
 
-    def _see_larc(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+    def _see_larc(self, seen: _Seen, variables: Sequence[Variable]) -> None:
         larc = self._larc
         assert larc is not None
         unit = larc.incoming_scale()
         self._keep(
             "ratios",
-            [self._by_variable(variables, grads, lambda g, v: larc.ratio(map_values(lambda x: x * unit, g), v))],
+            [self._by_variable(variables, seen(), lambda g, v: larc.ratio(map_values(lambda x: x * unit, g), v))],
         )
 
-    def _see_update(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+    def _see_update(self, seen: _Seen, variables: Sequence[Variable]) -> None:
         if "rates" in self._notes:
             self._keep("rates", [ops.stack([ops.cast(leaf.learning_rate, "float32") for leaf in self._leaves])])
         if "variable_norms" in self._notes:
