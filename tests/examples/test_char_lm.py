@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from support import events
-from test_digits import EXAMPLES, run
+from test_examples import EXAMPLES, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -1,6 +1,7 @@
 """Trains with backups, on ranks that torchrun starts again when one of them has killed itself.
 
-Arguments: a folder, and the steps in which rank 1 dies: in the first of them when it was started first, and so on.
+Arguments: a folder; "whole", or "sharded" for ranks that hold a part of the state each; and the steps in which rank 1
+dies: in the first of them when it was started first, and so on.
 """
 
 import os
@@ -20,12 +21,12 @@ EPOCHS, STEPS = 6, 5
 
 
 def main():
-    folder, deaths = pathlib.Path(sys.argv[1]), [int(step) for step in sys.argv[2:]]
+    folder, deaths = pathlib.Path(sys.argv[1]), [int(step) for step in sys.argv[3:]]
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     keras.utils.set_random_seed(5)
     with ks.data_parallel(timeout=60) as scope:
         model = keras.Sequential(restarting.layers())
-        model.compile(ks.CrossShard(ks.LossScaling(restarting.adam())), "mse")
+        model.compile(ks.CrossShard(ks.LossScaling(restarting.adam()), shard_state=sys.argv[2] == "sharded"), "mse")
     ks.prepare(model)
     # The second rank has a row less, so that the parts are unequal; `fit` shuffles each rank's own.
     x, y = (
@@ -35,8 +36,16 @@ def main():
     backup = ks.callbacks.BackupAndRestore(folder / "backup" if scope.is_chief else folder / "nowhere")
     model.fit(x, y, batch_size=8, epochs=EPOCHS, verbose=0, callbacks=[backup, restarting.Dying(step)])
     assert not (folder / "nowhere").exists() and not (folder / "backup").exists()
+    state, scaling = {}, {}
+    model.optimizer.save_own_variables(state)
+    model.optimizer.wrapper_state.save_own_variables(scaling)
     if scope.is_chief:
-        np.savez(folder / "end.npz", **restarting.values([*model.variables, *model.optimizer.variables]))
+        saved = {
+            f"{kind} {key}": array
+            for kind, store in (("state", state), ("scaling", scaling))
+            for key, array in store.items()
+        }
+        np.savez(folder / "end.npz", **restarting.values(model.variables), **saved)
 
 
 main()

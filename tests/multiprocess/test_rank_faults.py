@@ -1,6 +1,5 @@
 """PyTorch: ranks that train different things, that die or stall, and that are started again."""
 
-import functools
 import json
 import os
 import re
@@ -61,23 +60,24 @@ def test_the_others_end_in_time_and_name_the_rank(rounds, how):
         assert named and case["victim"] in map(int, re.findall(r"\d+", named[1])), (case, rank, end)
 
 
-@functools.cache
-def trained(folder, *deaths):
+def trained(folder, kind, *deaths):
     """The weights and state that torchrun's ranks end with, where rank 1 dies once in each of the steps `deaths`."""
+    folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
     (port,) = launch.free_ports(1)
     command += ["--master-port", str(port), "--monitor-interval", "0.1"]
-    command += [str(launch.TESTS / "multiprocess" / "rank_restart.py"), str(folder), *map(str, deaths)]
+    command += [str(launch.TESTS / "multiprocess" / "rank_restart.py"), str(folder), kind, *map(str, deaths)]
     printed = launch.run(command, 200, {**launch.variables("torch"), "OMP_NUM_THREADS": "1"})
     return dict(np.load(folder / "end.npz")), printed
 
 
 def test_a_restarted_job_ends_with_the_weights_of_one_that_nobody_killed(tmp_path):
-    alone, killed = tmp_path / "alone", tmp_path / "killed"
-    os.mkdir(alone), os.mkdir(killed)
-    expected, _ = trained(alone)
-    found, printed = trained(killed, 8, 17)
-    assert printed.count("begins with epoch") == 3 * 2 and "begins with epoch 3" in printed, printed
-    assert found.keys() == expected.keys() and len(found) > 10
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    expected, _ = trained(tmp_path / "alone", "whole")
+    for kind, deaths, begun in (("whole", (8, 17), "epoch 3"), ("sharded", (13,), "epoch 2")):
+        found, printed = trained(tmp_path / kind, kind, *deaths)
+        assert printed.count("begins with epoch") == (len(deaths) + 1) * 2, printed
+        assert f"begins with {begun}" in printed, printed
+        # Two ranks' sums are the same in any order, so that even the bits are, whoever holds which part.
+        assert found.keys() == expected.keys() and len(found) > 10
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=name)

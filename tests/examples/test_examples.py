@@ -52,3 +52,18 @@ def test_bfloat16_digits_need_masters(backend):
     assert in_float32 > 0.95
     assert float(printed(output, "bfloat16 with masters")) >= in_float32 - 0.005
     assert float(printed(output, "bfloat16")) < in_float32 - 0.02
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+def test_state_that_does_not_fit_is_divided(backend, tmp_path):
+    start = [sys.executable]
+    if backend == "torch":
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*start, str(EXAMPLES / "sharded_state.py"), "--replicas", "2", "--steps", "20"]
+    output = run(*command, "--file", str(tmp_path / "model.keras"), KERAS_BACKEND=backend)
+    assert printed(output, "backend") == backend
+    assert printed(output, "divided") == "True"
+    assert printed(output, "updates") == "40"
+    assert 0.98 < float(printed(output, "MiB held")) < 1.0
+    whole, ideal = re.search(r"optimizer state: ([\d,]+) bytes, ideally ([\d,]+)", output).groups()
+    assert int(whole.replace(",", "")) == 2 * int(ideal.replace(",", ""))
