@@ -36,16 +36,13 @@ def main():
     backup = ks.callbacks.BackupAndRestore(folder / "backup" if scope.is_chief else folder / "nowhere")
     model.fit(x, y, batch_size=8, epochs=EPOCHS, verbose=0, callbacks=[backup, restarting.Dying(step)])
     assert not (folder / "nowhere").exists() and not (folder / "backup").exists()
-    state, scaling = {}, {}
-    model.optimizer.save_own_variables(state)
-    model.optimizer.wrapper_state.save_own_variables(scaling)
+    saved = restarting.values(model.variables)
+    for name, part in (("state", model.optimizer), ("scaling", model.optimizer.wrapper_state)):
+        store = {}
+        part.save_own_variables(store)  # on all ranks, which have it together
+        saved |= {f"{name} {key}": array for key, array in store.items()}
     if scope.is_chief:
-        saved = {
-            f"{kind} {key}": array
-            for kind, store in (("state", state), ("scaling", scaling))
-            for key, array in store.items()
-        }
-        np.savez(folder / "end.npz", **restarting.values(model.variables), **saved)
+        np.savez(folder / "end.npz", **saved)
 
 
 main()

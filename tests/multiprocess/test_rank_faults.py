@@ -1,7 +1,6 @@
 """PyTorch: ranks that train different things, that die or stall, and that are started again."""
 
 import json
-import os
 import re
 import sys
 
