@@ -450,7 +450,8 @@ class Shards:
             return ops.convert_to_numpy(variable)
         else:
             owners, shape = self._owners[i], self.stored_shape(variable)
-            if not tuple(variable.shape) and tuple(self.stand_ins[i].shape):  # a number of the variable
+            # A number of the variable. Which of these it is must not depend on what this replica has.
+            if not tuple(variable.shape) and (self._may_cut[i] or len(self.variables[i].shape)):
                 owners, shape = [(owners[0][0], Piece(i, 0, 1))], ()
             elif not self._may_cut[i]:
                 shape = framework.gather_objects(shape)[owners[0][0]]
