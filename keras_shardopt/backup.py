@@ -47,7 +47,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     `shuffle=False` or a data set seeded by epoch. Other callbacks begin anew, as they do in Keras. What each replica
     keeps for itself, such as moving statistics without `prepare`, becomes that of the chief. And a window of
     micro-steps (`CrossShard(gradient_accumulation_steps=k)`) that an epoch leaves unfinished begins anew, of which a
-    warning tells: have a multiple of k steps per epoch.
+    warning tells: have a multiple of k steps per epoch. With `CrossShard(shard_state=True)` a backup fits any number of
+    replicas, also one.
 
     Args:
         backup_dir: str or path: a local directory, which is made if it is not there. Only the chief needs to see it.

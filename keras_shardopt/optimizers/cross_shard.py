@@ -159,7 +159,8 @@ class CrossShard(OptimizerWrapper):
             first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
             `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
             nothing inside scales the loss; if `shard_state` comes with `group_assignment`. When it is built: if
-            `shard_state` meets an optimizer that would be wrong with a part of the gradients; on TensorFlow also one
+            `shard_state` meets an optimizer that would be wrong with a part of the gradients, or is inside a
+            `MultiOptimizer`; on TensorFlow also one
             that must see variables whole, or a strategy other than `MirroredStrategy`.
             At the first step: if each replica's own gradients are needed where they are reduced already;
             on every process, if processes differ in their variables, optimizers, arguments or versions.
