@@ -26,7 +26,7 @@ from keras_shardopt._typing import Variable
 from keras_shardopt.atomic import Unfinished
 from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 from keras_shardopt.replica import framework
-from keras_shardopt.saving import needs_all, raise_together, steadily, take_part
+from keras_shardopt.saving import needs_all, raise_together, saved_together, steadily, take_part
 from keras_shardopt.wrapper import OptimizerWrapper
 
 
@@ -47,7 +47,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     `shuffle=False` or a data set seeded by epoch. Other callbacks begin anew, as they do in Keras. What each replica
     keeps for itself, such as moving statistics without `prepare`, becomes that of the chief. And a window of
     micro-steps (`CrossShard(gradient_accumulation_steps=k)`) that an epoch leaves unfinished begins anew, of which a
-    warning tells: have a multiple of k steps per epoch.
+    warning tells: have a multiple of k steps per epoch. With `CrossShard(shard_state=True)` a backup fits any number of
+    replicas, also one.
 
     Args:
         backup_dir: str or path: a local directory, which is made if it is not there. Only the chief needs to see it.
@@ -131,8 +132,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         if arrays is not None:
             framework.assign_copies([*_variables(model), *seed], arrays["variable"])
         framework.start_equal([*model.variables, *seed], _optimizer_variables(model))
-        if needs_all(model):
-            for part, name in _saved_together(model.optimizer):
+        if _stores_whole(model):
+            for part, name in saved_together(model.optimizer):
                 part.load_own_variables(_from_chief(None if arrays is None else arrays[name]))
         num_processes, process_id = framework.process()
         if len(header["random_states"]) == num_processes:
@@ -193,8 +194,8 @@ class BackupAndRestore(keras.callbacks.Callback):
                 stored = _Entries(archive, "variable")
                 for i, variable in enumerate([*variables, *seed]):
                     stored[str(i)] = keras.ops.convert_to_numpy(variable)
-                if needs_all(model):
-                    for part, name in _saved_together(model.optimizer):
+                if _stores_whole(model):
+                    for part, name in saved_together(model.optimizer):
                         part.save_own_variables(_Entries(archive, name))
             unfinished.finish(keep_as=self._previous_path if self.double_checkpoint else None)
         finally:
@@ -217,7 +218,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 problem = problem or OSError(f"The backup {path!r} cannot be read: {error}")
                 continue
             shapes = [list(v.shape) for v in _variables(self.model)]
-            is_in_parts = needs_all(self.model)
+            is_in_parts = _stores_whole(self.model)
             if bool(arrays[_TOGETHER[0]]) != is_in_parts:
                 raise ValueError(
                     "`backup_dir` must hold a backup of the same model and optimizer. "
@@ -249,10 +250,9 @@ def _is_chief() -> bool:
 _TOGETHER = ("state", "wrapper_state")
 
 
-def _saved_together(optimizer: Any) -> list[tuple[Any, str]]:
-    """What writes and reads the whole state of which each replica holds a part, and the names of its arrays."""
-    own = optimizer.wrapper_state if isinstance(optimizer, OptimizerWrapper) else None
-    return [(part, name) for part, name in zip((optimizer, own), _TOGETHER) if part is not None]
+def _stores_whole(model: Any) -> bool:
+    """Whether a backup has the state as files have it; then it fits any number of replicas, also one."""
+    return needs_all(model) or any(part.shard_state for part in cross_shards(model.optimizer))
 
 
 def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
@@ -282,8 +282,11 @@ def _variables(model: Any) -> list[Variable]:
 def _optimizer_variables(model: Any) -> list[Variable]:
     """Those of which every process has a copy."""
     optimizer = model.optimizer
-    if optimizer is None or needs_all(model):
+    if optimizer is None:
         return []
+    if _stores_whole(model):  # what no file holds: how many steps were skipped
+        own = {id(v) for part in cross_shards(optimizer) for v in part.shared_own_variables}
+        return [v for v in optimizer.variables if id(v) in own]
     return optimizer.shared_variables if isinstance(optimizer, OptimizerWrapper) else list(optimizer.variables)
 
 

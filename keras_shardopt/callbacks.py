@@ -80,6 +80,7 @@ class SyncReplicas(keras.callbacks.Callback):
         if framework.processes_start_apart:
             for part in cross_shards(getattr(model, "optimizer", None)):
                 part.check_peers()
+                part.check_parts()
         framework.start_equal(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,9 +48,9 @@ def which_may_be_cut(optimizer: Any, variables: Sequence[Variable]) -> list[bool
         for parity in (0, 1)
     ]
     for i, mold in enumerate(molds):
-        if not (_alike(whole.updates[i], crowd.updates[i]) and _alike(whole.updates[i], apart[i % 2].updates[i])):
+        if not (_alike(whole.effects[i], crowd.effects[i]) and _alike(whole.effects[i], apart[i % 2].effects[i])):
             again = _Run(optimizer, [[mold.whole] for mold in molds])
-            if not all(_alike(a, b) for a, b in zip(whole.updates, again.updates)):
+            if not all(_alike(a, b) for a, b in zip(whole.effects, again.effects)):
                 raise ValueError(
                     f"{_rule(optimizer)} Received: one whose updates are not the same each time. {_ADVICE}"
                 )
@@ -66,15 +67,34 @@ def which_may_be_cut(optimizer: Any, variables: Sequence[Variable]) -> list[bool
                 )
     halves = _Run(optimizer, [mold.halves for mold in molds])
     may = [
-        _alike(whole.updates[i], halves.updates[i])
+        _alike(whole.effects[i], halves.effects[i])
         and all(names == whole.slot_names[i] for names in halves.names_of_parts[i])
         and halves.slots_are_shaped[i]
         for i in range(len(molds))
     ]
     # State that belongs to no variable, and is no number: nobody could say which part of it is whose.
     known = all(not shape for shape in halves.shared_shapes)
+    kinds: dict[Any, bool] = {}
+    for i, mold in enumerate(molds):
+        if may[i] and known:
+            kind = (_large_shape(mold.variable), tuple(whole.slot_names[i]))
+            if kind not in kinds:
+                kinds[kind] = _is_as_small_ones(optimizer, mold, whole.slot_names[i])
+            may[i] = kinds[kind]
     found = iter(may)
     return [False if is_next_value(v) else next(found) and known for v in variables]
+
+
+def _large_shape(variable: Variable) -> tuple[int, ...]:
+    limit = 256 if len(variable.shape) < 3 else 64
+    return tuple(min(size, limit) for size in variable.shape)
+
+
+def _is_as_small_ones(optimizer: Any, mold: _Mold, slot_names: Sequence[str]) -> bool:
+    """Whether the state of a variable is made like that of a small one; some factor that of large matrices only."""
+    values = np.zeros(_large_shape(mold.variable), "float32")
+    run = _Run(optimizer, [[(mold.variable, values, [])]], num_steps=0)
+    return run.slots_are_shaped[0] and run.slot_names[0] == slot_names and not any(run.shared_shapes)
 
 
 def holds_weights(optimizer: Any, variables: Sequence[Variable]) -> bool:
@@ -115,6 +135,7 @@ class _Mold:
         # The second half is much larger, so that what looks at both shows.
         factors = np.where(np.arange(size) < size // 2, 1.0, 30.0).reshape(shape) * scale
         grads = [(random.normal(size=shape) * factors * s).astype("float32") for s in _SCALES]
+        self.variable = variable
         self.path = str(getattr(variable, "path", variable.name))
         self.whole = (variable, values, grads)
         half = size // 2
@@ -147,20 +168,24 @@ class _Run:
     """What becomes of some variables, each in one part or several."""
 
     def __init__(self, optimizer: Any, parts: Sequence[Sequence[Any]], num_steps: int = len(_SCALES)) -> None:
-        fresh = _fresh(optimizer)
+        fresh = _fresh(optimizer, **_VISIBLE)
         made = [[_made(like, values) for like, values, _ in each] for each in parts]
         flat = [variable for each in made for variable in each]
         with empty_name_scope():
             fresh.build(flat)
         self._look_at_state(fresh, made, flat)
-        self.updates: list[list[np.ndarray]] = [[] for _ in parts]
+        # What becomes of each: its updates one after another, and its state after the last.
+        self.effects: list[list[np.ndarray]] = [[] for _ in parts]
         chosen = [i for i, variable in enumerate(flat) if 0 not in variable.shape]
         grads = [grads for each in parts for _, _, grads in each]
         for step in range(num_steps):
             before = [_joined(each) for each in made]
             fresh.apply([ops.convert_to_tensor(grads[i][step]) for i in chosen], [flat[i] for i in chosen])
-            for updates, old, each in zip(self.updates, before, made):
-                updates.append(_joined(each) - old)
+            for effects, old, each in zip(self.effects, before, made):
+                effects.append(_joined(each) - old)
+        # An update may hide what its state shows: one that goes by signs, or is too small to change a weight.
+        for effects, slots in zip(self.effects, self._slots):
+            effects += [_joined_slot(parts) for parts in slots]
         self.state = [np.array(ops.convert_to_numpy(v), "float64") for v in fresh.variables]
         self.shared_state = [np.array(ops.convert_to_numpy(v), "float64") for v in self._shared]
 
@@ -168,15 +193,19 @@ class _Run:
         """Which state belongs to which part, by its name, as `SlotAccess` finds it."""
         owned = slots_of(fresh, flat)
         names: list[list[str]] = [[] for _ in flat]
+        slots: list[list[Variable]] = [[] for _ in flat]
         shaped = [True] * len(flat)
         for position, name, slot in owned:
             names[position].append(name)
+            slots[position].append(slot)
             shaped[position] &= tuple(slot.shape) in ((), tuple(flat[position].shape))
         seen = {id(slot) for _, _, slot in owned}
         self._shared = [v for v in fresh.variables if id(v) not in seen]
         self.shared_shapes = [tuple(v.shape) for v in self._shared]
         ranges = list(itertools.pairwise(np.cumsum([0, *[len(each) for each in made]])))
         self.names_of_parts = [names[start:stop] for start, stop in ranges]
+        # For each variable its slots, of all its parts together.
+        self._slots = [list(zip(*slots[start:stop])) for start, stop in ranges]
         self.slot_names = [each[0] for each in self.names_of_parts]
         self.slots_are_shaped = [all(shaped[start:stop]) for start, stop in ranges]
 
@@ -206,13 +235,17 @@ def _made(like: Variable, values: np.ndarray) -> Variable:
     return named_like(like, initializer=initializer, shape=values.shape, dtype="float32")
 
 
-def _fresh(optimizer: Any) -> Any:
+# At a rate of 0 nothing could be seen, as where a schedule begins, nor before a window of gradients is full.
+_VISIBLE = {"learning_rate": 0.05, "gradient_accumulation_steps": None}
+
+
+def _fresh(optimizer: Any, **changes: Any) -> Any:
     kind = type(optimizer)
     try:
-        config = optimizer.get_config()
-        if isinstance(config.get("learning_rate"), float):
-            config["learning_rate"] = 0.05  # any will do but 0, at which nothing could be seen
-        return kind.from_config(config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a rate that is a lambda is not going to be stored
+            config = optimizer.get_config()
+        return kind.from_config({**config, **{key: value for key, value in changes.items() if key in config}})
     except Exception as error:  # anything: both are functions of the user's
         raise ValueError(
             "`shard_state=True` tries an optimizer out first, and so needs one that can be made from its config. "
@@ -223,6 +256,11 @@ def _fresh(optimizer: Any) -> Any:
 
 def _joined(parts: Sequence[Variable]) -> np.ndarray:
     return np.concatenate([np.array(ops.convert_to_numpy(part), "float64").reshape(-1) for part in parts])
+
+
+def _joined_slot(parts: Sequence[Variable]) -> np.ndarray:
+    # A number is not divided: each part is to have that of the whole.
+    return np.unique(_joined(parts)) if not any(len(part.shape) for part in parts) else _joined(parts)
 
 
 def _alike(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:

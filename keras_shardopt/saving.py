@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -260,7 +261,8 @@ def take_part(model: Any) -> None:
     """What a process that writes nothing does while another one writes `steadily`."""
     if needs_all(model):
         with _among(model):
-            model.optimizer.save_own_variables(Dropping())
+            for part, _ in saved_together(model.optimizer):
+                part.save_own_variables(Dropping())
 
 
 def _copy(source: str, target: str) -> None:
@@ -274,6 +276,12 @@ def needs_all(model: Any) -> bool:
     optimizer = getattr(model, "optimizer", None)  # a model that was not compiled has none
     chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
     return any(o.saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))
+
+
+def saved_together(optimizer: Any) -> list[tuple[Any, str]]:
+    """What writes and reads the state of which each replica holds a part, in Keras' order, and a name for each."""
+    own = optimizer.wrapper_state if isinstance(optimizer, OptimizerWrapper) else None
+    return [(part, name) for part, name in ((optimizer, "state"), (own, "wrapper_state")) if part is not None]
 
 
 class Dropping:
@@ -307,28 +315,32 @@ def steadily(model: Any) -> Iterator[None]:
     if not needs_all(model):
         yield
         return
-    optimizer = model.optimizer
-    real = optimizer.save_own_variables
-    has_begun = False
+    waiting = {id(part): part.save_own_variables for part, _ in saved_together(model.optimizer)}
 
-    def save_own_variables(store: Any) -> None:
-        nonlocal has_begun
-        has_begun = True
+    def gather(part: Any, store: Any) -> None:
+        real = waiting.pop(id(part))
         steady = _Steady(store)
-        with _among(model):
-            real(steady)
+        try:
+            with _among(model):
+                real(steady)
+        except Exception:
+            waiting.clear()  # the others have failed here, too
+            raise
         if steady.problem is not None:
             raise steady.problem
 
-    # On the instance, past Keras' attribute tracking, for the time of the block.
-    optimizer.__dict__["save_own_variables"] = save_own_variables
+    # On the instances, past Keras' attribute tracking, for the time of the block.
+    for part, _ in saved_together(model.optimizer):
+        part.__dict__["save_own_variables"] = functools.partial(gather, part)
     try:
         yield
     finally:
-        del optimizer.__dict__["save_own_variables"]
-        if not has_begun:
-            with _among(model):
-                real(Dropping())  # the others have begun already
+        parts = [part for part, _ in saved_together(model.optimizer)]
+        for part in parts:
+            del part.__dict__["save_own_variables"]
+        for part in parts:
+            if id(part) in waiting:
+                gather(part, Dropping())  # the others have begun already
 
 
 # -- what processes tell each other ----------------------------------------------------------------------------------

@@ -32,6 +32,9 @@ from keras_shardopt.wrapper import OptimizerWrapper, inside, leaves
 MEETING_SECONDS = 60.0
 """For how long a replica that saves waits for the others to save too."""
 
+_SENT_TOGETHER = 2**22
+"""How many elements of a state travel at once when it is put together, beside the whole of which one array is held."""
+
 _LOPSIDED = 1.25
 """How much longer than a mean share the longest may be, before shares are no longer sent in chunks of one length."""
 
@@ -450,19 +453,22 @@ class Shards:
             return ops.convert_to_numpy(variable)
         else:
             owners, shape = self._owners[i], self.stored_shape(variable)
-            if not tuple(variable.shape) and tuple(self.stand_ins[i].shape):  # a number of the variable
+            # A number of the variable. Which of these it is must not depend on what this replica has.
+            if not tuple(variable.shape) and (self._may_cut[i] or len(self.variables[i].shape)):
                 owners, shape = [(owners[0][0], Piece(i, 0, 1))], ()
             elif not self._may_cut[i]:
                 shape = framework.gather_objects(shape)[owners[0][0]]
                 owners = [(owners[0][0], Piece(i, 0, int(np.prod(shape))))]
         whole = None
         for replica, piece in owners:
-            is_mine = replica == self.replica_id
-            part = flattened(variable, None) if is_mine else ops.zeros((piece.size,), dtype_of(variable))
-            (part,) = replicas.broadcast([part], root=replica)
-            array = ops.convert_to_numpy(part)
-            whole = np.empty((sum(p.size for _, p in owners),), array.dtype) if whole is None else whole
-            whole[piece.start : piece.stop] = array
+            mine = flattened(variable, None) if replica == self.replica_id else None
+            for start in range(0, piece.size, _SENT_TOGETHER):
+                stop = min(piece.size, start + _SENT_TOGETHER)
+                part = ops.zeros((stop - start,), dtype_of(variable)) if mine is None else mine[start:stop]
+                (part,) = replicas.broadcast([part], root=replica)
+                array = ops.convert_to_numpy(part)
+                whole = np.empty((sum(p.size for _, p in owners),), array.dtype) if whole is None else whole
+                whole[piece.start + start : piece.start + stop] = array
         return np.zeros(shape or ()) if whole is None else whole.reshape(shape or ())
 
     def assign_stored(self, variable: Variable, array: Any) -> None:

@@ -759,10 +759,19 @@ def _portable(config: Any) -> Any:
 
 def _caller_is_loss_scale_optimizer(method: str) -> bool:
     """Whether that method of a `keras.optimizers.LossScaleOptimizer` is running further out."""
-    frame = sys._getframe(2)
+    return _is_running(method, keras.optimizers.LossScaleOptimizer)
+
+
+def is_built_among_several() -> bool:
+    """Whether the `build` of a `keras.optimizers.MultiOptimizer` is running further out."""
+    return _is_running("build", getattr(keras.optimizers, "MultiOptimizer", ()))  # Keras before 3.15 has none
+
+
+def _is_running(method: str, kind: Any) -> bool:
+    frame = sys._getframe(3)
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if frame.f_code.co_name == method and isinstance(caller, keras.optimizers.LossScaleOptimizer):
+        if frame.f_code.co_name == method and isinstance(caller, kind):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -39,7 +39,16 @@ from keras_shardopt.replica import (
     reduction_is_claimed,
 )
 from keras_shardopt.sharding import MEETING_SECONDS, MemoryReport, Shards, check_can_shard, laid_out_report
-from keras_shardopt.wrapper import Observer, OptimizerWrapper, empty_name_scope, inside, leaves, parts
+from keras_shardopt.wrapper import (
+    Observer,
+    OptimizerWrapper,
+    empty_name_scope,
+    innermost,
+    inside,
+    is_built_among_several,
+    leaves,
+    parts,
+)
 
 _SUMMED_ADVICE = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, axis_name, to='varying')` on weights."
 _GLOBAL_ADVICE = (
@@ -150,7 +159,8 @@ class CrossShard(OptimizerWrapper):
             first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
             `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
             nothing inside scales the loss; if `shard_state` comes with `group_assignment`. When it is built: if
-            `shard_state` meets an optimizer that would be wrong with a part of the gradients; on TensorFlow also one
+            `shard_state` meets an optimizer that would be wrong with a part of the gradients, or is inside a
+            `MultiOptimizer`; on TensorFlow also one
             that must see variables whole, or a strategy other than `MirroredStrategy`.
             At the first step: if each replica's own gradients are needed where they are reduced already;
             on every process, if processes differ in their variables, optimizers, arguments or versions.
@@ -336,11 +346,13 @@ class CrossShard(OptimizerWrapper):
             replicas = framework.replicas(self.axis_name)
             if replicas.num_replicas == 1:
                 return None
+            _refuse_several()
             with framework.outside_trace():
                 return Shards(self, variables, replicas)
         num_copies = framework.num_copies(variables)
         if num_copies == 1:
             return None
+        _refuse_several()
         with framework.outside_trace():
             return EvenShards(self, variables, num_copies)
 
@@ -444,6 +456,12 @@ class CrossShard(OptimizerWrapper):
         sums = self._accumulators.of_this_replica if self.accumulates and self._accumulators.is_built else []
         shards = self.__dict__.get("_shards")
         return sums if shards is None else [*sums, *[v for v in self.inner.variables if shards.is_divided(v)]]
+
+    @property
+    def shared_own_variables(self) -> list[Variable]:
+        """Those that it keeps itself and that are equal on all replicas."""
+        apart = {id(v) for v in self.replica_state}
+        return [v for v in self._variables if id(v) not in apart]
 
     # -- files ---------------------------------------------------------------------------------------------------
 
@@ -585,6 +603,17 @@ class CrossShard(OptimizerWrapper):
             self._shards.check(replicas)
             self._shards.check_start(int(ops.convert_to_numpy(self.iterations)))
         self.__dict__["_agrees"] = True
+
+    def check_parts(self) -> None:
+        """Makes sure, where state is divided, that its parts still belong together. All processes call it together.
+
+        For what gives all processes the first one's values: parts of the state cannot come from there.
+
+        Raises:
+            ValueError: on every process, if they do not.
+        """
+        if self._shards is not None and self.__dict__["_agrees"]:
+            self._shards.check_start(int(ops.convert_to_numpy(self.iterations)))
 
     def have_started(self, replicas: ReplicaBackend) -> None:
         """Says that these replicas have equal weights and state already, before the first update."""
@@ -875,10 +904,10 @@ class CrossShard(OptimizerWrapper):
                 end_together(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
         if not framework.stops_in_step:
             self.check_finite()
-        if self._shards is not None and self.use_ema:
-            self._shards.finalize(self.inner, var_list)
-        elif self._shards is None:
+        if self._shards is None:
             super().finalize_variable_values(var_list)
+        elif self.use_ema or _finalizes(innermost(self)):
+            self._shards.finalize(self.inner, var_list)
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients that nobody inside may reduce again; when accumulating, at the end of a window."""
@@ -1014,6 +1043,19 @@ def cross_shards(optimizer: Any) -> list[CrossShard]:
     """Every `CrossShard` of an optimizer, itself and inside it, from the outside in; none where it is None."""
     chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
     return [part for part in chain if isinstance(part, CrossShard)]
+
+
+def _refuse_several() -> None:
+    if is_built_among_several():
+        raise ValueError(
+            "`shard_state=True` cannot be inside a `MultiOptimizer`, which stores what each replica has by itself, and "
+            "so a part of the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."
+        )
+
+
+def _finalizes(leaf: Any) -> bool:
+    """Whether an optimizer of a user's has something of its own to do when training ends."""
+    return type(leaf).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values
 
 
 def _skips_overflows(optimizer: Any) -> bool:

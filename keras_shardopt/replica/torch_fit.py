@@ -114,6 +114,7 @@ class _Session:
         assert self.ranks is not None
         for reducer in self._reducers_of(self.model.optimizer):
             reducer.check_peers(self.ranks)
+            reducer.check_parts()
         optimizer = self.model.optimizer
         shared = getattr(optimizer, "shared_variables", optimizer.variables)
         self.ranks.start_together(self.model.trainable_variables, shared)

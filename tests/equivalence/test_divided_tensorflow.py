@@ -1,5 +1,7 @@
 """TensorFlow: state that the replicas of a `MirroredStrategy` divide, each with slices of its own."""
 
+import shutil
+
 import keras
 import numpy as np
 import pytest
@@ -268,8 +270,11 @@ def test_fit_and_the_files_of_fit(tmp_path):
         ks.save_model(model, tmp_path / "saved.keras")
         # Interrupted here: one goes on from the backup, one from the file.
         restored = compiled(ks.CrossShard(problem.sgd_momentum(), shard_state=True))
+        backup = shutil.copytree(tmp_path / "backup", tmp_path / "again")
         assert problem.relative_difference(fitted(restored, tmp_path / "backup"), expected) <= problem.TOLERANCE
         model.save(tmp_path / "plain.keras")
+    alone = compiled(ks.CrossShard(problem.sgd_momentum(), shard_state=True))  # started again, on fewer
+    assert problem.relative_difference(fitted(alone, backup), expected) <= problem.TOLERANCE
     with mirrored(4).scope():
         for name in ("saved", "plain"):
             loaded = keras.saving.load_model(tmp_path / f"{name}.keras")

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import torch
 import torch.distributed as dist
+from keras.src.saving.saving_lib import H5IOStore
 from support import problem
 
 import keras_shardopt as ks
@@ -115,6 +116,14 @@ def assert_equal(scope, optimizer, mine, inner, alone, tolerance=0.0):
         assert difference <= tolerance * max(1.0, np.abs(array).max(initial=0.0)), (key, difference)
 
 
+class Doubling(keras.optimizers.SGD):
+    """Has something of its own to do when training ends."""
+
+    def finalize_variable_values(self, var_list):
+        for variable in var_list:
+            variable.assign(2 * variable)
+
+
 ALREADY = ("SGD", "SGD momentum", "SGD nesterov", "Adam", "Adam amsgrad", "ScheduleFreeAdamW")  # here, or below
 ALREADY += ("Lamb", "Muon", "Adafactor")
 ELEMENTWISE = {
@@ -129,6 +138,7 @@ ELEMENTWISE = {
     "inner accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
     "free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),
     "novograd": lambda: ks.NovoGrad(0.01),
+    "own ending": lambda: Doubling(0.1),
     **{name: make for name, make in problem.keras_optimizers().items() if name not in ALREADY},
 }
 
@@ -152,7 +162,9 @@ def whole_variables_are_updated_whole(scope):
         lambda: keras.optimizers.Muon(0.01),
         lambda: keras.optimizers.Adafactor(0.01),
         lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5),
+        lambda: keras.optimizers.Lamb(0.01, gradient_accumulation_steps=NUM_STEPS),
         lambda: ks.LARC(keras.optimizers.SGD(0.1, momentum=0.9), 0.01),
+        lambda: ks.LARC(ks.NovoGrad(0.01), 0.01),  # which has a number for each variable
     ):
         assert_equal(scope, *both(scope, make), tolerance=1e-6)
     optimizer = both(scope, lambda: keras.optimizers.Muon(0.01))[0]
@@ -189,6 +201,50 @@ def mixed_dtypes_and_masters(scope):
     assert [a.shape for a in masters.values()] == [a.shape for a in expected.values()]
     for key, array in expected.items():
         np.testing.assert_allclose(masters[key], array, atol=1e-3)
+
+
+def small_model(optimizer, dtype="float32"):
+    layers = [keras.Input((4,)), keras.layers.Dense(5, dtype=dtype), keras.layers.Dense(3, dtype=dtype)]
+    model = keras.Sequential(layers)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def rows(scope):
+    random = np.random.default_rng(scope.replica_id)
+    return random.normal(size=(8, 4)), random.normal(size=(8, 3))
+
+
+@check
+def masters_are_saved_by_all_together(scope):
+    folder = pathlib.Path(sys.argv[1]).parent
+    make = lambda: ks.CrossShard(ks.MixedPrecision(keras.optimizers.Adam(0.01), 64.0), shard_state=True)  # noqa: E731
+    model = small_model(make(), "float16")
+    model.fit(*rows(scope), verbose=0)
+    masters = {}
+    model.optimizer.wrapper_state.save_own_variables(masters)
+    ks.save_model(model, folder / "masters.keras")
+    backup = ks.callbacks.BackupAndRestore(folder / "backup")
+    backup.set_model(model)
+    backup.on_epoch_end(0)
+    backup.on_train_end()
+    loaded = {}
+    keras.saving.load_model(folder / "masters.keras").optimizer.wrapper_state.save_own_variables(loaded)
+    assert len(masters) == 4 and all((loaded[key] == array).all() for key, array in masters.items())
+
+    # A disk that is full before or within the masters: the others are waiting for these all the same.
+    write = H5IOStore.__setitem__
+    for place in ("optimizer/4", "optimizer/wrapper_state/2"):
+
+        def full_disk(store, key, value, place=place):
+            if f"{store._h5_entry_path}/{key}" == place:
+                raise OSError("the disk is full")
+            write(store, key, value)
+
+        H5IOStore.__setitem__ = full_disk if scope.is_chief else write
+        refused(lambda: ks.save_model(model, folder / "masters.keras"), OSError, "the disk is full")
+        H5IOStore.__setitem__ = write
+    ks.save_model(model, folder / "masters.keras")
 
 
 @check
@@ -330,6 +386,10 @@ def saved_state_fits_again_and_elsewhere(scope):
     for make in (ELEMENTWISE["adam"], lambda: keras.optimizers.Lamb(0.01), lambda: keras.optimizers.Adafactor(0.01)):
         optimizer, mine, _, alone = both(scope, make)
         store = saved(optimizer)
+        real, sharding._SENT_TOGETHER = sharding._SENT_TOGETHER, 50
+        in_pieces = saved(optimizer)
+        sharding._SENT_TOGETHER = real
+        assert all((in_pieces[key] == array).all() for key, array in store.items())
         again = ks.CrossShard(make(), shard_state=True)
         if scope.replica_id % 2:
             again.load_own_variables(store)  # before it is built, as `load_model` does
@@ -411,6 +471,10 @@ def what_cannot_be_right_is_refused(scope):
         refused(lambda: ks.CrossShard(make(), shard_state=True), ValueError, words)  # noqa: B023
     optimizer = ks.CrossShard(adam(global_clipnorm=1.0), shard_state=True)
     refused(lambda: optimizer.build(variables()), ValueError, "GradientClipping(inner_optimizer")
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        rules = keras.optimizers.OptimizerMap(ks.CrossShard(adam(), shard_state=True), {})
+        several = keras.optimizers.MultiOptimizer(rules)
+        refused(lambda: several.build(variables()), ValueError, "cannot be inside a `MultiOptimizer`")
     penalised = variables("float16")
     penalised[1].regularizer = keras.regularizers.L2(0.1)
     optimizer = ks.CrossShard(ks.MixedPrecision(adam()), shard_state=True)
@@ -429,8 +493,27 @@ def ranks_that_have_loaded_different_files_are_refused(scope):
     if scope.is_chief:
         again.load_own_variables(store)
     grads = gradients(scope.replica_id, 0)
+    words = "start with the same weights and at the same update"
     with torch.no_grad():
-        refused(lambda: again.apply(grads, mine), ValueError, "start with the same weights and at the same update")
+        refused(lambda: again.apply(grads, mine), ValueError, words)
+
+
+@check
+def a_rank_that_loads_alone_between_two_fits_is_noticed(scope):
+    for prepares, callbacks in ((False, [ks.callbacks.SyncReplicas()]), (True, [])):
+        model = small_model(ks.CrossShard(ELEMENTWISE["adam"](), shard_state=True))
+        if prepares:
+            ks.prepare(model)
+
+        def fit(model=model, callbacks=callbacks):
+            model.fit(*rows(scope), verbose=0, callbacks=callbacks)
+
+        fit()
+        store = saved(model.optimizer)
+        fit()
+        if scope.is_chief:
+            model.optimizer.load_own_variables(store)
+        refused(fit, ValueError, "start with the same weights and at the same update")
 
 
 @check

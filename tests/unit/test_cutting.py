@@ -7,6 +7,7 @@ from keras import ops
 
 import keras_shardopt as ks
 from keras_shardopt import cutting
+from keras_shardopt.slots import slot_prefix
 
 pytestmark = pytest.mark.backends("torch")  # the only one that cuts so far
 
@@ -73,6 +74,16 @@ class OwnNameless(Own):
         return 2.0
 
 
+class OwnFactored(Own):
+    """Keeps one number for each row of large matrices."""
+
+    def build(self, variables):
+        super().build(variables)
+        for i, variable in enumerate(variables):
+            if len(variable.shape) == 2 and min(variable.shape) >= 128:
+                self.add_variable((variable.shape[0], 1), name=slot_prefix(variable) + f"rows{i}")
+
+
 def test_what_may_be_cut():
     found = cutting.which_may_be_cut
     assert found(keras.optimizers.SGD(0.1, momentum=0.9), variables()) == [True] * 4
@@ -81,6 +92,37 @@ def test_what_may_be_cut():
     assert found(OwnNameless(0.1), variables()) == [False] * 4
     assert found(keras.optimizers.SGD(0.1, clipnorm=1.0), variables())[:3] == [False] * 3
     assert found(ks.NovoGrad(0.01), variables())[:3] == [False] * 3
+
+
+def warm_up():
+    return keras.optimizers.schedules.PiecewiseConstantDecay([1000], [0.0, 0.1])
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"clipnorm": 1.0}, {"global_clipnorm": 1.0}], ids=lambda arguments: next(iter(arguments))
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **a: keras.optimizers.Adam(0.01, gradient_accumulation_steps=8, **a),
+        lambda **a: keras.optimizers.Adam(warm_up(), **a),
+        lambda **a: keras.optimizers.Adam(lambda: 0.0, **a),
+        lambda **a: keras.optimizers.Lion(0.01, **a),
+    ],
+    ids=["long windows", "schedule from 0", "function", "signs"],
+)
+def test_what_hides_an_update_does_not_hide_what_it_depends_on(make, arguments):
+    if "clipnorm" in arguments:
+        assert cutting.which_may_be_cut(make(**arguments), variables())[:3] == [False] * 3
+    else:
+        with pytest.raises(ValueError, match="depends on other variables"):
+            cutting.which_may_be_cut(make(**arguments), variables())
+
+
+def test_state_of_large_variables_may_be_another_kind():
+    shapes = {"a": (130, 140), "b": (20, 30), "c": (7,)}
+    large = [keras.Variable(np.ones(shape, "float32"), name=name) for name, shape in shapes.items()]
+    assert cutting.which_may_be_cut(OwnFactored(0.1), large) == [False, True, True]
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "Muon"), reason="not in this Keras")
