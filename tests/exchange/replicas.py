@@ -1,7 +1,7 @@
 """Trains and saves on 1, 2 and 4 replicas of a backend, or goes on from what those of all backends have saved.
 
-Arguments: `write FOLDER` or `read FOLDER`, and "sharded" for replicas that hold a part of the state each. PyTorch is
-started on four ranks, of which some go home early; elsewhere one process has all replicas.
+Arguments: `write FOLDER` or `read FOLDER`. Four replicas hold a part of the state each, two and one all of it. PyTorch
+is started on four ranks, of which some go home early; elsewhere one process has all replicas.
 """
 
 import os
@@ -93,14 +93,13 @@ def read(folder, replicas, arguments):
 def main():
     warnings.filterwarnings("ignore")
     act = {"write": write, "read": read}[sys.argv[1]]
-    arguments = {"shard_state": True} if sys.argv[3:] == ["sharded"] else {}
     for count in COUNTS:
         if BACKEND == "torch":
             if int(os.environ["RANK"]) >= count:
                 return
             os.environ["WORLD_SIZE"] = str(count)
         with ks.data_parallel(count) as replicas:
-            act(pathlib.Path(sys.argv[2]), replicas, arguments if count > 1 else {})
+            act(pathlib.Path(sys.argv[2]), replicas, {"shard_state": count == 4})
         replicas.close()
 
 

@@ -7,15 +7,12 @@ from support import launch
 
 BACKENDS = ("jax", "tensorflow", "torch")
 COUNTS = (1, 2, 4)
-# True where each replica holds a part of the optimizer's state only.
-SHARDED = [False, True]
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def run(backend, what, folder, sharded):
-    arguments = ["replicas.py", what, str(folder), *(["sharded"] if sharded else [])]
-    script = os.path.join(os.pardir, "exchange", arguments.pop(0))
+def run(backend, *arguments):
+    script = os.path.join(os.pardir, "exchange", "replicas.py")
     if backend == "torch":
         return launch.torchrun(script, max(COUNTS), *arguments, timeout=240)
     environment = launch.variables(
@@ -24,18 +21,18 @@ def run(backend, what, folder, sharded):
     return launch.workers(script, [environment], *arguments, timeout=240)[0]
 
 
-@pytest.fixture(scope="module", params=SHARDED, ids=lambda sharded: "sharded" if sharded else "whole")
-def written(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replicas")
     for backend in BACKENDS:
-        run(backend, "write", folder, request.param)
+        run(backend, "write", str(folder))
     names = {f"{b} {n}{suffix}" for b in BACKENDS for n in COUNTS for suffix in (".keras", ".weights.h5")}
     assert {name for name in os.listdir(folder) if not name.endswith(".npz")} == names
-    return folder, request.param
+    return folder
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_number_of_replicas_goes_on_from_any_other(written, backend):
-    output = run(backend, "read", *written)
+    output = run(backend, "read", str(written))
     found = {line.split(":")[0] for line in output.splitlines() if line.startswith("read ")}
     assert found == {f"read {origin} {n} on {m}" for origin in BACKENDS for n in COUNTS for m in COUNTS}

@@ -23,7 +23,7 @@ CHECKS = [
 # All on three, which divides nothing; elsewhere what may depend on the number.
 AGAIN = ["wire_bytes_are_those_of_one_reduction", "files_travel_between_numbers_of_ranks"]
 FIT, REPORT = "fit_trains_as_one_process_does", "the_report_says_what_is_held"  # batches divide by two, not by three
-RUNS = [(2, name) for name in [*AGAIN, FIT]]
+RUNS = [(2, name) for name in [*AGAIN, FIT, "whole_variables_are_updated_whole"]]
 RUNS += [(3, name) for name in CHECKS if name != FIT]
 RUNS += [(4, name) for name in [*AGAIN, REPORT]]
 
