@@ -29,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
+from keras_shardopt.replica.torch_fused import fused, may_fuse
 from keras_shardopt.replica.torch_group import close_group, meet, open_group, taking_part
 
 BUCKET_BYTES = 25 * 2**20
@@ -315,6 +316,12 @@ class Torch(Framework):
         if self._ranks is None or not self._ranks.are_current():
             self._ranks = Ranks()
         return self._ranks
+
+    def update_fused(self, optimizers: Sequence[Any], update: Callable[..., None], *args: Any) -> None:
+        if may_fuse(optimizers):
+            fused(optimizers, update, *args)
+        else:
+            update(*args)
 
     def versions(self) -> dict[str, str]:
         # Without the suffix: builds for other devices are the same version.

@@ -113,6 +113,31 @@ def test_torch_optimizers_live_in_a_private_module():
 
 
 @pytest.mark.backends("torch")
+def test_the_arithmetic_of_torch_optimizers_is_one_method():
+    import torch
+    from keras.src.backend.torch.optimizers import torch_adagrad, torch_adam, torch_adamw, torch_sgd
+
+    made = {
+        torch_adam.Adam: keras.optimizers.Adam(amsgrad=True),
+        torch_adamw.AdamW: keras.optimizers.AdamW(),
+        torch_sgd.SGD: keras.optimizers.SGD(momentum=0.5),
+        torch_adagrad.Adagrad: keras.optimizers.Adagrad(),
+    }
+    slots = {torch_adam.Adam: ["_momentums", "_velocities", "_velocity_hats"], torch_sgd.SGD: ["momentums"]}
+    for kind, optimizer in made.items():
+        assert type(optimizer) is kind
+        given = inspect.signature(kind._parallel_update_step).parameters
+        assert list(given) == ["self", "grads", "variables", "learning_rate"]
+        variables = problem.model().trainable_variables
+        optimizer.build(variables)
+        assert optimizer._get_variable_index(variables[2]) == 2
+        for name in slots.get(kind, []):
+            assert [tuple(v.shape) for v in getattr(optimizer, name)] == [(5, 7), (7,), (7, 3), (3,)]
+    assert len(made[torch_adagrad.Adagrad]._accumulators) == 4
+    assert callable(torch._fused_adam_) and callable(torch._fused_sgd_)
+
+
+@pytest.mark.backends("torch")
 def test_seed_state_on_torch():
     from keras.src.backend.common import global_state
     from keras.src.utils import rng_utils
