@@ -17,9 +17,11 @@ from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_
 from keras_shardopt.agreement import check_agreement, described
 from keras_shardopt.even_shards import EvenShards
 from keras_shardopt.finite import UNKNOWN, first_not_finite, judge, num_flags, reduce_and_judge
+from keras_shardopt.numerics import is_next_value
 from keras_shardopt.reduction import (
     LocalTransform,
     Reduction,
+    check_all_train,
     check_groups,
     end_together,
     global_gradients,
@@ -51,6 +53,8 @@ _SAVE_TOGETHER = (
     "With `shard_state=True` each rank has a part of what is saved. Call `keras_shardopt.save_model(model, path)` (or "
     "`save_weights`) on every rank; one of them writes."
 )
+
+_BUCKET_MIB = 25.0
 
 _RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
 
@@ -144,13 +148,21 @@ class CrossShard(OptimizerWrapper):
             files, where weights are float32 or float64: some 13 times as fast on a CPU. Weights differ from those of
             Keras' own arithmetic in the last digits (within 1e-6 of their largest movement after 100 updates). False
             keeps that arithmetic, bit for bit. Other optimizers and backends do not care.
+        overlap: "auto" (default) or False. On PyTorch, "auto" sends gradients while the backward pass computes others,
+            where `fit` runs Keras' own `train_step`, and finishes inside the backward pass: `.grad` of the weights is
+            then global. What cannot be sent early is sent in the same buckets when gradients reach the optimizer: in
+            loops of your own, with `jit_compile=True`, in the first step. With micro-steps, `shard_state`,
+            `on_nonfinite`, `group_assignment`, `replica_clipnorm` and `replica_transform`, and where DDP owns the
+            weights, gradients travel as with False: all after the backward pass. Results are the same, up to the order
+            of sums of more than two ranks. Other backends do not care.
+        bucket_mib: float > 0. How many MiB of gradients PyTorch sends at a time with `overlap="auto"`; 25 by default.
         axis_name: str. The name of the mapped axis over which JAX replicas are laid out.
         name: str or None. None makes a name of the class name.
 
     Raises:
-        TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config; if `replica_clipnorm` is not a
-            number, `gradient_accumulation_steps` not an int, or `replica_transform` not a function.
-        ValueError: if `reduction`, `gradients`, `on_nonfinite` or `fused` is unknown; if `gradient_accumulation_steps` is less
+        TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config; if `replica_clipnorm` or
+            `bucket_mib` is not a number, `gradient_accumulation_steps` not an int, or `replica_transform` not a function.
+        ValueError: if `reduction`, `gradients`, `on_nonfinite`, `fused` or `overlap` is unknown; if `gradient_accumulation_steps` is less
             than 1, or an optimizer inside accumulates, too; if `on_nonfinite` is "raise" around a dynamic loss scaling; if `group_assignment` breaks one of its rules, or (on
             first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
             `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
@@ -206,6 +218,8 @@ class CrossShard(OptimizerWrapper):
         on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
         shard_state: bool = False,
         fused: Literal["auto", False] = "auto",
+        overlap: Literal["auto", False] = "auto",
+        bucket_mib: float = _BUCKET_MIB,
         axis_name: str = "batch",
         name: str | None = None,
     ) -> None:
@@ -221,8 +235,10 @@ class CrossShard(OptimizerWrapper):
             raise ValueError(
                 f'`on_nonfinite` must be "ignore", "skip" or "raise". Received: on_nonfinite={on_nonfinite!r}'
             )
-        if fused is not False and not (isinstance(fused, str) and fused == "auto"):
-            raise ValueError(f'`fused` must be "auto" or False. Received: fused={fused!r}')
+        for argument, value in (("fused", fused), ("overlap", overlap)):
+            if value is not False and not (isinstance(value, str) and value == "auto"):
+                raise ValueError(f'`{argument}` must be "auto" or False. Received: {argument}={value!r}')
+        check.real("bucket_mib", bucket_mib, above=0, fix="The default is 25.")
         if not isinstance(axis_name, str):
             raise TypeError(f"`axis_name` must be a str. Received: axis_name={axis_name!r}")
         _check_clipnorm(replica_clipnorm)
@@ -254,6 +270,8 @@ class CrossShard(OptimizerWrapper):
         self.on_nonfinite = on_nonfinite
         self.shard_state = shard_state
         self.fused = fused
+        self.overlap = overlap
+        self.bucket_mib = float(bucket_mib)
         self.__dict__["_shards"] = None
         if shard_state and not framework.lays_out_state:
             check_can_shard(self)
@@ -282,6 +300,8 @@ class CrossShard(OptimizerWrapper):
         self.__dict__["_computed"] = False
         # The torch ranks that this optimizer has started together with.
         self.__dict__["_peers"] = None
+        # What reduces gradients while they are computed, and among which ranks.
+        self.__dict__["_buckets"] = self.__dict__["_bucketed"] = None
         self.__dict__["_warned"] = False
         # What it was built as, in words, and whether all processes have found that they have the same.
         self.__dict__["_described"] = None
@@ -662,7 +682,10 @@ class CrossShard(OptimizerWrapper):
                 "`reduce_gradients` returns whole gradients, and with `shard_state=True` each replica takes slices. "
                 f"Received: {self!r}. Call `apply` with each replica's own gradients, which reduces them."
             )
-        return self.reduced_and_judged(grads, variables, weight, loss_scale)[0]
+        reduced = self.reduced_and_judged(grads, variables, weight, loss_scale)[0]
+        if self.__dict__["_buckets"] is None:
+            return reduced
+        return [None if grad is None else ops.copy(grad) for grad in reduced]  # out of memory that is used again
 
     def reduced_and_judged(
         self,
@@ -679,6 +702,9 @@ class CrossShard(OptimizerWrapper):
         share = _share_of_rows() if share is None else share
         # A replica's loss counts by the rows it has; what looks at its gradients wants those of its own mean loss.
         replicas = framework.replicas(self.axis_name)
+        buckets = self._buckets_among(replicas)
+        if buckets is not None:
+            return buckets.reduce(grads, variables, bool(share), weight), None
         groups = self._groups(replicas)
         arrival = self.__dict__["_arrival"] or replicas.arrival(grads, variables)
         if self.accumulates:
@@ -711,6 +737,20 @@ class CrossShard(OptimizerWrapper):
         else:
             grads, verdict = reduce_and_judge(grads, variables, replicas, self.reduction, arrival, groups, found)
         return (grads if self._shards is None else self._shards.slices_of(grads, variables)), verdict
+
+    def _buckets_among(self, replicas: ReplicaBackend) -> Any:
+        """What reduces gradients while they are computed; None where each is reduced by itself, after all of them."""
+        if self.__dict__["_peers"] is not replicas or self.__dict__["_bucketed"] is replicas:
+            return self.__dict__["_buckets"] if self.__dict__["_bucketed"] is replicas else None
+        self.__dict__["_buckets"], self.__dict__["_bucketed"] = None, replicas
+        is_local = self.gradients in ("auto", "local") and self.__dict__["_arrival"] in (None, Arrival.LOCAL)
+        is_plain = not (self.needs_local_gradients or self.accumulates or self.shard_state or self._culprit is not None)
+        variables = self._trainable_variables
+        if self.overlap == "auto" and is_local and is_plain and not any(map(is_next_value, variables)):
+            num_bytes = self.bucket_mib * 2**20
+            takes_mean = self.reduction == "mean"
+            self.__dict__["_buckets"] = framework.buckets(replicas, variables, takes_mean, num_bytes, check_all_train)
+        return self.__dict__["_buckets"]
 
     def _num_flags(self, replicas: ReplicaBackend) -> int:
         if self._culprit is None or self._groups(replicas) is not None:
@@ -852,7 +892,10 @@ class CrossShard(OptimizerWrapper):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `keras.optimizers.Optimizer.scale_loss`."""
         self.__dict__["_computed"] = False
-        return super().scale_loss(loss)
+        loss = super().scale_loss(loss)
+        if self.__dict__["_buckets"] is not None:
+            self.__dict__["_buckets"].follow(loss, self, bool(_share_of_rows()))
+        return loss
 
     def _variables_to_differentiate(self, var_list: Sequence[Variable] | None) -> list[Variable]:
         if var_list is None:
@@ -878,7 +921,10 @@ class CrossShard(OptimizerWrapper):
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
         peers = self.__dict__["_peers"]
         if peers is not None and not ends_together() and not reduction_is_claimed(self):
-            if self._shards is not None:
+            buckets = self._buckets_among(peers)
+            if buckets is not None:
+                buckets.end_together()
+            elif self._shards is not None:
                 self._shards.end_together(peers, self._num_flags(peers))
             else:
                 end_together(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
@@ -998,6 +1044,8 @@ class CrossShard(OptimizerWrapper):
             "replica_transform": keras.saving.serialize_keras_object(self.replica_transform),
             "shard_state": self.shard_state,
             "fused": self.fused,
+            "overlap": self.overlap,
+            "bucket_mib": self.bucket_mib,
             "axis_name": self.axis_name,
         }
 
@@ -1020,6 +1068,10 @@ class CrossShard(OptimizerWrapper):
             given.append(", shard_state=True")
         if self.fused is False:
             given.append(", fused=False")
+        if self.overlap is False:
+            given.append(", overlap=False")
+        if self.bucket_mib != _BUCKET_MIB:
+            given.append(f", bucket_mib={self.bucket_mib:g}")
         given += [
             f", {name}={getattr(self, name)!r}"
             for name in ("group_assignment", "replica_clipnorm", "replica_transform")
