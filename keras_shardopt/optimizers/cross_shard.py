@@ -155,7 +155,8 @@ class CrossShard(OptimizerWrapper):
             `on_nonfinite`, `group_assignment`, `replica_clipnorm` and `replica_transform`, and where DDP owns the
             weights, gradients travel as with False: all after the backward pass. Results are the same, up to the order
             of sums of more than two ranks. Other backends do not care.
-        bucket_mib: float > 0. How many MiB of gradients PyTorch sends at a time with `overlap="auto"`; 25 by default.
+        bucket_mib: float > 0. How many MiB of gradients PyTorch sends at a time with `overlap="auto"`, 25 by default;
+            less where all gradients are less than 100 MiB, so that there is something to send early.
         axis_name: str. The name of the mapped axis over which JAX replicas are laid out.
         name: str or None. None makes a name of the class name.
 

@@ -35,6 +35,12 @@ from keras_shardopt.replica.torch_group import taking_part
 _NUM_FLAGS = 3
 """How many numbers travel beside those that say which gradients there are."""
 
+_MIN_BUCKETS = 4
+"""Into how many buckets gradients are divided at least,"""
+
+_SMALL_BYTES = 2**20
+"""unless they would become smaller than this."""
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -111,16 +117,19 @@ class Buckets:
 
     def _laid_out(self, bucket_bytes: float) -> list[_Bucket]:
         tensors = [variable.value for variable in self._variables]
+        # Of what is in the last one, nothing is sent early.
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        bucket_bytes = min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _SMALL_BYTES))
         groups: list[list[int]] = []
         open_groups: dict[Any, list[int]] = {}
         sizes: dict[Any, int] = {}
         for i in reversed(range(len(tensors))):
-            key, num_bytes = (tensors[i].dtype, tensors[i].device), tensors[i].numel() * tensors[i].element_size()
-            if key not in open_groups or sizes[key] + num_bytes > bucket_bytes:
+            key, size = (tensors[i].dtype, tensors[i].device), tensors[i].numel() * tensors[i].element_size()
+            if key not in open_groups or sizes[key] + size > bucket_bytes:
                 open_groups[key], sizes[key] = [], 0
                 groups.append(open_groups[key])
             open_groups[key].append(i)
-            sizes[key] += num_bytes
+            sizes[key] += size
         # The one that is full last goes last, as the others may not overtake it.
         groups.sort(key=min, reverse=True)
         buckets = []
