@@ -395,13 +395,14 @@ class Framework:
         variables: Sequence[Variable],
         takes_mean: bool,
         bucket_bytes: float,
-        check: Callable[[bool, float, int], None],
+        compression: str | None,
+        check: Callable[[bool, float, float, int], None],
     ) -> Any:
         """What reduces gradients of these variables while a backward pass computes them; None where nothing does.
 
         See `replica.torch_overlap.Buckets`. All processes must call it together.
         """
-        del replicas, variables, takes_mean, bucket_bytes, check
+        del replicas, variables, takes_mean, bucket_bytes, compression, check
 
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         """Raises ValueError if updates of these variables by these innermost optimizers would go wrong.

@@ -334,13 +334,14 @@ class Torch(Framework):
         variables: Sequence[Variable],
         takes_mean: bool,
         bucket_bytes: float,
-        check: Callable[[bool, float, int], None],
+        compression: str | None,
+        check: Callable[[bool, float, float, int], None],
     ) -> Any:
         if not isinstance(replicas, Ranks) or not can_bucket(variables):
             return None
         if replicas.is_reduced_by_ddp(variables[0]):
             return None
-        return Buckets(replicas, variables, takes_mean, bucket_bytes, check)
+        return Buckets(replicas, variables, takes_mean, bucket_bytes, compression, check)
 
     def versions(self) -> dict[str, str]:
         # Without the suffix: builds for other devices are the same version.

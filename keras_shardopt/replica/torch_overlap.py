@@ -32,7 +32,7 @@ from torch.autograd import Variable as _Autograd
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.replica.torch_group import taking_part
 
-_NUM_FLAGS = 3
+_NUM_FLAGS = 5
 """How many numbers travel beside those that say which gradients there are."""
 
 _MIN_BUCKETS = 4
@@ -53,6 +53,12 @@ class _Bucket:
 
     flat: Tensor
     views: dict[int, Tensor]
+    """Where each of them lies in `flat`."""
+
+    wide: Tensor
+    results: dict[int, Tensor]
+    """The same after the reduction, in the dtype of the variables: elsewhere where that is not what is sent."""
+
     num_missing: int = 0
     """How many of them are still to come."""
 
@@ -67,7 +73,8 @@ class Buckets:
         variables: the trainable variables, all that gradients may be of.
         takes_mean: bool. Whether sums are divided by the number of ranks.
         bucket_bytes: float. How large buckets may be; a gradient that is larger has one of its own.
-        check: raises if the sum of what ranks say, 1 for going on and 0 for having ended, is neither 0 nor their number.
+        compression: None, "float16" or "bfloat16": the dtype in which float32 and float64 are sent and added up.
+        check: gets whether this rank goes on, how many do (about), how many have ended, and how many there are.
     """
 
     def __init__(
@@ -76,13 +83,15 @@ class Buckets:
         variables: Sequence[Variable],
         takes_mean: bool,
         bucket_bytes: float,
-        check: Callable[[bool, float, int], None],
+        compression: str | None,
+        check: Callable[[bool, float, float, int], None],
     ) -> None:
         self._ranks = ranks
         self._num_ranks = int(ranks.num_replicas)
         self._variables = list(variables)
         self._places = {id(variable): i for i, variable in enumerate(self._variables)}
-        self._divisor = self._num_ranks if takes_mean else 1
+        self._takes_mean = takes_mean
+        self._compression = None if compression is None else getattr(torch, compression)
         self._overlaps = True
         self._check = check
         self._buckets = self._laid_out(bucket_bytes)
@@ -137,10 +146,23 @@ class Buckets:
             counts = [tensors[i].numel() for i in places]
             more = len(tensors) + _NUM_FLAGS if number == len(groups) - 1 else 0
             like = tensors[places[0]]
-            flat = torch.zeros(sum(counts) + more, dtype=like.dtype, device=like.device)
-            parts = flat[: sum(counts)].split(counts)
-            buckets.append(_Bucket(places, flat, {i: p.view(tensors[i].shape) for i, p in zip(places, parts)}))
+            wire = self._compression if self._is_compressed(like.dtype) else like.dtype
+            flat = torch.zeros(sum(counts) + more, dtype=wire, device=like.device)
+            wide = flat[: sum(counts)]
+            views = results = self._cut(wide, places, tensors)
+            if wire != like.dtype:
+                wide = torch.zeros(sum(counts), dtype=like.dtype, device=like.device)
+                results = self._cut(wide, places, tensors)
+            buckets.append(_Bucket(places, flat, views, wide, results))
         return buckets
+
+    def _is_compressed(self, dtype: torch.dtype) -> bool:
+        return self._compression is not None and dtype in (torch.float32, torch.float64)
+
+    @staticmethod
+    def _cut(flat: Tensor, places: Sequence[int], tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        parts = flat.split([tensors[i].numel() for i in places])
+        return {i: part.view(tensors[i].shape) for i, part in zip(places, parts)}
 
     # -- early -----------------------------------------------------------------------------------------------------
 
@@ -296,9 +318,13 @@ class Buckets:
         if grad is None or not self._counts:
             view.zero_()
         else:
-            view.copy_(grad.to_dense() if grad.is_sparse else grad)
-            if weight != 1:
-                view.mul_(weight)
+            grad = grad.to_dense() if grad.is_sparse else grad
+            grad = grad if weight == 1 else grad * weight
+            if self._is_compressed(grad.dtype):
+                # Divided first, so that the sum overflows only where the mean does.
+                torch.div(grad, self._num_ranks, out=view)
+            else:
+                view.copy_(grad)
 
     def _put_all(self, own: Gradients, counts: bool, weight: float = 1.0) -> None:
         self._counts = counts
@@ -314,7 +340,7 @@ class Buckets:
     def _reduced(self, present: list[bool], trains: bool = True) -> list[Tensor | None] | None:
         """Sends what is not sent yet, and waits for all; None if some rank wants to do it all once more."""
         is_odd = self._num_taken % 2
-        told = [*present, trains, self._was_late, trains and is_odd]
+        told = [*present, trains, not trains, self._was_late, trains and is_odd, trains and not is_odd]
         self._flags.copy_(torch.tensor(told, dtype=self._flags.dtype))
         while self._num_sent < len(self._buckets):
             self._send()
@@ -324,9 +350,9 @@ class Buckets:
         self._under_way = []
         has = present
         if self._ranks.is_at_hand(self._flags) or not all(present) or self._was_late or not trains:
-            *counts, num_training, num_late, num_odd = self._flags.float().tolist()
-            self._check(trains, num_training, self._num_ranks)
-            if trains and round(num_odd) != is_odd * self._num_ranks:
+            *counts, num_training, num_ended, num_late, num_odd, num_even = self._flags.float().tolist()
+            self._check(trains, num_training, num_ended, self._num_ranks)
+            if num_odd > 0 and num_even > 0:
                 raise ValueError(
                     "All replicas must make the same updates, in the same order. Received: gradients of other updates "
                     "on some ranks. Was an update left out on one rank, by an error that the program went on after?"
@@ -334,10 +360,14 @@ class Buckets:
             if num_late > 0:
                 return None
             has = [count > 0 for count in counts]
-        if self._divisor > 1:
-            for bucket in self._buckets:
-                bucket.flat.div_(self._divisor)
-        return [self._of[i].views[i] if is_there else None for i, is_there in enumerate(has)]
+        for bucket in self._buckets:
+            if bucket.results is not bucket.views:
+                bucket.wide.copy_(bucket.flat[: bucket.wide.numel()])
+                if not self._takes_mean:
+                    bucket.wide.mul_(self._num_ranks)
+            elif self._takes_mean:
+                bucket.wide.div_(self._num_ranks)
+        return [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
 
 
 _STEP = inspect.unwrap(TorchTrainer.train_step).__code__

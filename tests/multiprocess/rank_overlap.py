@@ -144,6 +144,42 @@ def bytes_are_those_of_the_ring(scope):
         assert len(last) == (2 if "bucket_mib" in arguments else 1), (arguments, calls)
 
 
+@check
+def half_the_bytes_with_compression(scope):
+    n = scope.num_replicas
+    layers = [keras.layers.Dense(200), keras.layers.Dense(problem.NUM_OUTPUTS)]
+    model = keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers])
+    size = 4 * model.count_params()
+    random = np.random.default_rng(scope.replica_id)
+    variables = model.trainable_variables
+    local = [random.normal(size=v.shape).astype("float32") for v in variables]
+    flat = torch.tensor(np.concatenate([g.ravel() for g in local]))
+    everyones = [torch.empty_like(flat) for _ in range(n)]
+    dist.all_gather(everyones, flat)
+    means, absolute = torch.stack(everyones).mean(0), torch.stack(everyones).abs().mean(0)
+    for dtype, unit in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
+        for arguments in ({}, {"overlap": False}, {"reduction": "sum"}, {"shard_state": True}, {"on_nonfinite": "skip"}):
+            before = np.concatenate([v.numpy().ravel() for v in variables])
+            optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), compression=dtype, **arguments)
+            with recorded() as calls, torch.no_grad():
+                optimizer.apply([torch.tensor(g) for g in local], variables)
+            moved = before - np.concatenate([v.numpy().ravel() for v in variables])
+            factor = n if "reduction" in arguments else 1
+            error = np.abs(moved / factor - means.numpy())
+            bound = (n + 1) * unit * absolute.numpy() + 1e-5  # float32 weights of size 10
+            assert (error <= bound).all(), (dtype, arguments, error.max())
+            assert error.max() > unit / 100, (dtype, arguments)
+            if "shard_state" not in arguments:  # whose reduce-scatter is something else
+                assert [num_bytes <= 1.02 * size / 2 for num_bytes, _ in calls[1:]] == [True], (dtype, arguments, calls)
+    for arguments in ({"overlap": False}, {}):
+        short = trained(scope, {"compression": "bfloat16", "bucket_mib": TINY, **arguments})
+        assert scope.largest_difference(short) == 0
+        x, y = problem.data(2 if scope.replica_id else 1)
+        fit = lambda: short.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)  # noqa: B023, E731
+        refused(fit, ValueError, "must make the same number of updates")
+        dist.barrier()
+
+
 class Sometimes(keras.layers.Layer):
     """Uses its layer on some ranks, or on none."""
 
@@ -351,7 +387,7 @@ def planted_faults_are_seen(scope):
         self._put = put
 
     def as_a_sum(self, bucket_bytes):
-        self._divisor = 1
+        self._takes_mean = False
         return reals[1](self, bucket_bytes)
 
     for faults in ((before_it_is_there, reals[1]), (reals[0], as_a_sum)):
