@@ -62,7 +62,9 @@ def table(seconds: dict[str, list[float]], bases: Sequence[str], steps: int = 1)
 def report(title: str, command: str, text: str, versions: dict[str, str], write: bool) -> None:
     """Prints a result, and with `write` puts it on a page of its own in `results/`."""
     today = datetime.date.today().isoformat()
-    about = ", ".join(f"{name} {version}" for name, version in {"Python": platform.python_version(), **versions}.items())
+    about = ", ".join(
+        f"{name} {version}" for name, version in {"Python": platform.python_version(), **versions}.items()
+    )
     page = (
         f"# {title}\n\n{today}. {hardware()}. {about}. Medians over rounds in turns, with quartiles of the ratios.\n\n"
         f"    {command}\n\n{text}\n"

@@ -19,7 +19,6 @@ from keras_shardopt.even_shards import EvenShards
 from keras_shardopt.finite import UNKNOWN, first_not_finite, judge, num_flags, reduce_and_judge
 from keras_shardopt.numerics import is_next_value
 from keras_shardopt.reduction import (
-    Compressed,
     LocalTransform,
     Reduction,
     check_all_train,
@@ -41,6 +40,7 @@ from keras_shardopt.replica import (
     framework,
     reduction_is_claimed,
 )
+from keras_shardopt.replica.compressed import Compressed
 from keras_shardopt.sharding import MEETING_SECONDS, MemoryReport, Shards, check_can_shard, laid_out_report
 from keras_shardopt.wrapper import Observer, OptimizerWrapper, empty_name_scope, inside, leaves, parts
 

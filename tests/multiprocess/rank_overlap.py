@@ -158,7 +158,13 @@ def half_the_bytes_with_compression(scope):
     dist.all_gather(everyones, flat)
     means, absolute = torch.stack(everyones).mean(0), torch.stack(everyones).abs().mean(0)
     for dtype, unit in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
-        for arguments in ({}, {"overlap": False}, {"reduction": "sum"}, {"shard_state": True}, {"on_nonfinite": "skip"}):
+        for arguments in (
+            {},
+            {"overlap": False},
+            {"reduction": "sum"},
+            {"shard_state": True},
+            {"on_nonfinite": "skip"},
+        ):
             before = np.concatenate([v.numpy().ravel() for v in variables])
             optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), compression=dtype, **arguments)
             with recorded() as calls, torch.no_grad():

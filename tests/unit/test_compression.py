@@ -141,9 +141,7 @@ def test_jax_adds_up_in_that_dtype():
     def step(own):
         return optimizer.stateless_apply(optimizer.variables, [g[0] for g in own], [v.value for v in mine])[0]
 
-    run = jax.shard_map(
-        step, mesh=mesh, in_specs=PartitionSpec("batch"), out_specs=PartitionSpec(), check_vma=False
-    )
+    run = jax.shard_map(step, mesh=mesh, in_specs=PartitionSpec("batch"), out_specs=PartitionSpec(), check_vma=False)
     own = [np.stack(each) for each in zip(grads(0), grads(1))]
     text = jax.jit(run).lower(own).as_text()
     reduced = re.findall(r"all_reduce.*?\}\) : \(tensor<[0-9x]*(\w+)>", text, re.DOTALL)

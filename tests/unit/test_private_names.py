@@ -138,6 +138,27 @@ def test_the_arithmetic_of_torch_optimizers_is_one_method():
 
 
 @pytest.mark.backends("torch")
+def test_what_a_step_of_the_torch_trainer_does():
+    import torch
+    from keras.src.backend.torch.trainer import TorchTrainer
+
+    source = inspect.getsource(inspect.unwrap(TorchTrainer.train_step))
+    names = ["self.zero_grad()", "self.optimizer.scale_loss(loss)", "loss.backward()", ".value.grad", ".optimizer.apply("]
+    places = [source.index(name) for name in names]
+    assert places == sorted(places)
+    assert source.count("backward(") == source.count("loss.backward()") + source.count("Call torch.Tensor.backward()")
+    seen = []
+    value = torch.ones((), requires_grad=True)
+    loss = value * 2
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    loss.register_hook(lambda _: queue(lambda: seen.append(float(value.grad))))
+    value.register_post_accumulate_grad_hook(lambda _: seen.append(torch._C._current_graph_task_id() >= 0))
+    loss.backward()
+    assert seen == [True, 2.0]
+    assert torch._C._current_graph_task_id() == -1
+
+
+@pytest.mark.backends("torch")
 def test_seed_state_on_torch():
     from keras.src.backend.common import global_state
     from keras.src.utils import rng_utils
