@@ -1,4 +1,4 @@
-"""What the benchmarks share: runs in turns, ratios to one of them with their spread, and a dated page of the results."""
+"""What the benchmarks share: runs in turns, ratios to one of them with their spread, and a dated page of results."""
 
 from __future__ import annotations
 

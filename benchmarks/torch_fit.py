@@ -80,9 +80,10 @@ def main() -> None:
             runs[f"fit, CrossShard(Adam, bucket_mib={mib:g})"] = fit(bucket_mib=mib)
         seconds = timing.in_turns(runs, rounds, dist.barrier)
         if replicas.is_chief:
+            number = replicas.num_replicas
             timing.report(
-                f"A step of fit on {replicas.num_replicas} ranks of PyTorch, {num_layers} x Dense({width}), {rows} rows",
-                f"torchrun --nproc-per-node {replicas.num_replicas} benchmarks/torch_fit.py",
+                f"A step of fit on {number} ranks of PyTorch, {num_layers} x Dense({width}), {rows} rows",
+                f"torchrun --nproc-per-node {number} benchmarks/torch_fit.py",
                 timing.table(seconds, [plain, fused], arguments.steps),
                 {"Keras": keras.__version__, "PyTorch": f"{torch.__version__}, 1 thread on each rank, gloo"},
                 arguments.write,

@@ -385,7 +385,7 @@ class Framework:
         del optimizers
 
     def update_fused(self, optimizers: Sequence[Any], update: Callable[..., None], *args: Any) -> None:
-        """Calls `update(*args)`, where these innermost optimizers may update in a faster way: equal but for last digits."""
+        """Calls `update(*args)`, in which these innermost optimizers may update in a faster way, equal to 1e-6."""
         del optimizers
         update(*args)
 

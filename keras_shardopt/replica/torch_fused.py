@@ -162,7 +162,7 @@ def _sgd(optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[
 def _momentum(
     optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor], momentums: list[Tensor]
 ) -> None:
-    # PyTorch computes m = mu m + (1 - d) g and w -= lr m, Keras m = mu m - rate g and w += m. So 1 - d = -rate, lr = -1.
+    # PyTorch: m = mu m + (1 - d) g and w -= lr m; Keras: m = mu m - rate g and w += m. So 1 - d = -rate and lr = -1.
     rate = _number(learning_rate)
     dampening = 1.0 + rate
     if abs((dampening - 1.0) - rate) <= 1e-7 * abs(rate):

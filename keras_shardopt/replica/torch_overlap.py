@@ -11,8 +11,8 @@ trainer, which calls `scale_loss`, `backward` and `apply` one after another. Eve
 Private names of Keras touched here (a test holds them):
     `keras.src.backend.torch.trainer.TorchTrainer.train_step` - scales the loss, lets gradients go, computes new ones,
         and hands `.grad` of the trainable weights to the optimizer.
-Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls at the end of a backward pass, as DDP does;
-    `torch._C._current_graph_task_id` - which backward pass is running.
+Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls at the end of a backward pass, which DDP
+    does, too; `torch._C._current_graph_task_id` - which backward pass is running.
 """
 
 from __future__ import annotations

@@ -143,7 +143,13 @@ def test_what_a_step_of_the_torch_trainer_does():
     from keras.src.backend.torch.trainer import TorchTrainer
 
     source = inspect.getsource(inspect.unwrap(TorchTrainer.train_step))
-    names = ["self.zero_grad()", "self.optimizer.scale_loss(loss)", "loss.backward()", ".value.grad", ".optimizer.apply("]
+    names = [
+        "self.zero_grad()",
+        "self.optimizer.scale_loss(loss)",
+        "loss.backward()",
+        ".value.grad",
+        ".optimizer.apply(",
+    ]
     places = [source.index(name) for name in names]
     assert places == sorted(places)
     assert source.count("backward(") == source.count("loss.backward()") + source.count("Call torch.Tensor.backward()")
