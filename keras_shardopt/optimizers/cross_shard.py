@@ -162,7 +162,8 @@ class CrossShard(OptimizerWrapper):
             loops of your own, with `jit_compile=True`, in the first step. With micro-steps, `shard_state`,
             `on_nonfinite`, `group_assignment`, `replica_clipnorm` and `replica_transform`, and where DDP owns the
             weights, gradients travel as with False: all after the backward pass. Results are the same, up to the order
-            of sums of more than two ranks. Other backends do not care.
+            of sums of more than two ranks. The buckets stay, as one more copy of the gradients, and the next step
+            overwrites what `.grad` was. Other backends do not care.
         bucket_mib: float > 0. How many MiB of gradients PyTorch sends at a time with `overlap="auto"`, 25 by default;
             less where all gradients are less than 100 MiB, so that there is something to send early.
         axis_name: str. The name of the mapped axis over which JAX replicas are laid out.
