@@ -315,20 +315,22 @@ def _reduce_some(
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
         return [], flags
-    presence = ops.convert_to_tensor([grad is not None for grad in grads] + [trains], dtype=filled[0].dtype)
+    told = [*[grad is not None for grad in grads], trains, not trains]
+    presence = ops.convert_to_tensor(told, dtype=filled[0].dtype)
     if flags is not None:
         presence = ops.concatenate([presence, ops.cast(flags, dtype_of(presence))])
     *sums, counts = replicas.all_reduce([*filled, presence], op, groups)
-    flags = None if flags is None else counts[len(grads) + 1 :]
-    counts = counts[: len(grads) + 1]
+    flags = None if flags is None else counts[len(told) :]
+    counts = counts[: len(told)]
     may_look = replicas.is_at_hand(counts) or not trains
     if all(grad is not None for grad in grads) and not may_look:
         return list(sums), flags
     found = ops.convert_to_numpy(ops.cast(counts, "float32"))
     if may_look:
         num_members = replicas.num_replicas if groups is None else len(groups[0])
-        check_all_train(trains, found[-1] * (num_members if op == "mean" else 1), num_members)
-    return [grad if has else None for grad, has in zip(sums, found[:-1] > 0)], flags
+        factor = num_members if op == "mean" else 1
+        check_all_train(trains, found[-2] * factor, found[-1] * factor, num_members)
+    return [grad if has else None for grad, has in zip(sums, found > 0)], flags
 
 
 def end_together(
@@ -353,9 +355,12 @@ def end_together(
         _reduce_some([None] * len(variables), variables, replicas, "sum", groups, flags, trains=False)
 
 
-def check_all_train(trains: bool, num_training: float, num_members: int) -> None:
-    """Raises ValueError where some replicas go on training and others have ended."""
-    if round(num_training) not in (0, num_members):
+def check_all_train(trains: bool, num_training: float, num_ended: float, num_members: int) -> None:
+    """Raises ValueError where some replicas go on training and others have ended.
+
+    The numbers need not be exact: they may have been added up in half precision.
+    """
+    if (num_ended if trains else num_training) > 0:
         does = "goes on" if trains else "has ended training"
         raise ValueError(
             "All replicas must make the same number of updates. "

@@ -291,7 +291,7 @@ class Shards:
     ) -> tuple[dict[int, Tensor | None], Tensor | None]:
         """Reduces gradients by position, each replica its slices. What is told, and who has which, goes to all."""
         indices = sorted(self._owners)
-        has = [grads.get(i) is not None for i in indices] + [trains]
+        has = [*[grads.get(i) is not None for i in indices], trains, not trains]
         slices: dict[int, Tensor | None] = {}
         counts = None
         for number, group in enumerate(self._groups):
@@ -306,11 +306,12 @@ class Shards:
             return {}, None
         counts, travelled = counts[: len(has)], None if told is None else counts[len(has) :]
         may_look = replicas.is_at_hand(counts) or not trains
-        if all(has[:-1]) and not may_look:
+        if all(has[:-2]) and not may_look:
             return slices, travelled
         found = ops.convert_to_numpy(ops.cast(counts, "float32"))
         if may_look:
-            check_all_train(trains, found[-1] * (self.num_replicas if op == "mean" else 1), self.num_replicas)
+            factor = self.num_replicas if op == "mean" else 1
+            check_all_train(trains, found[-2] * factor, found[-1] * factor, self.num_replicas)
         return {i: slices[i] if present else None for i, present in zip(indices, found > 0)}, travelled
 
     def _reduce_group(

@@ -384,6 +384,26 @@ class Framework:
         """Makes these innermost optimizers keep their own reduction off inside `claim_reduction()`."""
         del optimizers
 
+    def update_fused(self, optimizers: Sequence[Any], update: Callable[..., None], *args: Any) -> None:
+        """Calls `update(*args)`, in which these innermost optimizers may update in a faster way, equal to 1e-6."""
+        del optimizers
+        update(*args)
+
+    def buckets(
+        self,
+        replicas: ReplicaBackend,
+        variables: Sequence[Variable],
+        takes_mean: bool,
+        bucket_bytes: float,
+        compression: str | None,
+        check: Callable[[bool, float, float, int], None],
+    ) -> Any:
+        """What reduces gradients of these variables while a backward pass computes them; None where nothing does.
+
+        See `replica.torch_overlap.Buckets`. All processes must call it together.
+        """
+        del replicas, variables, takes_mean, bucket_bytes, compression, check
+
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         """Raises ValueError if updates of these variables by these innermost optimizers would go wrong.
 

@@ -29,7 +29,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
+from keras_shardopt.replica.torch_fused import fused, may_fuse
 from keras_shardopt.replica.torch_group import close_group, meet, open_group, taking_part
+from keras_shardopt.replica.torch_overlap import Buckets, can_bucket
 
 BUCKET_BYTES = 25 * 2**20
 """Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
@@ -213,6 +215,10 @@ class Ranks(ReplicaBackend):
             state += [_tensor(v) for v in outermost.variables if id(_tensor(v)) not in trained]
         return state
 
+    def is_reduced_by_ddp(self, variable: Variable) -> bool:
+        """Whether a DDP owns it."""
+        return self._ddp_owner(_tensor(variable)) is not None
+
     def _ddp_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
         known = self._ddp_of.get(id(parameter))
         if known is None or known[0]() is not parameter:
@@ -315,6 +321,27 @@ class Torch(Framework):
         if self._ranks is None or not self._ranks.are_current():
             self._ranks = Ranks()
         return self._ranks
+
+    def update_fused(self, optimizers: Sequence[Any], update: Callable[..., None], *args: Any) -> None:
+        if may_fuse(optimizers):
+            fused(optimizers, update, *args)
+        else:
+            update(*args)
+
+    def buckets(
+        self,
+        replicas: ReplicaBackend,
+        variables: Sequence[Variable],
+        takes_mean: bool,
+        bucket_bytes: float,
+        compression: str | None,
+        check: Callable[[bool, float, float, int], None],
+    ) -> Any:
+        if not isinstance(replicas, Ranks) or not can_bucket(variables):
+            return None
+        if replicas.is_reduced_by_ddp(variables[0]):
+            return None
+        return Buckets(replicas, variables, takes_mean, bucket_bytes, compression, check)
 
     def versions(self) -> dict[str, str]:
         # Without the suffix: builds for other devices are the same version.

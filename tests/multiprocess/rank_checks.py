@@ -645,7 +645,7 @@ def check_replicas_stops_fit_on_every_rank(scope):
     x, y = my_rows(scope, num_steps=6)
     arguments = dict(batch_size=problem.BATCH_SIZE // scope.num_replicas, shuffle=False, verbose=0)
     model = problem.model()
-    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    model.compile(ks.CrossShard(problem.sgd_momentum(), overlap=False), "mse")
     model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(2)], **arguments)
 
     real, cross_shard.global_gradients = cross_shard.global_gradients, lambda grads, *_: grads  # local from here on

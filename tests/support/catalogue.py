@@ -20,12 +20,15 @@ from support.problem import model as problem_model
 
 import keras_shardopt as ks
 
+# With the inner optimizer's own arithmetic; test_fused.py compares PyTorch's kernels with it.
+CrossShard = functools.partial(ks.CrossShard, fused=False)
+
 WRAPPERS = {
-    "CrossShard": lambda inner: ks.CrossShard(inner),
-    "CrossShard sum": lambda inner: ks.CrossShard(inner, reduction="sum"),
-    "CrossShard clipping": lambda inner: ks.CrossShard(inner, group_assignment=[[0]], replica_clipnorm=1e6),
-    "CrossShard checking": lambda inner: ks.CrossShard(inner, on_nonfinite="skip"),
-    "CrossShard of CrossShard": lambda inner: ks.CrossShard(ks.CrossShard(inner)),
+    "CrossShard": lambda inner: CrossShard(inner),
+    "CrossShard sum": lambda inner: CrossShard(inner, reduction="sum"),
+    "CrossShard clipping": lambda inner: CrossShard(inner, group_assignment=[[0]], replica_clipnorm=1e6),
+    "CrossShard checking": lambda inner: CrossShard(inner, on_nonfinite="skip"),
+    "CrossShard of CrossShard": lambda inner: CrossShard(CrossShard(inner)),
     "GradientClipping": lambda inner: ks.GradientClipping(inner, clip_gradients=1e6),
     "LARC": lambda inner: ks.LARC(inner, larc_eta=1e6),
     "LossScaling": lambda inner: ks.LossScaling(inner, "Backoff", {"scale_max": 1.0}),

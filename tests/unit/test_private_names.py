@@ -113,6 +113,58 @@ def test_torch_optimizers_live_in_a_private_module():
 
 
 @pytest.mark.backends("torch")
+def test_the_arithmetic_of_torch_optimizers_is_one_method():
+    import torch
+    from keras.src.backend.torch.optimizers import torch_adagrad, torch_adam, torch_adamw, torch_sgd
+
+    made = {
+        torch_adam.Adam: keras.optimizers.Adam(amsgrad=True),
+        torch_adamw.AdamW: keras.optimizers.AdamW(),
+        torch_sgd.SGD: keras.optimizers.SGD(momentum=0.5),
+        torch_adagrad.Adagrad: keras.optimizers.Adagrad(),
+    }
+    slots = {torch_adam.Adam: ["_momentums", "_velocities", "_velocity_hats"], torch_sgd.SGD: ["momentums"]}
+    for kind, optimizer in made.items():
+        assert type(optimizer) is kind
+        given = inspect.signature(kind._parallel_update_step).parameters
+        assert list(given) == ["self", "grads", "variables", "learning_rate"]
+        variables = problem.model().trainable_variables
+        optimizer.build(variables)
+        assert optimizer._get_variable_index(variables[2]) == 2
+        for name in slots.get(kind, []):
+            assert [tuple(v.shape) for v in getattr(optimizer, name)] == [(5, 7), (7,), (7, 3), (3,)]
+    assert len(made[torch_adagrad.Adagrad]._accumulators) == 4
+    assert callable(torch._fused_adam_) and callable(torch._fused_sgd_)
+
+
+@pytest.mark.backends("torch")
+def test_what_a_step_of_the_torch_trainer_does():
+    import torch
+    from keras.src.backend.torch.trainer import TorchTrainer
+
+    source = inspect.getsource(inspect.unwrap(TorchTrainer.train_step))
+    names = [
+        "self.zero_grad()",
+        "self.optimizer.scale_loss(loss)",
+        "loss.backward()",
+        ".value.grad",
+        ".optimizer.apply(",
+    ]
+    places = [source.index(name) for name in names]
+    assert places == sorted(places)
+    assert source.count("backward(") == source.count("loss.backward()") + source.count("Call torch.Tensor.backward()")
+    seen = []
+    value = torch.ones((), requires_grad=True)
+    loss = value * 2
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    loss.register_hook(lambda _: queue(lambda: seen.append(float(value.grad))))
+    value.register_post_accumulate_grad_hook(lambda _: seen.append(torch._C._current_graph_task_id() >= 0))
+    loss.backward()
+    assert seen == [True, 2.0]
+    assert torch._C._current_graph_task_id() == -1
+
+
+@pytest.mark.backends("torch")
 def test_seed_state_on_torch():
     from keras.src.backend.common import global_state
     from keras.src.utils import rng_utils

@@ -1,0 +1,423 @@
+"""Checks of gradients that travel during the backward pass. Each prints nothing and raises when it fails.
+
+Arguments: the file to which rank 0 writes the names of the checks that passed, and the names to run.
+"""
+
+import contextlib
+import json
+import pathlib
+import sys
+import warnings
+
+import keras
+import numpy as np
+import torch
+import torch.distributed as dist
+from support import problem
+from torch.utils.checkpoint import checkpoint
+
+import keras_shardopt as ks
+from keras_shardopt.replica import torch_overlap
+
+warnings.filterwarnings("ignore")
+CHECKS = {}
+NUM_STEPS = 6
+TINY = 1e-4  # MiB: four buckets for `make_model`
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def refused(function, error, words):
+    try:
+        function()
+    except error as caught:
+        assert words in str(caught), str(caught)
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def make_model(middle=None):
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Dense(6, activation="tanh"), *([] if middle is None else [middle]), keras.layers.Dense(5)]
+    return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers, keras.layers.Dense(problem.NUM_OUTPUTS)])
+
+
+def my_rows(scope, num_steps):
+    """This rank's rows of each batch, and how many that are; the rest of a batch is nobody's."""
+    size = problem.BATCH_SIZE // scope.num_replicas
+    starts = [s + scope.replica_id * size for s in range(0, num_steps * problem.BATCH_SIZE, problem.BATCH_SIZE)]
+    return [np.concatenate([a[s : s + size] for s in starts]) for a in problem.data(num_steps)], size
+
+
+def trained(scope, arguments, model=None, inner=problem.sgd_momentum, kind=None, loop=None, num_steps=NUM_STEPS):
+    """The model after some steps of `fit` on this rank's rows."""
+    model = make_model() if model is None else model
+    if kind is not None:
+        model.__class__ = kind
+    model.compile(ks.CrossShard(inner(), **arguments), "mse")
+    (x, y), size = my_rows(scope, num_steps)
+    if loop is None:
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+    else:
+        loop(model, x, y, size)
+    return model
+
+
+def by_hand(model, x, y, size):
+    """A loop of the user's own, which sends everything at the end."""
+    for start in range(0, len(x), size):
+        model.zero_grad()
+        outputs = model(x[start : start + size])
+        loss = keras.ops.mean(keras.ops.square(outputs - torch.tensor(y[start : start + size])))
+        loss.backward()
+        model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+
+
+def assert_same(some, others, tolerance=0.0):
+    for a, b in zip(some.get_weights(), others.get_weights()):
+        assert np.abs(a - b).max() <= tolerance, np.abs(a - b).max()
+
+
+@contextlib.contextmanager
+def recorded():
+    """What goes into all-reduces: bytes, and whether in a backward pass."""
+    real, calls = dist.all_reduce, []
+
+    def all_reduce(tensor, *args, **kwargs):
+        calls.append((tensor.nbytes, torch._C._current_graph_task_id() >= 0))
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = real
+
+
+@check
+def fit_sends_in_the_backward_pass(scope):
+    plain = trained(scope, {"overlap": False})
+    with recorded() as calls:
+        model = trained(scope, {"bucket_mib": TINY})
+    tolerance = 0.0 if scope.num_replicas == 2 else 1e-7  # sums of three depend on their order
+    assert_same(model, plain, tolerance)
+    assert_same(model, trained(scope, {"bucket_mib": TINY}, loop=by_hand))
+    assert scope.largest_difference(model) == 0
+    calls = calls[1:]  # the first belongs to the common start
+    assert len(calls) == 4 * (NUM_STEPS + 1), calls  # and once more when `fit` ends
+    assert [inside for _, inside in calls] == [False] * 4 + [True] * (4 * (NUM_STEPS - 1)) + [False] * 4
+    whole = trained(scope, {})
+    assert_same(whole, plain, tolerance)
+    assert len(whole.optimizer._buckets._buckets) == 1
+
+
+@check
+def gradients_are_global_after_the_backward_pass(scope):
+    model = trained(scope, {"bucket_mib": TINY})
+    flat = torch.cat([v.value.grad.reshape(-1) for v in model.trainable_variables])
+    everyones = [torch.empty_like(flat) for _ in range(scope.num_replicas)]
+    dist.all_gather(everyones, flat)
+    assert all((each == flat).all() for each in everyones)
+    again = [v.value.grad for v in model.trainable_variables]
+    trained(scope, {"bucket_mib": TINY}, model=model)  # of a new optimizer, with other memory
+    addresses = [v.value.grad.data_ptr() for v in model.trainable_variables]
+    model.fit(*problem.data(1), verbose=0)
+    assert [v.value.grad.data_ptr() for v in model.trainable_variables] == addresses  # buckets are used again
+    del again
+
+
+@check
+def bytes_are_those_of_the_ring(scope):
+    n = scope.num_replicas
+    layers = [keras.layers.Dense(500), keras.layers.Dense(500), keras.layers.Dense(problem.NUM_OUTPUTS)]
+    model = keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers])
+    size = 4 * model.count_params()
+    for arguments in ({}, {"bucket_mib": 0.97}, {"overlap": False}):
+        with recorded() as calls:
+            trained(scope, arguments, model, num_steps=3)
+        last = calls[-len(calls[1:]) // 4 :]  # of the one that says that training has ended
+        sent = sum(num_bytes for num_bytes, _ in last) * 2 * (n - 1) / n
+        assert sent <= 1.01 * 2 * (n - 1) / n * size, (arguments, sent, size)
+        assert len(last) == (2 if "bucket_mib" in arguments else 1), (arguments, calls)
+
+
+@check
+def half_the_bytes_with_compression(scope):
+    n = scope.num_replicas
+    layers = [keras.layers.Dense(200), keras.layers.Dense(problem.NUM_OUTPUTS)]
+    model = keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers])
+    size = 4 * model.count_params()
+    random = np.random.default_rng(scope.replica_id)
+    variables = model.trainable_variables
+    local = [random.normal(size=v.shape).astype("float32") for v in variables]
+    flat = torch.tensor(np.concatenate([g.ravel() for g in local]))
+    everyones = [torch.empty_like(flat) for _ in range(n)]
+    dist.all_gather(everyones, flat)
+    means, absolute = torch.stack(everyones).mean(0), torch.stack(everyones).abs().mean(0)
+    for dtype, unit in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
+        for arguments in (
+            {},
+            {"overlap": False},
+            {"reduction": "sum"},
+            {"shard_state": True},
+            {"on_nonfinite": "skip"},
+        ):
+            before = np.concatenate([v.numpy().ravel() for v in variables])
+            optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), compression=dtype, **arguments)
+            with recorded() as calls, torch.no_grad():
+                optimizer.apply([torch.tensor(g) for g in local], variables)
+            moved = before - np.concatenate([v.numpy().ravel() for v in variables])
+            factor = n if "reduction" in arguments else 1
+            error = np.abs(moved / factor - means.numpy())
+            bound = (n + 1) * unit * absolute.numpy() + 1e-5  # float32 weights of size 10
+            assert (error <= bound).all(), (dtype, arguments, error.max())
+            assert error.max() > unit / 100, (dtype, arguments)
+            if "shard_state" not in arguments:  # whose reduce-scatter is something else
+                assert [num_bytes <= 1.02 * size / 2 for num_bytes, _ in calls[1:]] == [True], (dtype, arguments, calls)
+    for arguments in ({"overlap": False}, {}):
+        short = trained(scope, {"compression": "bfloat16", "bucket_mib": TINY, **arguments})
+        assert scope.largest_difference(short) == 0
+        x, y = problem.data(2 if scope.replica_id else 1)
+        fit = lambda: short.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)  # noqa: B023, E731
+        refused(fit, ValueError, "must make the same number of updates")
+        dist.barrier()
+
+
+class Sometimes(keras.layers.Layer):
+    """Uses its layer on some ranks, or on none."""
+
+    ranks = (0,)
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(6, kernel_initializer=keras.initializers.GlorotUniform(3))
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        return inputs + self.dense(inputs) if dist.get_rank() in self.ranks else inputs
+
+
+@check
+def gradients_that_some_ranks_lack(scope):
+    for ranks in ((0,), (1,), ()):
+        Sometimes.ranks = ranks
+        models = [
+            trained(scope, arguments, make_model(Sometimes()), keras.optimizers.Adam)
+            for arguments in ({"overlap": False}, {"bucket_mib": TINY, "fused": False}, {"bucket_mib": TINY})
+        ]
+        assert_same(models[1], models[0], 1e-6)
+        assert_same(models[2], models[1], 1e-6)
+        assert scope.largest_difference(models[1]) == 0
+        moved = np.abs(models[1].layers[1].dense.bias.numpy()).max() > 0
+        assert moved == bool(ranks)
+
+
+class Twice(keras.layers.Layer):
+    """Makes its gradients in a backward pass within the backward pass, and again outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(6, activation="tanh", kernel_initializer=keras.initializers.GlorotUniform(3))
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        if dist.get_rank() in Sometimes.ranks and not isinstance(inputs, keras.KerasTensor):
+            inputs = checkpoint(self.dense, inputs, use_reentrant=True)
+            return self.dense(inputs)
+        return self.dense(self.dense(inputs))
+
+
+@check
+def gradients_that_come_in_parts(scope):
+    for ranks in ((0, 1, 2), (1,)):
+        Sometimes.ranks = ranks
+        plain = trained(scope, {"overlap": False}, make_model(Twice()))
+        model = trained(scope, {"bucket_mib": TINY}, make_model(Twice()))
+        assert_same(model, plain, 1e-7)
+        assert model.optimizer._buckets._overlaps == (scope.replica_id not in ranks)
+
+
+class ClipsItself(keras.Sequential):
+    """A step of the user's own, which changes gradients before they are reduced."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.optimizer.scale_loss(self.compute_loss(x, y, self(x, training=True)))
+        loss.backward()
+        grads = [v.value.grad * (dist.get_rank() + 1) for v in self.trainable_variables]
+        with torch.no_grad():
+            self.optimizer.apply(grads, self.trainable_variables)
+        return {}
+
+
+@check
+def steps_of_others_see_their_own_gradients(scope):
+    plain = trained(scope, {"overlap": False}, kind=ClipsItself)
+    assert_same(trained(scope, {"bucket_mib": TINY}, kind=ClipsItself), plain, 1e-7)
+    model = trained(scope, {"bucket_mib": TINY})
+    x, y = problem.data(1)
+    before = [w.copy() for w in model.get_weights()]
+    model.zero_grad()
+    for _ in range(1 + scope.replica_id):  # of each rank's own making, any number of times
+        keras.ops.mean(model(x)).backward(retain_graph=True)
+    pairs = model.optimizer.compute_gradients(lambda: keras.ops.mean(model(x * (1 + scope.replica_id))), None)
+    assert all(grad is not None for grad, _ in pairs)
+    assert all((a == b).all() for a, b in zip(before, model.get_weights()))
+    model.fit(x, y, verbose=0)
+    assert scope.largest_difference(model) == 0
+
+
+@check
+def parameters_that_are_replaced(scope):
+    found = []
+    for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+        model = trained(scope, arguments)
+        if scope.replica_id == 0:
+            for variable in model.trainable_variables[1:3]:
+                variable._value = torch.nn.Parameter(variable.value.detach().clone())
+        x, y = problem.data(4)
+        model.fit(x[scope.replica_id :: 3], y[scope.replica_id :: 3], batch_size=4, shuffle=False, verbose=0)
+        found.append(model)
+        assert scope.largest_difference(model) == 0
+    assert_same(*found, 1e-6)
+
+
+@check
+def a_frozen_layer_stays(scope):
+    found = []
+    for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+        model = trained(scope, arguments)
+        model.layers[1].trainable = False
+        before = model.layers[1].get_weights()
+        model.fit(*problem.data(3), batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+        assert all((a == b).all() for a, b in zip(before, model.layers[1].get_weights()))
+        found.append(model)
+    assert_same(*found, 1e-6)
+
+
+@check
+def parts_of_unequal_sizes(scope):
+    found = []
+    for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+        model = make_model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), **arguments), "mse")
+        ks.prepare(model)
+        x, y = problem.data(4)
+        mine = slice(0, 9) if scope.replica_id else slice(9, None)  # the others run out of rows
+        with recorded() as calls:
+            model.fit(x[mine], y[mine], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        assert any(inside for _, inside in calls) == (arguments.get("overlap") is None)
+        assert scope.largest_difference(model) == 0
+        found.append(model)
+    assert_same(*found, 1e-6)
+
+
+@check
+def overflows_and_sums(scope):
+    scaled = lambda: ks.LossScaling(problem.sgd_momentum(), "Backoff", {"scale_max": 8.0})  # noqa: E731
+    for inner, arguments in ((scaled, {}), (lambda: keras.optimizers.SGD(0.05), {"reduction": "sum"})):
+        plain = trained(scope, {"overlap": False, **arguments}, inner=inner)
+        model = trained(scope, {"bucket_mib": TINY, **arguments}, inner=inner)
+        assert_same(model, plain, 1e-6)
+        x, y = problem.data(1)
+        before = [w.copy() for w in model.get_weights()]
+        if inner is scaled:
+            if scope.replica_id == scope.num_replicas - 1:
+                x[0, 0] = np.inf
+            model.fit(x, y, verbose=0)
+            assert int(model.optimizer.skipped_steps) == 1
+            assert all((a == b).all() for a, b in zip(before, model.get_weights()))
+
+
+@check
+def what_needs_gradients_before_sends_at_the_end(scope):
+    for arguments in (
+        {"gradient_accumulation_steps": 2},
+        {"shard_state": True},
+        {"on_nonfinite": "skip"},
+        {"replica_clipnorm": 1.0},
+        {"group_assignment": [[r] for r in range(scope.num_replicas)]},
+        {"overlap": False},
+    ):
+        assert trained(scope, arguments).optimizer._buckets is None, arguments
+    model = make_model()
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    plain, model = trained(scope, {"overlap": False}), trained(scope, {}, model)
+    assert model.optimizer._buckets is None
+    assert_same(model, plain, 1e-7)
+    del ddp
+
+
+@check
+def ranks_that_end_early_are_noticed(scope):
+    model = trained(scope, {"bucket_mib": TINY})
+    x, y = problem.data(2 if scope.replica_id else 1)
+    fit = lambda: model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)  # noqa: E731
+    refused(fit, ValueError, "must make the same number of updates")
+    dist.barrier()
+
+
+@check
+def an_update_that_one_rank_leaves_out_is_noticed(scope):
+    model = trained(scope, {"bucket_mib": TINY})
+    x, y = problem.data(1)
+    if scope.replica_id == 1:
+        real = model.optimizer.apply
+        model.optimizer.__dict__["apply"] = lambda *_: 1 / 0  # in Keras' own step, after the backward pass
+    try:
+        model.train_on_batch(x, y)
+    except ZeroDivisionError:
+        model.optimizer.__dict__["apply"] = real
+    refused(lambda: model.train_on_batch(x, y), ValueError, "must make the same updates, in the same order")
+    dist.barrier()
+
+
+@check
+def planted_faults_are_seen(scope):
+    plain = trained(scope, {"overlap": False})
+    kind = torch_overlap.Buckets
+    reals = kind._take, kind._laid_out
+
+    def before_it_is_there(self, i, parameter):
+        """Sends what the step before has left."""
+        put, self._put = self._put, lambda *_: None
+        reals[0](self, i, parameter)
+        self._put = put
+
+    def as_a_sum(self, bucket_bytes):
+        self._takes_mean = False
+        return reals[1](self, bucket_bytes)
+
+    for faults in ((before_it_is_there, reals[1]), (reals[0], as_a_sum)):
+        kind._take, kind._laid_out = faults
+        model = trained(scope, {"bucket_mib": TINY})
+        kind._take, kind._laid_out = reals
+        refused(lambda: assert_same(model, plain, 1e-3), AssertionError, "")  # noqa: B023
+
+
+def main():
+    file, *names = sys.argv[1:]
+    with ks.data_parallel() as scope:
+        for name in names:
+            try:
+                CHECKS[name](scope)
+            except BaseException:
+                print(f"rank {scope.replica_id} failed in the check {name!r}", flush=True)
+                raise
+            print(name, flush=True)
+            dist.barrier()
+    if scope.is_chief:
+        pathlib.Path(file).write_text(json.dumps(names))
+    scope.close()
+
+
+if __name__ == "__main__":
+    main()
