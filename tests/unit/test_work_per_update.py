@@ -1,0 +1,65 @@
+"""Python's work in an update: it grows with the number of variables, no faster, and is the same in each update."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import keras_shardopt as ks
+
+CHAINS = {
+    "alone": lambda inner: ks.CrossShard(inner, fused=False),
+    "fused": lambda inner: ks.CrossShard(inner),
+    "skips": lambda inner: ks.CrossShard(inner, on_nonfinite="skip"),
+    "chain": lambda inner: ks.CrossShard(ks.LossScaling(ks.GradientClipping(ks.LARC(inner, 0.01), 1.0))),
+}
+
+
+def num_calls(function):
+    """How many functions of Python and of C are called."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def calls_of_updates(chain, num_variables, num_updates=4):
+    optimizer = CHAINS[chain](keras.optimizers.SGD(0.1, momentum=0.9))
+    weights = [keras.Variable(np.ones(2, "float32")) for _ in range(num_variables)]
+    grads = [keras.ops.ones(2) for _ in weights]
+    optimizer.build(weights)
+    return [num_calls(lambda: optimizer.apply(grads, weights)) for _ in range(num_updates)]
+
+
+# On the other backends an update is traced once, and then no work of Python's.
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("chain", CHAINS)
+def test_work_is_linear_and_constant(chain):
+    calls_of_updates(chain, 8)  # what is imported or looked up on first use
+    few, some, many = (calls_of_updates(chain, number) for number in (8, 16, 32))
+    assert few[-1] == few[-2] and some[-1] == some[-2] and many[-1] == many[-2], (few, some, many)
+    # A quadratic part would be four times as much more.
+    assert (many[-1] - some[-1]) <= 2.05 * (some[-1] - few[-1]), (few, some, many)
+
+
+@pytest.mark.backends("torch")
+def test_more_work_is_seen(monkeypatch):
+    real = ks.CrossShard.transform_gradients
+
+    def quadratic(self, grads, variables):
+        for variable in variables:
+            sum(bool(variable is other.value) for other in variables)
+        return real(self, grads, variables)
+
+    monkeypatch.setattr(ks.CrossShard, "transform_gradients", quadratic)
+    with pytest.raises(AssertionError):
+        test_work_is_linear_and_constant("alone")
