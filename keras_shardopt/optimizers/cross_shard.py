@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
 from keras_shardopt.agreement import check_agreement, described
-from keras_shardopt.even_shards import EvenShards
+from keras_shardopt.divided_state import DividedState
 from keras_shardopt.finite import UNKNOWN, first_not_finite, judge, num_flags, reduce_and_judge
 from keras_shardopt.numerics import is_next_value
 from keras_shardopt.reduction import (
@@ -28,7 +27,6 @@ from keras_shardopt.reduction import (
     group_assignment_of,
     scaled_gradients,
     transformed_gradients,
-    unscaled_gradients,
     weighted_gradients,
 )
 from keras_shardopt.replica import (
@@ -41,14 +39,13 @@ from keras_shardopt.replica import (
     reduction_is_claimed,
 )
 from keras_shardopt.replica.compressed import Compressed
-from keras_shardopt.sharding import MEETING_SECONDS, MemoryReport, Shards, check_can_shard, laid_out_report
+from keras_shardopt.sharding import check_can_shard
+from keras_shardopt.two_phases import TwoPhases
 from keras_shardopt.wrapper import (
-    Observer,
     OptimizerWrapper,
     empty_name_scope,
     innermost,
     inside,
-    is_built_among_several,
     leaves,
     parts,
 )
@@ -57,11 +54,6 @@ _SUMMED_ADVICE = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, ax
 _GLOBAL_ADVICE = (
     "Call `keras_shardopt.prepare(model)` after `compile` and before `fit`; in a loop of your own use "
     "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on PyTorch."
-)
-
-_SAVE_TOGETHER = (
-    "With `shard_state=True` each rank has a part of what is saved. Call `keras_shardopt.save_model(model, path)` (or "
-    "`save_weights`) on every rank; one of them writes."
 )
 
 _BUCKET_MIB = 25.0
@@ -73,7 +65,7 @@ _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "sum": "sum", "weighted_mea
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
-class CrossShard(OptimizerWrapper):
+class CrossShard(TwoPhases, DividedState):
     r"""Reduces the gradients of all replicas once, then lets the inner optimizer update.
 
     With $N$ replicas and $g_r$ the gradient of the mean loss of replica $r$, the inner optimizer sees
@@ -218,7 +210,6 @@ class CrossShard(OptimizerWrapper):
     """
 
     makes_gradients_global = True
-    _shards: Shards | EvenShards | None  # None where no state is divided, or by a layout
     _accumulators: Accumulators  # None where it does not accumulate
     _skipped: Variable
     _culprit: Variable | None
@@ -385,98 +376,6 @@ class CrossShard(OptimizerWrapper):
         if self.__dict__["_num_steps"] is not None:
             refuse_accumulation_inside(leaves(self), self.__dict__["_num_steps"])
 
-    def _divided(self, variables: Sequence[Variable]) -> Shards | EvenShards | None:
-        """Who owns what, where each replica has state of its own."""
-        if framework.divides_state:
-            replicas = framework.replicas(self.axis_name)
-            if replicas.num_replicas == 1:
-                return None
-            _refuse_several()
-            with framework.outside_trace():
-                return Shards(self, variables, replicas)
-        num_copies = framework.num_copies(variables)
-        if num_copies == 1:
-            return None
-        _refuse_several()
-        with framework.outside_trace():
-            return EvenShards(self, variables, num_copies)
-
-    def variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """This replica's slices, where state is divided."""
-        return list(variables) if self._shards is None else self._shards.inside(variables)
-
-    def inner_is_built(self) -> None:
-        """Divides the state that there is now."""
-        if self._shards is not None:
-            self._shards.adopt(self)
-        elif self.shard_state and framework.lays_out_state:
-            own = {id(v) for v in self._variables}
-            framework.lay_out([v for v in self.variables if id(v) not in own])
-
-    def memory_report(self) -> MemoryReport:
-        """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
-
-        Returns:
-            A `MemoryReport`, to `print` or to read: `held` by replica, `ideal`, `max_over_ideal`, `replicated`.
-
-        Raises:
-            ValueError: before the optimizer is built.
-
-        Example:
-            >>> import keras, keras_shardopt as ks
-            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-            >>> optimizer = ks.CrossShard(keras.optimizers.Adam(), shard_state=True)
-            >>> optimizer.build(model.trainable_variables)
-            >>> report = optimizer.memory_report()
-            >>> len(report.held), report.held[0] == report.whole
-            (1, True)
-        """
-        if not self.built:
-            raise ValueError(
-                "The optimizer must be built before it has state. Call `optimizer.build(model.trainable_variables)`."
-            )
-        own = {id(v) for v in self._variables}
-        state = [v for v in self.variables if id(v) not in own]
-        if self._shards is not None:
-            return self._shards.memory_report(state)
-        return laid_out_report(state)
-
-    def get_slot(self, variable: Variable, name: str) -> Variable | None:
-        """See `SlotAccess.get_slot`.
-
-        Raises:
-            ValueError: where each replica holds a part of the state only.
-        """
-        if self._shards is not None:
-            raise ValueError(
-                "With `shard_state=True` a replica has slots of its own slices only. "
-                f"Received: get_slot({getattr(variable, 'path', variable)!r}, {name!r}). "
-                "Let all processes call `optimizer.save_own_variables(store)` with a dict, which then holds whole arrays."
-            )
-        return super().get_slot(variable, name)
-
-    def observe(self, observer: Observer | None) -> None:
-        """See `OptimizerWrapper.observe`.
-
-        Raises:
-            ValueError: where each replica sees a part of the gradients only.
-        """
-        if self.shard_state and observer is not None and not framework.lays_out_state:
-            raise ValueError(
-                "Summaries of gradients need all of them, and with `shard_state=True` a replica sees its slices only. "
-                "Use `TrainingSummaries(summaries=[])`, or `shard_state=False`."
-            )
-        super().observe(observer)
-
-    @property
-    def _model_variables_moving_average(self) -> list[Variable]:
-        if self._shards is not None:
-            raise ValueError(
-                "With `shard_state=True` a replica has the moving averages of its own slices only, so that "
-                "`SwapEMAWeights` cannot swap them in. Leave it out: `fit` ends with the averages as the weights."
-            )
-        return super()._model_variables_moving_average
-
     def stack_accumulators(self) -> None:
         """From now on gradients come stacked: those of all replicas along a first dimension, which a step has made."""
         self.__dict__["_stacks"] = True
@@ -509,50 +408,6 @@ class CrossShard(OptimizerWrapper):
         return [v for v in self._variables if id(v) not in apart]
 
     # -- files ---------------------------------------------------------------------------------------------------
-
-    @property
-    def saving_needs_all_replicas(self) -> bool:
-        """Whether state is divided, so that what this process has is to be put together before it is stored."""
-        is_laid_out = self.shard_state and framework.lays_out_state and framework.process()[0] > 1
-        return self.__dict__.get("_shards") is not None or is_laid_out
-
-    def save_own_variables(self, store: Any) -> None:
-        """Writes the state just as the inner optimizer alone would. With divided state all replicas call it together.
-
-        Raises:
-            RuntimeError: with divided state, if another replica does not call it within a minute.
-        """
-        if self._shards is None and not (self.shard_state and framework.lays_out_state):
-            super().save_own_variables(store)
-            return
-        framework.meet("save", MEETING_SECONDS, _SAVE_TOGETHER)
-        store = self.named(store)
-        for i, variable in enumerate(self._inner_state):
-            store[str(i)] = self.stored_value(variable)
-
-    def _load_inner(self, store: Any) -> None:
-        if self._shards is None:
-            super()._load_inner(store)
-            return
-        for i, variable in enumerate(self._inner_state):
-            self.assign_stored(variable, store[str(i)])
-
-    def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """See `OptimizerWrapper.stored_shape`."""
-        return super().stored_shape(variable) if self._shards is None else self._shards.stored_shape(variable)
-
-    def stored_value(self, variable: Variable) -> np.ndarray:
-        """See `OptimizerWrapper.stored_value`."""
-        if self._shards is None:
-            return super().stored_value(variable)
-        return self._shards.stored(variable)
-
-    def assign_stored(self, variable: Variable, array: Any) -> None:
-        """See `OptimizerWrapper.assign_stored`."""
-        if self._shards is None:
-            super().assign_stored(variable, array)
-        else:
-            self._shards.assign_stored(variable, array)
 
     def load_own_variables(self, store: Any) -> None:
         """See `OptimizerWrapper.load_own_variables`. A window of micro-steps starts anew."""
@@ -849,95 +704,6 @@ class CrossShard(OptimizerWrapper):
                 advice = _GLOBAL_ADVICE
         raise ValueError(f"{rule} Received: {', '.join(given)}, and {received}. {advice}")
 
-    # -- TensorFlow 1's two phases -------------------------------------------------------------------------------
-
-    def compute_gradients(
-        self, loss: Callable[[], Tensor], var_list: Sequence[Variable] | None = None
-    ) -> list[tuple[Tensor | None, Variable]]:
-        """The first phase of `minimize`: this replica's gradients, which may be changed before `apply_gradients`.
-
-        They are the gradients of what `loss` returns, before any reduction wherever replicas are told apart (under a
-        `keras.distribution`, and where DDP owns the weights, they are global). So the loss is to be the mean over
-        this replica's examples, and the gradients are in its units, also if an inner optimizer scales the loss: that
-        is done and undone here, and done again in `apply_gradients`. On TensorFlow `keras.losses` divide by the
-        number of replicas, and their gradients are as much smaller; where the loss is a bare mean, say
-        `CrossShard(..., gradients="local")`, and the units are those of the other backends.
-
-        Whatever `loss` assigns (moving statistics, seeds) is assigned once. With an inner optimizer that scales the
-        loss, call `scale_loss` before gradients of your own, as ever; it also tells the two kinds apart.
-
-        Args:
-            loss: a function without arguments that returns a scalar tensor.
-            var_list: the trainable variables to differentiate by; None for those that the optimizer was built on.
-
-        Returns:
-            A list of (gradient, variable) pairs in the order of `var_list`. The gradient is None (on JAX zeros) for a
-            variable that the loss does not depend on.
-
-        Raises:
-            TypeError: if `loss` is not a function.
-            ValueError: if `var_list` is needed and not given, or holds variables that are not trainable; if the loss
-                is not a scalar.
-
-        Example:
-            >>> import keras, keras_shardopt as ks
-            >>> weight = keras.Variable([3.0, 4.0])
-            >>> optimizer = ks.CrossShard(keras.optimizers.SGD(1.0))
-            >>> def loss():
-            ...     return keras.ops.sum(keras.ops.square(weight)) / 2
-            >>> grads_and_vars = optimizer.compute_gradients(loss, [weight])
-            >>> iterations = optimizer.apply_gradients([(grad / 2, v) for grad, v in grads_and_vars])
-            >>> [float(w) for w in keras.ops.convert_to_numpy(weight)]
-            [1.5, 2.0]
-        """
-        if not callable(loss):
-            raise TypeError(
-                "`loss` must be a function without arguments that returns a scalar: a tensor does not tell how it was "
-                f"made, so there is nothing to differentiate. Received: loss={loss!r} (of type {type(loss).__name__}). "
-                "Use for example `minimize(lambda: loss_fn(y, model(x, training=True)), model.trainable_variables)`."
-            )
-        variables = self._variables_to_differentiate(var_list)
-        framework.check_ready(variables, leaves(self))
-
-        def scaled() -> Tensor:
-            value = keras.ops.convert_to_tensor(loss())
-            if keras.ops.ndim(value):
-                raise ValueError(
-                    f"`loss` must return a scalar. Received: a tensor of shape {tuple(value.shape)}. "
-                    "Use for example `keras.ops.mean(...)` of it."
-                )
-            return self.inner.scale_loss(value)
-
-        grads = framework.gradients(scaled, variables, self.axis_name)
-        grads = unscaled_gradients(grads, variables, self.loss_scale)
-        self.__dict__["_computed"] = True
-        return list(zip(grads, variables))
-
-    def minimize(self, loss: Callable[[], Tensor], var_list: Sequence[Variable] | None = None) -> Any:
-        """Computes gradients as `compute_gradients` does, and applies them as `apply_gradients` does.
-
-        Args:
-            loss: a function without arguments that returns a scalar tensor: the mean over this replica's examples.
-            var_list: the trainable variables to update; None for those that the optimizer was built on.
-
-        Returns:
-            The update counter.
-
-        Raises:
-            TypeError: if `loss` is not a function.
-            ValueError: as `compute_gradients`.
-
-        Example:
-            >>> import keras, keras_shardopt as ks
-            >>> weight = keras.Variable(3.0)
-            >>> optimizer = ks.CrossShard(keras.optimizers.SGD(0.5))
-            >>> int(optimizer.minimize(lambda: keras.ops.square(weight), [weight]))
-            1
-            >>> float(keras.ops.convert_to_numpy(weight))
-            0.0
-        """
-        return self.apply_gradients(self.compute_gradients(loss, var_list))
-
     @framework.as_written
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `keras.optimizers.Optimizer.scale_loss`."""
@@ -946,24 +712,6 @@ class CrossShard(OptimizerWrapper):
         if self.__dict__["_buckets"] is not None:
             self.__dict__["_buckets"].follow(loss, self, bool(_share_of_rows()))
         return loss
-
-    def _variables_to_differentiate(self, var_list: Sequence[Variable] | None) -> list[Variable]:
-        if var_list is None:
-            if not self.built:
-                raise ValueError(
-                    "`var_list` must be given, or the optimizer built before. "
-                    "Use for example `minimize(loss, model.trainable_variables)`."
-                )
-            return list(self._trainable_variables)
-        variables = list(var_list)
-        frozen = [getattr(v, "path", str(v)) for v in variables if not getattr(v, "trainable", True)]
-        if frozen or not variables:
-            raise ValueError(
-                f"`var_list` must hold trainable variables. Received: {frozen or variables}"
-                + (", which are not. " if frozen else ". ")
-                + "Use for example `model.trainable_variables`."
-            )
-        return variables
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -1137,14 +885,6 @@ def cross_shards(optimizer: Any) -> list[CrossShard]:
     """Every `CrossShard` of an optimizer, itself and inside it, from the outside in; none where it is None."""
     chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
     return [part for part in chain if isinstance(part, CrossShard)]
-
-
-def _refuse_several() -> None:
-    if is_built_among_several():
-        raise ValueError(
-            "`shard_state=True` cannot be inside a `MultiOptimizer`, which stores what each replica has by itself, and "
-            "so a part of the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."
-        )
 
 
 def _finalizes(leaf: Any) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from support import flips, in_parts, problem, uneven
 
 import keras_shardopt as ks
+from keras_shardopt import divided_state as divided
 from keras_shardopt.replica import framework
 
 warnings.filterwarnings("ignore")
@@ -56,12 +57,12 @@ def divided_state(scope, x, y, mine):
     assert not slot.value.is_fully_addressable and not slot.value.is_fully_replicated
     values = np.arange(24, dtype="float32").reshape(8, 3)
     optimizer.load_own_variables({"0": 3, "1": 0.5, "2": values, "3": -values})
-    real, ks.optimizers.cross_shard.MEETING_SECONDS = ks.optimizers.cross_shard.MEETING_SECONDS, 0.5
+    real, divided.MEETING_SECONDS = divided.MEETING_SECONDS, 0.5
     for alone in (0, 1):
         if scope.process_id == alone:
             refused(lambda: optimizer.save_own_variables({}), RuntimeError, "save_model(model, path)` (or")
         on_all(alone)
-    ks.optimizers.cross_shard.MEETING_SECONDS = real
+    divided.MEETING_SECONDS = real
     store = {} if scope.is_chief else Dropping()
     optimizer.save_own_variables(store)
     if scope.is_chief:

@@ -16,7 +16,7 @@ from keras.src.saving.saving_lib import H5IOStore
 from support import problem
 
 import keras_shardopt as ks
-from keras_shardopt import sharding
+from keras_shardopt import divided_state, sharding
 from keras_shardopt.optimizers import gradient_clipping
 from keras_shardopt.replica import framework, torch_distributed
 
@@ -440,14 +440,14 @@ class Dropping(dict):
 @check
 def a_rank_that_saves_alone_is_told_so_in_time(scope):
     optimizer = both(scope, ELEMENTWISE["adam"])[0]
-    real, ks.optimizers.cross_shard.MEETING_SECONDS = sharding.MEETING_SECONDS, 0.3
+    real, divided_state.MEETING_SECONDS = sharding.MEETING_SECONDS, 0.3
     for alone in (0, 1):
         if scope.replica_id == alone:
             refused(
                 lambda: saved(optimizer), RuntimeError, "save_model(model, path)` (or `save_weights`) on every rank"
             )
         dist.barrier()
-    ks.optimizers.cross_shard.MEETING_SECONDS = real
+    divided_state.MEETING_SECONDS = real
     store = {} if scope.is_chief else Dropping()
     optimizer.save_own_variables(store)  # together it works as ever
     assert len(store) == (len(optimizer.variables) if scope.is_chief else 0)

@@ -45,6 +45,8 @@ LAYERS = [
         "keras_shardopt.cutting",
         "keras_shardopt.sharding",
         "keras_shardopt.even_shards",
+        "keras_shardopt.divided_state",
+        "keras_shardopt.two_phases",
     },
     {"keras_shardopt.reduction", "keras_shardopt.accumulation"},
     {"keras_shardopt.replica"},
