@@ -52,7 +52,7 @@ def main():
 
     keras.utils.set_random_seed(1)
     whole, start, _ = trained(None, BATCH_SIZE)
-    updates, weights = int(whole.optimizer.iterations), whole.get_weights()
+    updates, weights = int(keras.ops.convert_to_numpy(whole.optimizer.iterations)), whole.get_weights()
     parts, _, replicas = trained(start, BATCH_SIZE // MICRO_STEPS, gradient_accumulation_steps=MICRO_STEPS)
     movement = max(np.max(np.abs(w - s)) for w, s in zip(weights, start))
     difference = max(np.max(np.abs(w - p)) for w, p in zip(weights, parts.get_weights()))
@@ -60,7 +60,7 @@ def main():
         print(f"backend                    {keras.config.backend()}")
         print(f"replicas                   {replicas.num_replicas}")
         print(f"updates, whole batches     {updates}")
-        print(f"updates, in micro-steps    {int(parts.optimizer.iterations)}")
+        print(f"updates, in micro-steps    {int(keras.ops.convert_to_numpy(parts.optimizer.iterations))}")
         print(f"relative difference        {difference / movement:.1e}")
 
 

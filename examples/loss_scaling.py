@@ -68,8 +68,8 @@ def main():
         print(f"replicas                   {replicas.num_replicas}")
         print(f"accuracy, not scaled       {unscaled:.3f}")
         print(f"accuracy, scaled           {scaled:.3f}")
-        print(f"skipped steps              {int(model.optimizer.skipped_steps)}")
-        print(f"loss scale                 {float(model.optimizer.loss_scale):.0f}")
+        print(f"skipped steps              {int(keras.ops.convert_to_numpy(model.optimizer.skipped_steps))}")
+        print(f"loss scale                 {float(keras.ops.convert_to_numpy(model.optimizer.loss_scale)):.0f}")
         print(f"largest difference         {difference:g}")
 
 
