@@ -1,6 +1,6 @@
 """Writes docs/support.md: what works on which backend with which Keras, as far as tests say so.
 
-    KERAS_BACKEND=jax python docs/support_matrix.py run FOLDER      # once per backend and Keras, in an environment with both
+    KERAS_BACKEND=jax python docs/support_matrix.py run FOLDER      # once for each backend and version of Keras
     python docs/support_matrix.py write FOLDER
 
 `run` runs the tests that stand for the features, and leaves pytest's report in FOLDER, named after the backend and the
@@ -219,8 +219,8 @@ HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
 
 # Support matrix
 
-A number is how many tests that stand for the feature passed on that backend with that Keras, the last time this page was
-written; many more hold the details. "Fails" and "not run" are what they say. What is not in the table is not promised.
+A number is how many tests that stand for the feature passed on that backend with that Keras, when this page was written
+last; many more hold the details. "Fails" and "not run" are what they say. What is not in the table is not promised.
 
 TensorFlow and JAX ran on several CPU devices of one process, except where several processes are named, and PyTorch in
 several processes with "gloo". No number here comes from a GPU or a TPU.

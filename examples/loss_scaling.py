@@ -4,9 +4,10 @@
     KERAS_BACKEND=tensorflow python examples/loss_scaling.py --replicas 2
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/loss_scaling.py
 
-Trains a model under the "mixed_float16" policy on handwritten digits, with a loss that counts 1e-6, so that its gradients
-are below what float16 holds. Then again with `LossScaling`, and with one image of infinities, which one replica meets
-once in each epoch. Prints the accuracies, how many updates were skipped, and the largest difference between replicas.
+Trains a model under the "mixed_float16" policy on handwritten digits, with a loss that counts 1e-6, so that its
+gradients are below what float16 holds. Then again with `LossScaling`, and with one image of infinities, which one
+replica meets once in each epoch. Prints the accuracies, how many updates were skipped, and the largest difference
+between replicas.
 """
 
 import argparse

@@ -146,8 +146,8 @@ class CrossShard(OptimizerWrapper):
         TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config; if `replica_clipnorm` is not a
             number, `gradient_accumulation_steps` not an int, or `replica_transform` not a function.
         ValueError: if `reduction`, `gradients` or `on_nonfinite` is unknown; if `gradient_accumulation_steps` is less
-            than 1, or an optimizer inside accumulates, too; if `on_nonfinite` is "raise" around a dynamic loss scaling; if `group_assignment` breaks one of its rules, or (on
-            first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
+            than 1, or an optimizer inside accumulates, too; if `on_nonfinite` is "raise" around a dynamic loss scaling;
+            if `group_assignment` breaks one of its rules, or (on first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
             `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
             nothing inside scales the loss; if `shard_state` comes with `group_assignment`. When it is built: if
             `shard_state` meets an optimizer that would be wrong with a part of the gradients; on TensorFlow also one
@@ -1006,6 +1006,11 @@ class CrossShard(OptimizerWrapper):
             f", {name}={getattr(self, name)!r}"
             for name in ("group_assignment", "replica_clipnorm", "replica_transform")
             if getattr(self, name) is not None
+        ]
+        given += [
+            f", {name}={getattr(self, name)!r}"
+            for name, default in (("gradients", "auto"), ("axis_name", "batch"))
+            if getattr(self, name) != default
         ]
         return "".join(given)
 

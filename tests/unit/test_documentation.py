@@ -105,7 +105,8 @@ def test_every_public_name_is_on_one_api_page():
 
 
 def test_what_api_pages_name_is_there():
-    for name, members in re.findall(r"^::: keras_shardopt\.(\S+)\n(?:    options:\n)?(?:      members: \[(.*)\])?", API, re.M):
+    entry = r"^::: keras_shardopt\.(\S+)\n(?:    options:\n      members: \[(.*)\])?"
+    for name, members in re.findall(entry, API, re.MULTILINE):
         thing = ks
         for part in name.split("."):
             thing = getattr(thing, part)
@@ -147,12 +148,14 @@ def test_the_support_matrix_has_tests_that_exist_and_its_page_is_of_it():
 def test_the_support_matrix_counts_what_passed_and_says_what_failed(tmp_path):
     script = matrix()
     cases = {"a[1]": "", "a[2]": "<failure/>", "b[x]": "", "b[y]": "", "c": "<skipped/>"}
-    cases = "".join(f'<testcase classname="tests.unit.test_it" name="{name}">{inside}</testcase>' for name, inside in cases.items())
+    classname = 'classname="tests.unit.test_it"'
+    cases = "".join(f'<testcase {classname} name="{name}">{inside}</testcase>' for name, inside in cases.items())
     (tmp_path / "jax-3.15.1.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
     found = script.outcomes(tmp_path / "jax-3.15.1.xml")
 
     def cell(*tests, **more):
-        return script.cell(script.Feature("it", {"jax": [f"tests/unit/test_it.py::{t}" for t in tests]}, **more), "jax", found)
+        feature = script.Feature("it", {"jax": [f"tests/unit/test_it.py::{t}" for t in tests]}, **more)
+        return script.cell(feature, "jax", found)
 
     assert cell("a") == "**fails**: 1 of 2"
     assert cell("b") == "2" and cell("b[x]") == "1"
