@@ -1,10 +1,12 @@
 """Writes docs/support.md: what works on which backend with which Keras, as far as tests say so.
 
-    KERAS_BACKEND=jax python docs/support_matrix.py run FOLDER      # once for each backend and version of Keras
+    REPORTS=FOLDER tox run -e jax,tensorflow,torch,lowest
     python docs/support_matrix.py write FOLDER
 
-`run` runs the tests that stand for the features, and leaves pytest's report in FOLDER, named after the backend and the
-version of Keras. `write` makes the page of all reports in FOLDER.
+makes it of pytest's reports of a whole run, which are in FOLDER under names of the backend and the version of Keras.
+The tests that stand for the features, and no more, are run in an environment of one's own with
+
+    KERAS_BACKEND=jax python docs/support_matrix.py run FOLDER
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import pathlib
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from importlib import metadata
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"
@@ -272,9 +273,9 @@ def run(folder: pathlib.Path) -> int:
     """Runs the tests of this environment's backend."""
     backend = os.environ.get("KERAS_BACKEND", "jax")
     tests = sorted({test for feature in FEATURES for test in feature.tests.get(backend, [])})
-    report = (folder / f"{backend}-{metadata.version('keras')}.xml").resolve()
-    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "KERAS_BACKEND": backend}).returncode
+    command = [sys.executable, "-m", "pytest", "-q", *tests]
+    environment = {**os.environ, "KERAS_BACKEND": backend, "REPORTS": str(folder.resolve())}
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
 def main() -> None:

@@ -203,7 +203,8 @@ class Tower(OptimizerWrapper):
     def __repr__(self) -> str:
         # To be shown is no use: it neither makes the optimizer nor counts for `has_been_used`.
         factory = self.__dict__["_factory"]
-        return f"{type(self).__name__}({shown(self.__dict__['_inner'][0]) if factory is None else factory!r})"
+        inside = shown(self.__dict__["_inner"][0]) if factory is None else repr(factory)
+        return f"{type(self).__name__}({inside})"
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates, or inside `replicate` collects until the last tower."""
