@@ -72,7 +72,7 @@ def main() -> None:
     axes.set_ylabel("MiB of state on each replica")
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.15)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=8)
     figure.savefig(arguments.output, metadata={"Date": None})
 
 
