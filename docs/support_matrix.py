@@ -221,7 +221,8 @@ HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
 # Support matrix
 
 A number is how many tests that stand for the feature passed on that backend with that Keras, when this page was written
-last; many more hold the details. "Fails" and "not run" are what they say. What is not in the table is not promised.
+last; many more hold the details. "Fails" and "not run" are what they say. A backend or a Keras without a column had no
+report. What is not in the table is not promised.
 
 TensorFlow and JAX ran on several CPU devices of one process, except where several processes are named, and PyTorch in
 several processes with "gloo". No number here comes from a GPU or a TPU.
