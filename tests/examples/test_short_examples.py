@@ -28,7 +28,7 @@ def printed(output, name):
 )
 def test_examples_show_what_they_say(backend, start, replicas, loop):
     words = [str(EXAMPLES / "accumulation.py"), "--steps", "2", *replicas]
-    words += ["--", str(EXAMPLES / "loss_scaling.py"), *replicas]
+    words += ["--", str(EXAMPLES / "loss_scaling.py"), "--epochs", "4", *replicas]
     if loop is not None:
         words += ["--", str(EXAMPLES / loop), "--steps", "2", *replicas]
     output = run(*start, TOGETHER, *words, KERAS_BACKEND=backend)
@@ -42,8 +42,8 @@ def test_examples_show_what_they_say(backend, start, replicas, loop):
     found = printed(output, "loss_scaling.py")
     assert (found["backend"], found["replicas"]) == (backend, number)
     assert float(found["accuracy, not scaled"]) < 0.3
-    assert float(found["accuracy, scaled"]) > 0.85
-    assert int(found["skipped steps"]) >= 10  # one in each epoch, and more while the scale is too large
+    assert float(found["accuracy, scaled"]) > 0.7
+    assert int(found["skipped steps"]) >= 4  # one in each epoch
     assert float(found["largest difference"]) == 0
 
     if loop is not None:
