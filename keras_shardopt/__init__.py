@@ -1,4 +1,9 @@
-"""Data-parallel training for Keras 3 with one meaning on TensorFlow, JAX and PyTorch."""
+"""Data-parallel training for Keras 3 with one meaning on TensorFlow, JAX and PyTorch.
+
+Around an optimizer: `CrossShard` (gradients of all replicas), `LossScaling`, `MixedPrecision`, `GradientClipping`,
+`LARC`, `VariableClipping`, `Tower`. Around `fit`: `data_parallel`, `prepare`, `shard_data`, `save_model`,
+`save_weights`, and the modules `callbacks` and `schedules`. All at once: `build_optimizer`, `optimize_loss`.
+"""
 
 from keras_shardopt import callbacks, schedules
 from keras_shardopt.data import shard_data

@@ -576,7 +576,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({_described(self.inner)}{self._repr_arguments()})"
+        return f"{type(self).__name__}({shown(self.inner)}{self._repr_arguments()})"
 
     def _repr_arguments(self) -> str:
         """The other constructor arguments, as `", key=value"`."""
@@ -696,7 +696,7 @@ def _refuse_local_gradients(outer: OptimizerWrapper, inner: Any) -> None:
         name, other = type(outer).__name__, type(inner).__name__
         raise ValueError(
             f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one part of the batch "
-            f"only. Received: inner_optimizer={_described(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
+            f"only. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
         )
     for optimizer in parts(inner):
         _refuse_local_gradients(outer, optimizer)
@@ -777,7 +777,8 @@ def _is_running(method: str, kind: Any) -> bool:
     return False
 
 
-def _described(optimizer: Any) -> str:
+def shown(optimizer: Any) -> str:
+    """What stands for an optimizer in the `repr` of one that wraps it."""
     return repr(optimizer) if isinstance(optimizer, OptimizerWrapper) else type(optimizer).__name__
 
 

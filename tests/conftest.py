@@ -41,7 +41,10 @@ def pytest_report_header():
     return f"keras {keras.__version__}, backend {BACKEND}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest makes the report
 def pytest_configure(config):
+    if os.environ.get("REPORTS") and not hasattr(config, "workerinput"):
+        config.option.xmlpath = os.path.join(os.environ["REPORTS"], f"{BACKEND}-{keras.__version__}.xml")
     config.addinivalue_line("markers", "backends(*names): the test is about these backends and skips on others")
     config.addinivalue_line("markers", "xdist_group(name): run in the same process as others of that name")
 

@@ -134,24 +134,25 @@ class CrossShard(TwoPhases, DividedState):
             replicas. To be saved it must be registered with `keras.saving.register_keras_serializable`.
         shard_state: bool. Whether each replica keeps its part of the optimizer state only, and updates its part of the
             weights, which then go to all (ZeRO-1). Updates are the same, bit for bit where the arithmetic is
-            element-wise (on PyTorch with `fused=False`: kernels round the ends of arrays another way); files are the same, and fit any number of replicas. On PyTorch what a rank owns is cut out of
-            all variables at equal places if the inner optimizer allows, which is tried out when it is built;
-            variables that it must see whole (Lamb, Muon's matrices, `clipnorm`, constraints) go to one rank each.
-            Saving is then a call of all ranks together. Under JAX's `keras.distribution` each state array is laid out
-            along a dimension that the number of replicas divides. Under TensorFlow's `MirroredStrategy` each variable
-            is cut into slices of one length, the last ones filled up with zeros; gradients are all-reduced as ever
-            (there is no reduce-scatter), and weights gathered, which is 1.5 times the bytes of one all-reduce. There
-            each replica keeps one more copy of its slices of the weights, sums of an `Embedding`'s gradients are
-            dense, as with accumulation, and an optimizer that must see a variable whole (or is Ftrl, whose last
-            digits are too noisy) is refused when it is built. `memory_report()` tells what each replica holds. Not
-            under TensorFlow's other strategies, and not inside `shard_map` and `pmap`.
+            element-wise (on PyTorch with `fused=False`: kernels round the ends of arrays another way); files are the
+            same, and fit any number of replicas. On PyTorch what a rank owns is cut out of all variables at equal
+            places if the inner optimizer allows, which is tried out when it is built; variables that it must see whole
+            (Lamb, Muon's matrices, `clipnorm`, constraints) go to one rank each. Saving is then a call of all ranks
+            together. Under JAX's `keras.distribution` each state array is laid out along a dimension that the number of
+            replicas divides. Under TensorFlow's `MirroredStrategy` each variable is cut into slices of one length, the
+            last ones filled up with zeros; gradients are all-reduced as ever (there is no reduce-scatter), and weights
+            gathered, which is 1.5 times the bytes of one all-reduce. There each replica keeps one more copy of its
+            slices of the weights, sums of an `Embedding`'s gradients are dense, as with accumulation, and an optimizer
+            that must see a variable whole (or is Ftrl, whose last digits are too noisy) is refused when it is built.
+            `memory_report()` tells what each replica holds. Not under TensorFlow's other strategies, and not inside
+            `shard_map` and `pmap`.
         compression: None (default), "float16" or "bfloat16". The dtype in which float32 and float64 gradients are sent
-            and added up, with half the bytes; each is divided by the number of replicas $N$ first. The mean is off by at
-            most $(N + 1) u$ times the mean of the $\lvert g_r \rvert$, with $u = 2^{-8}$ for "bfloat16" and $2^{-11}$ for "float16".
-            In "float16" what is below $6 \cdot 10^{-8} N$ becomes 0, and what is above 65504 $N$ infinite, which
-            `on_nonfinite` and loss scalings notice. Where gradients are global before the optimizer sees them it is
-            refused; under JAX's `fit` with several replicas it needs `keras_shardopt.prepare(model)`. A lone replica
-            sends nothing.
+            and added up, with half the bytes; each is divided by the number of replicas $N$ first. The mean is off by
+            at most $(N + 1) u$ times the mean of the $\lvert g_r \rvert$, with $u = 2^{-8}$ for "bfloat16" and
+            $2^{-11}$ for "float16". In "float16" what is below $6 \cdot 10^{-8} N$ becomes 0, and what is above 65504
+            $N$ infinite, which `on_nonfinite` and loss scalings notice. Where gradients are global before the optimizer
+            sees them it is refused; under JAX's `fit` with several replicas it needs `keras_shardopt.prepare(model)`. A
+            lone replica sends nothing.
         fused: "auto" (default) or False. On PyTorch, "auto" runs the updates of Keras' `Adam`, `AdamW`, `SGD` and
             `Adagrad` in one pass over memory (for `Adam` PyTorch's fused kernel), with Keras' formulas, variables and
             files, where weights are float32 or float64: some 13 times as fast on a CPU. Weights differ from those of
@@ -172,15 +173,16 @@ class CrossShard(TwoPhases, DividedState):
 
     Raises:
         TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config; if `replica_clipnorm` or
-            `bucket_mib` is not a number, `gradient_accumulation_steps` not an int, or `replica_transform` not a function.
-        ValueError: if `reduction`, `gradients`, `on_nonfinite`, `fused` or `overlap` is unknown; if `gradient_accumulation_steps` is less
-            than 1, or an optimizer inside accumulates, too; if `on_nonfinite` is "raise" around a dynamic loss scaling; if `group_assignment` breaks one of its rules, or (on
-            first use) names other replicas than there are; if `replica_clipnorm` is not > 0; if a
-            `LossScaleOptimizer` is put around this optimizer, also by `compile` under the "mixed_float16" policy if
-            nothing inside scales the loss; if `shard_state` comes with `group_assignment`. When it is built: if
-            `shard_state` meets an optimizer that would be wrong with a part of the gradients, or is inside a
-            `MultiOptimizer`; on TensorFlow also one
-            that must see variables whole, or a strategy other than `MirroredStrategy`.
+            `bucket_mib` is not a number, `gradient_accumulation_steps` not an int, or `replica_transform` not a
+            function.
+        ValueError: if `reduction`, `gradients`, `on_nonfinite`, `compression`, `fused` or `overlap` is unknown; if
+            `gradient_accumulation_steps` is less than 1, or an optimizer inside accumulates, too; if `on_nonfinite` is
+            "raise" around a dynamic loss scaling; if `group_assignment` breaks one of its rules, or (on first use)
+            names other replicas than there are; if `replica_clipnorm` is not > 0; if a `LossScaleOptimizer` is put
+            around this optimizer, also by `compile` under the "mixed_float16" policy if nothing inside scales the loss;
+            if `shard_state` comes with `group_assignment`. When it is built: if `shard_state` meets an optimizer that
+            would be wrong with a part of the gradients, or is inside a `MultiOptimizer`; on TensorFlow also one that
+            must see variables whole, or a strategy other than `MirroredStrategy`.
             At the first step: if each replica's own gradients are needed where they are reduced already;
             on every process, if processes differ in their variables, optimizers, arguments or versions.
 
@@ -877,6 +879,11 @@ class CrossShard(TwoPhases, DividedState):
             f", {name}={getattr(self, name)!r}"
             for name in ("group_assignment", "replica_clipnorm", "replica_transform", "compression")
             if getattr(self, name) is not None
+        ]
+        given += [
+            f", {name}={getattr(self, name)!r}"
+            for name, default in (("gradients", "auto"), ("axis_name", "batch"))
+            if getattr(self, name) != default
         ]
         return "".join(given)
 

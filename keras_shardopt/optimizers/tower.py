@@ -20,7 +20,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import add, is_next_value, map_values
 from keras_shardopt.replica import framework, reduction_is_claimed
-from keras_shardopt.wrapper import OptimizerWrapper, get_optimizer
+from keras_shardopt.wrapper import OptimizerWrapper, get_optimizer, shown
 
 _USED = "keras_shardopt_tower_has_been_used"
 
@@ -199,6 +199,12 @@ class Tower(OptimizerWrapper):
             made = get_optimizer(self.__dict__["_factory"](), "Tower", "optimizer_or_optimizer_fn")
             self.__dict__["_inner"], self.__dict__["_factory"] = (made,), None
         return self.__dict__["_inner"][0]
+
+    def __repr__(self) -> str:
+        # To be shown is no use: it neither makes the optimizer nor counts for `has_been_used`.
+        factory = self.__dict__["_factory"]
+        inside = shown(self.__dict__["_inner"][0]) if factory is None else repr(factory)
+        return f"{type(self).__name__}({inside})"
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates, or inside `replicate` collects until the last tower."""

@@ -1,9 +1,11 @@
 """Builds the wheel and sdist, installs the wheel into a new environment and trains with it from an empty folder."""
 
+import email
 import os
 import pathlib
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 import zipfile
@@ -26,15 +28,35 @@ def run(*command, **kwargs):
     subprocess.run(command, check=True, **kwargs)
 
 
+def check_metadata(wheel, names):
+    """What an index and `pip` show, and what installing brings along."""
+    (file,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+    assert file.replace("METADATA", "licenses/LICENSE") in names, names
+    metadata = email.message_from_bytes(wheel.read(file))
+    for field in ("Name", "Version", "Summary", "Author", "License-Expression", "Keywords", "Requires-Python"):
+        assert metadata[field], f"{field} is missing"
+    assert metadata["Description-Content-Type"] == "text/markdown" and "# keras_shardopt" in metadata.get_payload()
+    extras = set(metadata.get_all("Provides-Extra"))
+    assert {"tensorflow", "jax", "torch", "summaries", "plot", "examples"} <= extras, extras
+    needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert sorted(needed) == ["keras>=3.12", "numpy"], needed
+
+
 def main():
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         run(sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT))
         (wheel,) = folder.glob("*.whl")
-        assert len(list(folder.glob("*.tar.gz"))) == 1
+        (source,) = folder.glob("*.tar.gz")
         names = zipfile.ZipFile(wheel).namelist()
         assert "keras_shardopt/py.typed" in names, names
-        assert not [name for name in names if name.startswith("tests")], names
+        assert {name.partition("/")[0].partition("-")[0] for name in names} == {"keras_shardopt"}, names
+        check_metadata(zipfile.ZipFile(wheel), names)
+        with tarfile.open(source) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+        wanted = {"LICENSE", "README.md", "CHANGELOG.md", "mkdocs.yml", "tox.ini", "constraints.txt", "docs/index.md"}
+        wanted |= {"examples/digits.py", "tests/conftest.py", "keras_shardopt/__init__.py"}
+        assert wanted <= names, wanted - names
         venv.create(folder / "env", with_pip=True)
         python = str(folder / "env" / ("Scripts" if os.name == "nt" else "bin") / "python")
         run(python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), f"{wheel}[jax]")

@@ -1,0 +1,295 @@
+"""Writes docs/support.md: what works on which backend with which Keras, as far as tests say so.
+
+    REPORTS=FOLDER tox run -e jax,tensorflow,torch,lowest
+    python docs/support_matrix.py write FOLDER
+
+makes it of pytest's reports of a whole run, which are in FOLDER under names of the backend and the version of Keras.
+The tests that stand for the features, and no more, are run in an environment of one's own with
+
+    KERAS_BACKEND=jax python docs/support_matrix.py run FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "support.md"
+BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+
+_EVERYWHERE = tuple(BACKENDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A line of the table.
+
+    Args:
+        name: what it says.
+        tests: per backend, the tests that stand for it; none where it does not exist.
+        remarks: per backend, what goes with the "yes"; or why there is none.
+    """
+
+    name: str
+    tests: dict[str, list[str]]
+    remarks: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _on(jax: str = "", tensorflow: str = "", torch: str = "", everywhere: str = "") -> dict[str, list[str]]:
+    given = {"jax": jax or everywhere, "tensorflow": tensorflow or everywhere, "torch": torch or everywhere}
+    return {backend: [f"tests/{name}" for name in names.split()] for backend, names in given.items() if names}
+
+
+_DEVICES = "equivalence/test_devices.py::"
+_RANKS = "equivalence/test_ranks.py::"
+_FOUR = "multiprocess/test_rank_checks.py::test_on_four_ranks"
+_TF = "equivalence/test_tensorflow.py::"
+_JAX = "equivalence/test_jax.py::"
+_STEPS = "equivalence/test_micro_steps.py::"
+_STYLES = "equivalence/test_training_styles.py::test_replicas_are_identical_and_equal_one_process"
+
+FEATURES = [
+    Feature(
+        "N replicas under `fit` make the update of one process",
+        _on(
+            jax=_DEVICES + "test_replicas_equal_one_device",
+            tensorflow=_DEVICES + "test_replicas_equal_one_device",
+            torch=_RANKS + "test_ranks_equal_one_process",
+        ),
+    ),
+    Feature(
+        "so do a `train_step` of one's own, `train_on_batch` and a loop by hand",
+        _on(everywhere=_STYLES),
+    ),
+    Feature(
+        "clipping, LARC, loss scaling, masters inside see global gradients",
+        _on(
+            jax="equivalence/test_wrappers.py::test_inside_cross_shard_it_sees_global_gradients",
+            tensorflow="equivalence/test_wrappers.py::test_inside_cross_shard_it_sees_global_gradients",
+            torch="equivalence/test_wrappers.py::test_inside_cross_shard_it_sees_global_gradients_on_ranks",
+        ),
+    ),
+    Feature(
+        "`prepare`: unequal parts of a batch",
+        _on(
+            jax="equivalence/test_prepare.py::test_update_and_metrics_are_those_of_one_process",
+            tensorflow="equivalence/test_prepare.py::test_update_and_metrics_are_those_of_one_process",
+            torch="equivalence/test_ranks_prepare.py::test_update_and_metrics_are_those_of_one_process",
+        ),
+    ),
+    Feature(
+        "`gradient_accumulation_steps`: the update of the larger batch",
+        _on(
+            jax=_STEPS + "test_windows_equal_larger_batches",
+            tensorflow=_STEPS + "test_windows_equal_larger_batches",
+            torch=_STEPS + "test_ranks_equal_larger_batches",
+        ),
+    ),
+    Feature(
+        "no communication of gradients in between",
+        _on(
+            jax=_STEPS + "test_the_compiled_step_of_jax_communicates_gradients_in_the_branch_only",
+            tensorflow=_STEPS + "test_tensorflow_reduces_once_in_a_window",
+            torch=_STEPS + "test_ranks_communicate_once_in_a_window",
+        ),
+        {"jax": "after `prepare`"},
+    ),
+    Feature(
+        "`replica_clipnorm`",
+        _on(
+            jax="equivalence/test_prepare.py::test_replica_clipnorm_is_that_of_numpy",
+            tensorflow=_TF + "test_each_replica_is_clipped_by_itself_under_fit",
+            torch=_RANKS + "test_each_replica_is_clipped_by_itself",
+        ),
+        {"jax": "after `prepare`"},
+    ),
+    Feature(
+        "`group_assignment`",
+        _on(
+            jax=_JAX + "test_groups_drift_apart",
+            tensorflow=_TF + "test_groups_drift_apart_under_fit",
+            torch=_FOUR + "[groups_drift_apart_and_are_made_once]",
+        ),
+        {"jax": "in `shard_map` and `pmap`; refused in `fit`"},
+    ),
+    Feature(
+        "`compute_gradients`, `minimize`",
+        _on(
+            jax=_JAX + "test_minimize_computes_local_gradients_in_shard_map",
+            tensorflow=_TF + "test_minimize_on_each_replica",
+            torch=_FOUR + "[minimize_equals_one_process]",
+        ),
+    ),
+    Feature(
+        "`shard_state=True`: the same updates",
+        _on(
+            jax="equivalence/test_laid_out_state.py::test_state_stays_divided_through_fit_and_weights_are_the_same",
+            tensorflow="equivalence/test_divided_tensorflow.py::test_updates_are_those_of_whole_state",
+            torch="multiprocess/test_rank_shards.py::test_on_ranks",
+        ),
+        {"jax": "under `fit`", "tensorflow": "`MirroredStrategy`, element-wise optimizers"},
+    ),
+    Feature(
+        "its files fit any number of replicas",
+        _on(
+            jax="equivalence/test_laid_out_state.py::test_files_hold_whole_arrays_and_fit_any_number_of_devices",
+            tensorflow="equivalence/test_divided_tensorflow.py::"
+            "test_files_are_those_of_whole_state_for_any_number_of_replicas",
+            torch="multiprocess/test_rank_shards.py::test_files_of_any_number_of_ranks_fit_one_process",
+        ),
+    ),
+    Feature(
+        "an overflow on any replica is skipped on all (`LossScaling`)",
+        _on(
+            jax="equivalence/test_overflows.py::test_an_overflow_on_any_replica_is_skipped_on_all",
+            tensorflow="equivalence/test_overflows.py::test_an_overflow_on_any_replica_is_skipped_on_all",
+            torch=_FOUR + "[an_overflow_on_any_rank_is_skipped_on_all]",
+        ),
+    ),
+    Feature(
+        "`on_nonfinite`: skipped on all, replica and variable named",
+        _on(
+            jax="equivalence/test_nonfinite.py::test_on_any_replica_the_update_is_left_out_on_all",
+            tensorflow="equivalence/test_nonfinite.py::test_on_any_replica_the_update_is_left_out_on_all",
+            torch="equivalence/test_nonfinite.py::test_on_any_rank_the_update_is_left_out_on_all",
+        ),
+    ),
+    Feature(
+        "`MixedPrecision`: float32 masters",
+        _on(everywhere="unit/test_mixed_precision.py::test_updates_too_small_for_the_weight_add_up"),
+    ),
+    Feature(
+        "`optimize_loss` on replicas",
+        _on(everywhere="equivalence/test_training_steps.py::test_replicas_are_identical_and_equal_one_process"),
+    ),
+    Feature(
+        "`Tower` and `replicate`",
+        _on(everywhere="unit/test_tower.py::test_fit_with_towers_equals_the_whole_batch"),
+        dict.fromkeys(_EVERYWHERE, "one device"),
+    ),
+    Feature(
+        "schedules count updates",
+        _on(everywhere="unit/test_schedules_in_keras.py::test_update_s_uses_the_rate_of_step_s"),
+    ),
+    Feature(
+        "`CheckReplicas` finds one flipped bit",
+        _on(
+            jax="unit/test_replica_callbacks.py::test_one_flipped_bit_is_found_in_100_of_100_trials",
+            tensorflow="unit/test_replica_callbacks.py::test_one_flipped_bit_is_found_in_100_of_100_trials",
+            torch=_FOUR + "[one_flipped_bit_is_found_in_100_of_100_trials]",
+        ),
+    ),
+    Feature(
+        "several processes make the update of one",
+        _on(
+            jax="multiprocess/test_jax_processes.py::test_weights_and_slots_equal_one_process",
+            tensorflow="multiprocess/test_tensorflow_workers.py::test_two_workers_in_a_loop_by_hand",
+            torch=_RANKS + "test_ranks_equal_one_process",
+        ),
+        {"tensorflow": "a loop by hand; `fit` is refused"},
+    ),
+    Feature(
+        "killed and started again: the weights of an uninterrupted run",
+        _on(
+            jax="multiprocess/test_jax_processes.py::"
+            "test_processes_that_are_started_again_end_with_the_weights_of_some_that_nobody_killed",
+            tensorflow="unit/test_backup.py::test_on_several_replicas",
+            torch="multiprocess/test_rank_faults.py::"
+            "test_a_restarted_job_ends_with_the_weights_of_one_that_nobody_killed",
+        ),
+        {"tensorflow": "one process"},
+    ),
+    Feature(
+        "saving: the chief writes, all enter",
+        _on(
+            jax="multiprocess/test_jax_processes.py::test_what_the_chief_saved_loads_elsewhere",
+            tensorflow="multiprocess/test_tensorflow_workers.py::test_two_workers_in_a_loop_by_hand",
+            torch=_FOUR + "[all_enter_and_the_chief_saves]",
+        ),
+    ),
+]
+
+HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
+
+# Support matrix
+
+A number is how many tests that stand for the feature passed on that backend with that Keras, when this page was written
+last; many more hold the details. "Fails" and "not run" are what they say. A backend or a Keras without a column had no
+report. What is not in the table is not promised.
+
+TensorFlow and JAX ran on several CPU devices of one process, except where several processes are named, and PyTorch in
+several processes with "gloo". No number here comes from a GPU or a TPU.
+
+"""
+
+
+def outcomes(file: pathlib.Path) -> dict[str, collections.Counter[str]]:
+    """By test, without and with what it was parametrized with: how often it passed, failed and was skipped."""
+    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for case in ET.parse(file).iter("testcase"):
+        function, bracket, values = case.get("name", "").partition("[")
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{function}"
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        for key in {name, name + bracket + values}:
+            found[key][outcome] += 1
+    return found
+
+
+def cell(feature: Feature, backend: str, found: dict[str, collections.Counter[str]]) -> str:
+    """What the table says of a feature."""
+    remark = feature.remarks.get(backend, "")
+    total: collections.Counter[str] = collections.Counter()
+    for test in feature.tests.get(backend, []):
+        total += found.get(test, collections.Counter())
+    if total["failed"]:
+        return f"**fails**: {total['failed']} of {total['failed'] + total['passed']}"
+    said = str(total["passed"]) if total["passed"] else "not run" if feature.tests.get(backend) else "no"
+    return f"{said}; {remark}" if remark else said
+
+
+def page(folder: pathlib.Path) -> str:
+    """The page, of all reports in a folder."""
+    columns = []
+    for file in sorted(folder.glob("*.xml")):
+        backend, _, version = file.stem.partition("-")
+        columns.append((list(BACKENDS).index(backend), [-int(p) for p in version.split(".")], backend, version, file))
+    columns.sort()
+    lines = ["| | " + " | ".join(f"{BACKENDS[b]}, Keras {version}" for _, _, b, version, _ in columns) + " |"]
+    lines.append("|---|" + "---|" * len(columns))
+    reports = [(backend, outcomes(file)) for _, _, backend, _, file in columns]
+    for feature in FEATURES:
+        lines.append(f"| {feature.name} | " + " | ".join(cell(feature, b, found) for b, found in reports) + " |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def run(folder: pathlib.Path) -> int:
+    """Runs the tests of this environment's backend."""
+    backend = os.environ.get("KERAS_BACKEND", "jax")
+    tests = sorted({test for feature in FEATURES for test in feature.tests.get(backend, [])})
+    command = [sys.executable, "-m", "pytest", "-q", *tests]
+    environment = {**os.environ, "KERAS_BACKEND": backend, "REPORTS": str(folder.resolve())}
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "write"])
+    parser.add_argument("folder", type=pathlib.Path)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.what == "run":
+        sys.exit(run(arguments.folder))
+    PAGE.write_text(page(arguments.folder), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

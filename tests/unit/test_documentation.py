@@ -1,0 +1,164 @@
+"""The code in the README and under docs/ runs as it stands, and the API pages have all that is public."""
+
+import doctest
+import importlib.util
+import re
+import sys
+
+import keras
+import numpy as np
+import pytest
+from support import pages
+
+import keras_shardopt as ks
+from keras_shardopt import parallel
+from keras_shardopt.replica import framework
+
+BACKEND = keras.config.backend()
+RUNNING = [page for page in pages.PAGES if any(block.runs_on(BACKEND) for block in pages.blocks(page))]
+API = "\n".join(page.read_text(encoding="utf-8") for page in sorted((pages.DOCS / "api").glob("*.md")))
+
+
+def build_model():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
+
+
+def names_of_the_reader():
+    """What a page takes to be there: imports, a model, data."""
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    return {
+        "__name__": "__main__",
+        "keras": keras,
+        "np": np,
+        "ks": ks,
+        "Adam": keras.optimizers.Adam,
+        "build_model": build_model,
+        "loss_fn": keras.losses.MeanSquaredError(),
+        "x": x,
+        "y": x.sum(axis=1, keepdims=True),
+    }
+
+
+def run(block, names):
+    where = f"{block.page.relative_to(pages.ROOT)}, line {block.line}"
+    if block.code.startswith(">>>"):
+        test = doctest.DocTestParser().get_doctest(block.code, names, where, where, block.line - 1)
+        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, clear_globs=False)
+        names.update(test.globs)
+        assert not result.failed, where
+    else:
+        exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), names)
+
+
+@pytest.fixture
+def scopes(monkeypatch):
+    """Two replicas where a page leaves the number open, which compiles faster than many; and none in the end."""
+    real = framework.world
+
+    def world(requested, timeout):
+        is_open = BACKEND == "torch" or framework.num_replicas_of_steps() > 1  # and then says how many
+        return real(requested if is_open else requested or 2, timeout)
+
+    monkeypatch.setattr(framework, "world", world)
+    yield
+    if parallel._lingering is not None:
+        parallel._lingering.close()
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=lambda page: str(page.relative_to(pages.ROOT)))
+def test_blocks_run_in_their_order(page, tmp_path, monkeypatch, scopes):
+    monkeypatch.chdir(tmp_path)
+    names = names_of_the_reader()
+    for block in pages.blocks(page):
+        if block.runs_on(BACKEND):
+            run(block, names)
+
+
+def test_a_block_that_is_wrong_fails(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n<!-- not run: old -->\n```python\nold(\n```\n\n```python\nassert 1 == 2, 'two'\n```\n")
+    old, new = pages.blocks(page)
+    assert not old.runs_on(BACKEND) and new.runs_on(BACKEND) and new.line == 9
+    with pytest.raises(ValueError, match="is not in the subpath"):
+        run(new, {})
+    page = pages.ROOT / "page.md"
+    with pytest.raises(AssertionError, match="two"):
+        run(pages.Block(page, 9, "python", new.code, "", ""), {})
+    with pytest.raises(AssertionError, match="line 3"):
+        run(pages.Block(page, 3, "python", ">>> 1 + 1\n3\n", "", ""), {})
+
+
+def test_marks_are_known(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("\n<!-- only: jax -->\n```python\n```\n")
+    with pytest.raises(AssertionError, match="only: jax"):
+        pages.blocks(page)
+
+
+def test_every_public_name_is_on_one_api_page():
+    listed = re.findall(r"^::: keras_shardopt\.(\S+)$", API, re.MULTILINE)
+    public = {name for name in ks.__all__ if name not in ("callbacks", "schedules")}
+    public |= {f"schedules.{name}" for name in ks.schedules.__all__}
+    public |= {f"callbacks.{name}" for name in ks.callbacks.__all__}
+    assert not public - set(listed)
+    assert len(set(listed)) == len(listed)
+
+
+def test_what_api_pages_name_is_there():
+    entry = r"^::: keras_shardopt\.(\S+)\n(?:    options:\n      members: \[(.*)\])?"
+    for name, members in re.findall(entry, API, re.MULTILINE):
+        thing = ks
+        for part in name.split("."):
+            thing = getattr(thing, part)
+        assert thing.__doc__, name
+        for member in members.split(", ") if members else []:
+            assert getattr(thing, member).__doc__, f"{name}.{member}"
+
+
+def test_files_that_commands_and_links_name_are_there():
+    for page in pages.PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"\b((?:examples|benchmarks|tests)/\w+(?:/\w+)*\.py)\b", text):
+            assert (pages.ROOT / name).is_file(), f"{page}: {name}"
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", pages.README.read_text(encoding="utf-8")):
+        assert (pages.ROOT / link).is_file(), link
+
+
+def matrix():
+    spec = importlib.util.spec_from_file_location("support_matrix", pages.DOCS / "support_matrix.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses ask for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_support_matrix_has_tests_that_exist_and_its_page_is_of_it():
+    script = matrix()
+    for feature in script.FEATURES:
+        assert set(feature.tests) == set(pages.BACKENDS) or feature.remarks, feature.name
+        for test in (test for tests in feature.tests.values() for test in tests):
+            file, function = test.partition("[")[0].split("::")
+            assert f"def {function}(" in (pages.ROOT / file).read_text(encoding="utf-8"), test
+    written = script.PAGE.read_text(encoding="utf-8")
+    assert written.startswith(script.HEAD)
+    rows = re.findall(r"^\| (.+?) \|", written.removeprefix(script.HEAD), re.MULTILINE)
+    assert rows[1:] == [feature.name for feature in script.FEATURES]
+
+
+def test_the_support_matrix_counts_what_passed_and_says_what_failed(tmp_path):
+    script = matrix()
+    cases = {"a[1]": "", "a[2]": "<failure/>", "b[x]": "", "b[y]": "", "c": "<skipped/>"}
+    classname = 'classname="tests.unit.test_it"'
+    cases = "".join(f'<testcase {classname} name="{name}">{inside}</testcase>' for name, inside in cases.items())
+    (tmp_path / "jax-3.15.1.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    found = script.outcomes(tmp_path / "jax-3.15.1.xml")
+
+    def cell(*tests, **more):
+        feature = script.Feature("it", {"jax": [f"tests/unit/test_it.py::{t}" for t in tests]}, **more)
+        return script.cell(feature, "jax", found)
+
+    assert cell("a") == "**fails**: 1 of 2"
+    assert cell("b") == "2" and cell("b[x]") == "1"
+    assert cell("c") == cell("gone") == "not run"
+    assert cell("b", remarks={"jax": "in `fit`"}) == "2; in `fit`"
+    assert cell() == "no"
