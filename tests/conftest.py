@@ -62,12 +62,12 @@ def pytest_collection_modifyitems(items):
 
 def _shares_work_with(item):
     """The tests that should run in the same process (`--dist loadgroup`), because they look at the same runs."""
-    callspec = getattr(item, "callspec", None)
-    if callspec is not None and isinstance(callspec.params.get("inner"), str):
-        return callspec.params["inner"]
     folder = item.path.parent.name
     if folder == "multiprocess" or (BACKEND == "torch" and folder == "equivalence"):
         return item.path.stem  # one spawn of ranks or processes for all that look at it
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None and isinstance(callspec.params.get("inner"), str):
+        return callspec.params["inner"]
     return None
 
 

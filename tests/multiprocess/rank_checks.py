@@ -374,9 +374,8 @@ def one_reduction_per_update_within_a_group(scope):
     grads = [torch.ones(tuple(v.shape)) for v in model.trainable_variables]
     optimizer.apply(grads, model.trainable_variables)
     sizes = counted(lambda: optimizer.apply(grads, model.trainable_variables))
-    assert sizes == [sum(g.numel() for g in grads) + len(grads) + 1], (
-        sizes
-    )  # which gradients there are, and whether it trains
+    # With which gradients there are, and whether the rank goes on or ends.
+    assert sizes == [sum(g.numel() for g in grads) + len(grads) + 2], sizes
 
 
 @check

@@ -46,8 +46,9 @@ def main():
         run(optimizer, weights, nonfinite.gradients(), rank)
         optimizer.finalize_variable_values(weights)
         dist.all_reduce = real
-        # 5 elements, the presence of 2 gradients, who trains, and two digits per rank; the common start comes first.
-        assert calls[1:] == [5 + 2 + 1 + 2 * scope.num_replicas] * (nonfinite.NUM_STEPS + 1), calls
+        # 5 elements, the presence of 2 gradients, who goes on and who ends, and two digits per rank; the common start
+        # comes first.
+        assert calls[1:] == [5 + 2 + 2 + 2 * scope.num_replicas] * (nonfinite.NUM_STEPS + 1), calls
 
         optimizer = ks.CrossShard("sgd", on_nonfinite="raise", gradient_accumulation_steps=2)
         weights = nonfinite.weights()
