@@ -370,7 +370,7 @@ class Buckets:
             if num_late > 0:
                 if num_late < self._num_ranks and not looks:  # then others do not look either, and go on
                     raise RuntimeError(
-                        "On a GPU each gradient must be there on all ranks, or on none, before it is sent. Received: on "
+                        "On a GPU gradients that are sent must not change any more on some ranks only. Received: on "
                         f"{round(num_late)} of {self._num_ranks} ranks one that came or was changed afterwards, or a "
                         "backward pass that ended with an error. Use `CrossShard(..., overlap=False)`."
                     )
