@@ -119,7 +119,7 @@ class Buckets:
         self._task = -1
         self._was_late = False
         self._seen: dict[int, tuple[Tensor, int]] = {}
-        self._num_sent = 0
+        self._num_sent: int = 0
         self._under_way: list[Any] = []
         self._finished: list[Tensor | None] | None = None
 
