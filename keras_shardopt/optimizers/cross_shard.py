@@ -720,7 +720,8 @@ class CrossShard(TwoPhases, DividedState):
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
         peers = self.__dict__["_peers"]
-        if peers is not None and not ends_together() and not reduction_is_claimed(self):
+        has_peers = peers is not None and peers.are_current()
+        if has_peers and not ends_together() and not reduction_is_claimed(self):
             buckets = self._buckets_among(peers)
             if self.compression is not None:
                 peers = Compressed(peers, self.compression, divides=True)

@@ -71,6 +71,10 @@ class ReplicaBackend(abc.ABC):
     arrival_is_a_guess: bool = False
     """Whether the last answer of `arrival` was "local" because that does no harm, and not because it was known."""
 
+    def are_current(self) -> bool:
+        """Whether these replicas can still be spoken to."""
+        return True
+
     def is_at_hand(self, tensor: Tensor) -> bool:
         """Whether its values can be read without waiting for a device, or breaking a compiled step apart."""
         del tensor

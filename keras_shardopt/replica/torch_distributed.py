@@ -60,7 +60,7 @@ class Ranks(ReplicaBackend):
 
     def are_current(self) -> bool:
         """Whether this object still speaks of the process group that runs."""
-        return self._world() is dist.group.WORLD
+        return self._world() is not None and self._world() is dist.group.WORLD
 
     def forget_groups(self) -> None:
         """Lets go of the subgroups, which are destroyed together with the group of all ranks."""

@@ -122,6 +122,8 @@ def _adam(
     step = ops.cast(optimizer.iterations + 1, dtype)
     power_1, power_2 = (ops.power(ops.cast(beta, dtype), step) for beta in (optimizer.beta_1, optimizer.beta_2))
     rate = ops.cast(learning_rate, dtype) * ops.sqrt(1 - power_2) / (1 - power_1)
+    if weights[0].device.type != "cpu":
+        rate = rate.to(torch.float32)  # all that the kernel takes there
     torch._fused_adam_(
         weights,
         grads,
@@ -141,7 +143,7 @@ def _adam(
 
 @functools.lru_cache(maxsize=16)
 def _never(device: torch.device) -> Tensor:
-    return torch.tensor(float("inf"), device=device)
+    return torch.tensor(float("inf"), dtype=torch.float32, device=device)
 
 
 # -- SGD -----------------------------------------------------------------------------------------------------------

@@ -99,25 +99,27 @@ class Buckets:
         flags = self._buckets[-1].flat
         self._flags = flags[flags.numel() - len(self._variables) - _NUM_FLAGS :]
         self._parameters: list[Tensor] = []
+        self._trainable: list[bool] = []
         self._handles: list[Any] = []
+        weakref.finalize(self, _let_go, self._handles)
         # How often gradients were taken from here: equal on all ranks, or one of them has left out an update.
         self._num_taken = 0
         self._forget()
 
     def _begin(self) -> None:
         if self._num_sent % len(self._buckets):
-            raise RuntimeError(
-                "A backward pass must end once gradients of it were sent to other ranks. Received: another one, after "
-                "an error in the one before. Start the job again, or use `CrossShard(..., overlap=False)`."
-            )
+            # The backward pass before has ended with an error. Others wait for the rest of its gradients, and then
+            # do it all once more, along with what this rank sends next.
+            self._was_late = True
+            self._reduced([False] * len(self._variables))
         self._forget()
 
     def _forget(self) -> None:
         self._is_running = False
         self._task = -1
         self._was_late = False
-        self._seen: set[int] = set()
-        self._num_sent = 0
+        self._seen: dict[int, tuple[Tensor, int]] = {}
+        self._num_sent: int = 0
         self._under_way: list[Any] = []
         self._finished: list[Tensor | None] | None = None
 
@@ -192,14 +194,15 @@ class Buckets:
 
     @torch.no_grad()
     def _start(self, counts: bool) -> None:
-        self._begin()
-        parameters = [variable.value for variable in self._variables]
-        if len(parameters) != len(self._parameters) or any(a is not b for a, b in zip(parameters, self._parameters)):
-            self._listen_to(parameters)
-        if any(parameter.grad is not None for parameter in parameters):
-            return  # somebody adds gradients up
         if not self._ranks.are_current():
             return
+        self._begin()
+        parameters = [variable.value for variable in self._variables]
+        trainable = [parameter.requires_grad for parameter in parameters]  # layers are frozen, and no longer
+        if trainable != self._trainable or any(a is not b for a, b in zip(parameters, self._parameters)):
+            self._listen_to(parameters, trainable)
+        if any(parameter.grad is not None for parameter in parameters):
+            return  # somebody adds gradients up
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.places)
         self._counts = counts
@@ -207,9 +210,8 @@ class Buckets:
         self._is_running = True
         _Autograd._execution_engine.queue_callback(self._finish)
 
-    def _listen_to(self, parameters: list[Tensor]) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def _listen_to(self, parameters: list[Tensor], trainable: list[bool]) -> None:
+        _let_go(self._handles)
         mine = weakref.ref(self)
 
         def heard(i: int, parameter: Tensor) -> None:
@@ -217,11 +219,11 @@ class Buckets:
             if buckets is not None and buckets._is_running:
                 buckets._take(i, parameter)
 
-        self._parameters = parameters
-        self._handles = [
+        self._parameters, self._trainable = parameters, trainable
+        self._handles += [
             parameter.register_post_accumulate_grad_hook(lambda p, i=i: heard(i, p))
             for i, parameter in enumerate(parameters)
-            if parameter.requires_grad
+            if trainable[i]
         ]
 
     @torch.no_grad()
@@ -233,7 +235,8 @@ class Buckets:
         if i in self._seen or torch._C._current_graph_task_id() != self._task:
             self._was_late = True
             return
-        self._seen.add(i)
+        assert parameter.grad is not None
+        self._seen[i] = (parameter.grad, parameter.grad._version)
         self._put(i, parameter.grad)
         bucket.num_missing -= 1
         while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_missing:
@@ -245,19 +248,20 @@ class Buckets:
         if not self._is_running:
             return
         self._is_running = False
+        own = [parameter.grad for parameter in self._parameters]
+        for i, (grad, version) in self._seen.items():
+            # By a hook of somebody else, which came after.
+            self._was_late |= own[i] is not grad or grad._version != version
         for bucket in self._buckets[self._num_sent :]:
             for i in bucket.places:
                 if i not in self._seen:
-                    self._put(i, None)
-        own = [parameter.grad for parameter in self._parameters]
+                    self._put(i, own[i])
         found = self._reduced([grad is not None for grad in own])
         if found is None:  # somewhere one came after it was sent
             # All of it anew, and from now on at the end: here if this rank was late, or else on that one.
             self._overlaps = not self._was_late
-            self._num_sent, self._was_late = 0, False
-            self._put_all(own, self._counts)
-            found = self._reduced([grad is not None for grad in own])
-        assert found is not None
+            found = self._reduced_at_the_end(own, self._counts)
+        self._seen = {}
         for parameter, grad in zip(self._parameters, found):
             parameter.grad = grad
         self._finished = found
@@ -288,9 +292,7 @@ class Buckets:
             for i, grad in zip(places, grads):
                 own[i] = grad
             self._begin()
-            self._put_all(own, counts and weight != 0, weight)
-            finished = self._reduced([grad is not None for grad in own])
-            assert finished is not None
+            finished = self._reduced_at_the_end(own, counts and weight != 0, weight)
         elif any(grad is not finished[i] for i, grad in zip(places, grads)):
             raise ValueError(
                 "The gradients of this step were reduced while they were computed, and others have come. "
@@ -308,8 +310,7 @@ class Buckets:
             ValueError: on all ranks, if some have ended and others have not.
         """
         self._begin()
-        self._put_all([None] * len(self._variables), True)
-        self._reduced([False] * len(self._variables), trains=False)
+        self._reduced_at_the_end([None] * len(self._variables), True, trains=False)
 
     # -- what both do ----------------------------------------------------------------------------------------------
 
@@ -320,16 +321,24 @@ class Buckets:
         else:
             grad = grad.to_dense() if grad.is_sparse else grad
             grad = grad if weight == 1 else grad * weight
-            if self._is_compressed(grad.dtype):
+            if self._of[i].results is not self._of[i].views:
                 # Divided first, so that the sum overflows only where the mean does.
                 torch.div(grad, self._num_ranks, out=view)
             else:
                 view.copy_(grad)
 
-    def _put_all(self, own: Gradients, counts: bool, weight: float = 1.0) -> None:
+    def _reduced_at_the_end(
+        self, own: Gradients, counts: bool, weight: float = 1.0, trains: bool = True
+    ) -> list[Tensor | None]:
+        """Sends all, as often as some rank wants that."""
         self._counts = counts
-        for i, grad in enumerate(own):
-            self._put(i, grad, weight)
+        found = None
+        while found is None:
+            self._num_sent, self._was_late = 0, False
+            for i, grad in enumerate(own):
+                self._put(i, grad, weight)
+            found = self._reduced([grad is not None for grad in own], trains)
+        return found
 
     def _send(self) -> None:
         bucket = self._buckets[self._num_sent]
@@ -349,7 +358,8 @@ class Buckets:
                 self._under_way[number].wait()
         self._under_way = []
         has = present
-        if self._ranks.is_at_hand(self._flags) or not all(present) or self._was_late or not trains:
+        looks = self._ranks.is_at_hand(self._flags)
+        if looks or not all(present) or self._was_late or not trains:
             *counts, num_training, num_ended, num_late, num_odd, num_even = self._flags.float().tolist()
             self._check(trains, num_training, num_ended, self._num_ranks)
             if num_odd > 0 and num_even > 0:
@@ -358,6 +368,12 @@ class Buckets:
                     "on some ranks. Was an update left out on one rank, by an error that the program went on after?"
                 )
             if num_late > 0:
+                if num_late < self._num_ranks and not looks:  # then others do not look either, and go on
+                    raise RuntimeError(
+                        "On a GPU gradients that are sent must not change any more on some ranks only. Received: on "
+                        f"{round(num_late)} of {self._num_ranks} ranks one that came or was changed afterwards, or a "
+                        "backward pass that ended with an error. Use `CrossShard(..., overlap=False)`."
+                    )
                 return None
             has = [count > 0 for count in counts]
         for bucket in self._buckets:
@@ -368,6 +384,12 @@ class Buckets:
             elif self._takes_mean:
                 bucket.wide.div_(self._num_ranks)
         return [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
+
+
+def _let_go(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 _STEP = inspect.unwrap(TorchTrainer.train_step).__code__

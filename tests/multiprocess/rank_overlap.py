@@ -4,6 +4,7 @@ Arguments: the file to which rank 0 writes the names of the checks that passed, 
 """
 
 import contextlib
+import gc
 import json
 import pathlib
 import sys
@@ -378,6 +379,103 @@ def an_update_that_one_rank_leaves_out_is_noticed(scope):
         model.optimizer.__dict__["apply"] = real
     refused(lambda: model.train_on_batch(x, y), ValueError, "must make the same updates, in the same order")
     dist.barrier()
+
+
+@check
+def layers_that_are_frozen_for_a_while(scope):
+    found = []
+    for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+        model = make_model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), **arguments), "mse")
+        model.optimizer.build(model.trainable_variables)
+        (x, y), size = my_rows(scope, 4)
+        for is_frozen in (True, False):  # also while the backward pass is listened to for the first time
+            model.layers[1].trainable = not is_frozen
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        found.append(model)
+    assert_same(*found, 1e-6)
+
+
+@check
+def gradients_that_a_later_hook_changes(scope):
+    def in_place(parameter):
+        parameter.grad.mul_(0.1)
+
+    def anew(parameter):
+        parameter.grad = parameter.grad * 0.1
+
+    for hook in (in_place, anew):
+        found = []
+        for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+            model = trained(scope, arguments, num_steps=3)
+            for variable in model.trainable_variables:
+                variable.value.register_post_accumulate_grad_hook(hook)
+            (x, y), size = my_rows(scope, 3)
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+            found.append(model)
+        assert_same(*found, 1e-6)
+
+
+@check
+def hooks_end_with_their_optimizer(scope):
+    model = make_model()
+    for _ in range(3):
+        trained(scope, {"bucket_mib": TINY}, model, num_steps=2)
+    gc.collect()
+    assert [len(v.value._post_accumulate_grad_hooks) for v in model.trainable_variables] == [1] * 6
+
+
+class Failing(keras.layers.Layer):
+    """Ends the backward pass with an error on some ranks, when others have sent gradients."""
+
+    ranks = ()
+
+    def call(self, inputs):
+        outputs = inputs * 1.0
+        if dist.get_rank() in self.ranks and not isinstance(inputs, keras.KerasTensor):
+            outputs.register_hook(lambda _: 1 / 0)
+        return outputs
+
+
+@check
+def backward_passes_that_fail(scope):
+    for ranks in ((1,), tuple(range(scope.num_replicas))):
+        found = []
+        for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+            model = trained(scope, arguments, make_model(Failing()), num_steps=3)
+            (x, y), size = my_rows(scope, 4)
+            Failing.ranks = ranks
+            if scope.replica_id in ranks:  # and goes on with the same rows
+                refused(lambda: model.train_on_batch(x[:size], y[:size]), ZeroDivisionError, "")  # noqa: B023
+            Failing.ranks = ()
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+            found.append(model)
+        assert_same(*found, 1e-6)
+        assert scope.largest_difference(found[1]) == 0
+
+
+@check
+def parts_that_come_on_one_rank_after_another(scope):
+    found = []
+    for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+        Sometimes.ranks = ()
+        model = trained(scope, arguments, make_model(Twice()), num_steps=2)
+        for rank in range(scope.num_replicas):  # those before send at the end already
+            Sometimes.ranks = (rank,)
+            (x, y), size = my_rows(scope, 2)
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        found.append(model)
+    assert_same(*found, 1e-6)
+    assert not found[1].optimizer._buckets._overlaps
+
+
+@check
+def compression_of_gradients_in_half_precision(scope):
+    for arguments in ({"overlap": False}, {}):
+        weight = keras.Variable(np.zeros(4, "float32"))
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), compression="bfloat16", **arguments)
+        optimizer.apply([torch.full((4,), 1.0 + scope.replica_id, dtype=torch.float16)], [weight])
+        assert np.allclose(weight.numpy(), -(scope.num_replicas + 1) / 2, rtol=1e-2), weight.numpy()
 
 
 @check

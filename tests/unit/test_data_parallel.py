@@ -180,3 +180,26 @@ def test_prepare_switches_the_ddp_of_newer_keras_off():
     model.compile(ks.CrossShard("sgd"), "mse")
     ks.prepare(model)
     assert model._initialize_ddp() is None
+
+
+@pytest.mark.backends("torch")
+def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
+    import torch.distributed as dist
+
+    from keras_shardopt.replica.torch_distributed import Ranks
+
+    model = problem.model()
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    model.optimizer.build(model.trainable_variables)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        ranks = Ranks()
+        model.optimizer.have_started(ranks)
+        assert model.optimizer._buckets_among(ranks) is not None
+        assert ranks.are_current()
+    finally:
+        dist.destroy_process_group()
+    assert not ranks.are_current()
+    x, y = problem.data(2)
+    model.fit(x, y, verbose=0)
+    assert int(model.optimizer.iterations) == 1

@@ -46,7 +46,8 @@ def calls_of_updates(chain, num_variables, num_updates=4):
 def test_work_is_linear_and_constant(chain):
     calls_of_updates(chain, 8)  # what is imported or looked up on first use
     few, some, many = (calls_of_updates(chain, number) for number in (8, 16, 32))
-    assert few[-1] == few[-2] and some[-1] == some[-2] and many[-1] == many[-2], (few, some, many)
+    # But for a call or two of Python's own caches.
+    assert all(max(counts[1:]) - min(counts[1:]) < 8 for counts in (few, some, many)), (few, some, many)
     # A quadratic part would be four times as much more.
     assert (many[-1] - some[-1]) <= 2.05 * (some[-1] - few[-1]), (few, some, many)
 
