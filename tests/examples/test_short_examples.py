@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from test_digits import EXAMPLES, run
+from test_examples import EXAMPLES, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TOGETHER = str(pathlib.Path(__file__).parent / "together.py")
