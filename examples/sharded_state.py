@@ -76,7 +76,8 @@ def main():
             print(f"backend     {keras.config.backend()}")
             print(f"replicas    {replicas.num_replicas}")
             print(f"divided     {shard_state}")
-            print(f"updates     {int(model.optimizer.iterations)}")
+            updates = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+            print(f"updates     {updates}")
             print(f"MiB held    {held:.2f}")
             print(f"accuracy    {history.history['accuracy'][-1]:.3f}")
 
