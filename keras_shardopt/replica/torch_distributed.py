@@ -328,6 +328,7 @@ class Torch(Framework):
         else:
             update(*args)
 
+    @torch.compiler.disable
     def buckets(
         self,
         replicas: ReplicaBackend,

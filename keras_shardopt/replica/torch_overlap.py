@@ -101,7 +101,6 @@ class Buckets:
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._handles: list[Any] = []
-        weakref.finalize(self, _let_go, self._handles)
         # How often gradients were taken from here: equal on all ranks, or one of them has left out an update.
         self._num_taken = 0
         self._forget()
@@ -122,6 +121,10 @@ class Buckets:
         self._num_sent: int = 0
         self._under_way: list[Any] = []
         self._finished: list[Tensor | None] | None = None
+
+    # Not `weakref.finalize`, whose registry `torch.compile` would guard on.
+    def __del__(self) -> None:
+        _let_go(self.__dict__.get("_handles", []))
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of an optimizer makes its own
