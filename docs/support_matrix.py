@@ -42,8 +42,15 @@ class Feature:
     remarks: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def _on(jax: str = "", tensorflow: str = "", torch: str = "", everywhere: str = "") -> dict[str, list[str]]:
-    given = {"jax": jax or everywhere, "tensorflow": tensorflow or everywhere, "torch": torch or everywhere}
+def _on(
+    jax: str = "", tensorflow: str = "", torch: str = "", everywhere: str = "", one_program: str = ""
+) -> dict[str, list[str]]:
+    """`one_program` stands for JAX and TensorFlow, where one program has all replicas."""
+    given = {
+        "jax": jax or one_program or everywhere,
+        "tensorflow": tensorflow or one_program or everywhere,
+        "torch": torch or everywhere,
+    }
     return {backend: [f"tests/{name}" for name in names.split()] for backend, names in given.items() if names}
 
 
@@ -59,8 +66,7 @@ FEATURES = [
     Feature(
         "N replicas under `fit` make the update of one process",
         _on(
-            jax=_DEVICES + "test_replicas_equal_one_device",
-            tensorflow=_DEVICES + "test_replicas_equal_one_device",
+            one_program=_DEVICES + "test_replicas_equal_one_device",
             torch=_RANKS + "test_ranks_equal_one_process",
         ),
     ),
@@ -71,24 +77,21 @@ FEATURES = [
     Feature(
         "clipping, LARC, loss scaling, masters inside see global gradients",
         _on(
-            jax="equivalence/test_wrappers.py::test_inside_cross_shard_it_sees_global_gradients",
-            tensorflow="equivalence/test_wrappers.py::test_inside_cross_shard_it_sees_global_gradients",
+            one_program="equivalence/test_wrappers.py::test_inside_cross_shard_it_sees_global_gradients",
             torch="equivalence/test_wrappers.py::test_inside_cross_shard_it_sees_global_gradients_on_ranks",
         ),
     ),
     Feature(
         "`prepare`: unequal parts of a batch",
         _on(
-            jax="equivalence/test_prepare.py::test_update_and_metrics_are_those_of_one_process",
-            tensorflow="equivalence/test_prepare.py::test_update_and_metrics_are_those_of_one_process",
+            one_program="equivalence/test_prepare.py::test_update_and_metrics_are_those_of_one_process",
             torch="equivalence/test_ranks_prepare.py::test_update_and_metrics_are_those_of_one_process",
         ),
     ),
     Feature(
         "`gradient_accumulation_steps`: the update of the larger batch",
         _on(
-            jax=_STEPS + "test_windows_equal_larger_batches",
-            tensorflow=_STEPS + "test_windows_equal_larger_batches",
+            one_program=_STEPS + "test_windows_equal_larger_batches",
             torch=_STEPS + "test_ranks_equal_larger_batches",
         ),
     ),
@@ -148,16 +151,14 @@ FEATURES = [
     Feature(
         "an overflow on any replica is skipped on all (`LossScaling`)",
         _on(
-            jax="equivalence/test_overflows.py::test_an_overflow_on_any_replica_is_skipped_on_all",
-            tensorflow="equivalence/test_overflows.py::test_an_overflow_on_any_replica_is_skipped_on_all",
+            one_program="equivalence/test_overflows.py::test_an_overflow_on_any_replica_is_skipped_on_all",
             torch=_FOUR + "[an_overflow_on_any_rank_is_skipped_on_all]",
         ),
     ),
     Feature(
         "`on_nonfinite`: skipped on all, replica and variable named",
         _on(
-            jax="equivalence/test_nonfinite.py::test_on_any_replica_the_update_is_left_out_on_all",
-            tensorflow="equivalence/test_nonfinite.py::test_on_any_replica_the_update_is_left_out_on_all",
+            one_program="equivalence/test_nonfinite.py::test_on_any_replica_the_update_is_left_out_on_all",
             torch="equivalence/test_nonfinite.py::test_on_any_rank_the_update_is_left_out_on_all",
         ),
     ),
@@ -181,8 +182,7 @@ FEATURES = [
     Feature(
         "`CheckReplicas` finds one flipped bit",
         _on(
-            jax="unit/test_replica_callbacks.py::test_one_flipped_bit_is_found_in_100_of_100_trials",
-            tensorflow="unit/test_replica_callbacks.py::test_one_flipped_bit_is_found_in_100_of_100_trials",
+            one_program="unit/test_replica_callbacks.py::test_one_flipped_bit_is_found_in_100_of_100_trials",
             torch=_FOUR + "[one_flipped_bit_is_found_in_100_of_100_trials]",
         ),
     ),

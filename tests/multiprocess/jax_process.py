@@ -11,6 +11,7 @@ import jax
 import keras
 import numpy as np
 from support import flips, in_parts, problem, uneven
+from support.checks import Dropping, refused
 
 import keras_shardopt as ks
 from keras_shardopt import divided_state as divided
@@ -28,20 +29,6 @@ def compiled(inner=None):
 def on_all(value):
     """A list of every process' value."""
     return framework.gather_objects(value)
-
-
-def refused(function, error, words):
-    try:
-        function()
-    except error as caught:
-        assert words in str(caught), str(caught)
-    else:
-        raise AssertionError(f"not refused: {words}")
-
-
-class Dropping(dict):
-    def __setitem__(self, key, value):
-        pass
 
 
 def divided_state(scope, x, y, mine):

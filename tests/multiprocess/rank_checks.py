@@ -16,7 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from keras.src.saving.saving_lib import H5IOStore
-from support import flips, in_parts, problem
+from support import checks, flips, in_parts, problem
+from support.checks import check, refused
 from torch.nn.parallel import DistributedDataParallel
 
 import keras_shardopt as ks
@@ -24,21 +25,6 @@ from keras_shardopt.optimizers import cross_shard
 from keras_shardopt.replica import framework, torch_distributed
 
 warnings.filterwarnings("ignore")
-CHECKS = {}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
-
-
-def refused(function, error, words):
-    try:
-        function()
-    except error as caught:
-        assert words in str(caught), str(caught)
-    else:
-        raise AssertionError(f"not refused: {words}")
 
 
 def counted(function):
@@ -664,13 +650,7 @@ def main():
     refused(lambda: model.fit(*problem.data(1), verbose=0), ValueError, "no process group is open")
     with ks.data_parallel() as scope:
         kept = ks.CrossShard("sgd")
-        for name in names:
-            try:
-                CHECKS[name](scope)
-            except BaseException:
-                print(f"rank {scope.replica_id} failed in the check {name!r}", flush=True)
-                raise
-            dist.barrier()
+        checks.make(scope, names, dist.barrier)
     assert dist.is_initialized()  # for `fit` after the block
     if scope.is_chief:
         pathlib.Path(file).write_text(json.dumps(names))

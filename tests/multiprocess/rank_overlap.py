@@ -5,39 +5,22 @@ Arguments: the file to which rank 0 writes the names of the checks that passed, 
 
 import contextlib
 import gc
-import json
-import pathlib
-import sys
 import warnings
 
 import keras
 import numpy as np
 import torch
 import torch.distributed as dist
-from support import problem
+from support import checks, problem
+from support.checks import check, refused
 from torch.utils.checkpoint import checkpoint
 
 import keras_shardopt as ks
 from keras_shardopt.replica import torch_overlap
 
 warnings.filterwarnings("ignore")
-CHECKS = {}
 NUM_STEPS = 6
 TINY = 1e-4  # MiB: four buckets for `make_model`
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
-
-
-def refused(function, error, words):
-    try:
-        function()
-    except error as caught:
-        assert words in str(caught), str(caught)
-    else:
-        raise AssertionError(f"not refused: {words}")
 
 
 def make_model(middle=None):
@@ -501,21 +484,5 @@ def planted_faults_are_seen(scope):
         refused(lambda: assert_same(model, plain, 1e-3), AssertionError, "")  # noqa: B023
 
 
-def main():
-    file, *names = sys.argv[1:]
-    with ks.data_parallel() as scope:
-        for name in names:
-            try:
-                CHECKS[name](scope)
-            except BaseException:
-                print(f"rank {scope.replica_id} failed in the check {name!r}", flush=True)
-                raise
-            print(name, flush=True)
-            dist.barrier()
-    if scope.is_chief:
-        pathlib.Path(file).write_text(json.dumps(names))
-    scope.close()
-
-
 if __name__ == "__main__":
-    main()
+    checks.main(ks.data_parallel, dist.barrier)

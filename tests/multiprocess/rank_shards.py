@@ -3,7 +3,6 @@
 Arguments: the file to which rank 0 writes the names of the checks that passed, and the names to run.
 """
 
-import json
 import pathlib
 import sys
 import warnings
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from keras.src.saving.saving_lib import H5IOStore
-from support import problem
+from support import checks, problem
+from support.checks import Dropping, check, refused
 
 import keras_shardopt as ks
 from keras_shardopt import divided_state, sharding
@@ -21,22 +21,7 @@ from keras_shardopt.optimizers import gradient_clipping
 from keras_shardopt.replica import framework, torch_distributed
 
 warnings.filterwarnings("ignore")
-CHECKS = {}
 NUM_STEPS = 3
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
-
-
-def refused(function, error, words):
-    try:
-        function()
-    except error as caught:
-        assert words in str(caught), str(caught)
-    else:
-        raise AssertionError(f"not refused: {words}")
 
 
 def variables(dtype="float32", constraint=None):
@@ -432,11 +417,6 @@ def saved_state_fits_again_and_elsewhere(scope):
             refused(lambda: again.load_own_variables(other), ValueError, "must have shape")  # noqa: B023
 
 
-class Dropping(dict):
-    def __setitem__(self, key, value):
-        pass
-
-
 @check
 def a_rank_that_saves_alone_is_told_so_in_time(scope):
     optimizer = both(scope, ELEMENTWISE["adam"])[0]
@@ -581,20 +561,5 @@ def files_travel_between_numbers_of_ranks(scope):
         dist.barrier()
 
 
-def main():
-    file, *names = sys.argv[1:]
-    with ks.data_parallel() as scope:
-        for name in names:
-            try:
-                CHECKS[name](scope)
-            except BaseException:
-                print(f"rank {scope.replica_id} failed in the check {name!r}", flush=True)
-                raise
-            dist.barrier()
-    if scope.is_chief:
-        pathlib.Path(file).write_text(json.dumps(names))
-    scope.close()
-
-
 if __name__ == "__main__":
-    main()
+    checks.main(ks.data_parallel, dist.barrier)

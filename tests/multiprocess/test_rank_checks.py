@@ -1,46 +1,20 @@
 """PyTorch: everything in rank_checks.py, on four ranks, in one spawn of workers."""
 
-import ast
-import functools
-import json
 import pathlib
 
 import pytest
-from support import launch
+from support import checks, launch
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(600)]
 
 SOURCE = pathlib.Path(__file__).with_name("rank_checks.py")
-# Read, not imported: the file is for workers.
-CHECKS = [
-    node.name
-    for node in ast.parse(SOURCE.read_text()).body
-    if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in node.decorator_list)
-]
-
-
-@functools.cache
-def run(folder):
-    """The names of the checks that passed, or what the workers printed."""
-    file = folder / "passed.json"
-    try:
-        launch.torchrun(SOURCE.name, 4, file, *CHECKS, timeout=240)
-    except launch.WorkersFailed:
-        # One check takes the others down with it; so each alone, to say which.
-        passed, failures = [], {}
-        for name in CHECKS:
-            try:
-                launch.torchrun(SOURCE.name, 4, file, name, timeout=60)
-                passed.append(name)
-            except launch.WorkersFailed as failure:
-                failures[name] = str(failure)
-        return passed, failures
-    return json.loads(file.read_text()), {}
+CHECKS = checks.names_in(SOURCE)
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("ranks"))
+    file = tmp_path_factory.mktemp("ranks") / "passed.json"
+    return checks.passed_and_failures(SOURCE, 4, file, CHECKS, timeout_alone=60)
 
 
 @pytest.mark.parametrize("name", CHECKS)

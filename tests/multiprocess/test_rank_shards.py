@@ -1,25 +1,18 @@
 """PyTorch: everything in rank_shards.py, on two, three and four ranks, in one spawn of workers each."""
 
-import ast
 import functools
-import json
 import pathlib
 
 import numpy as np
 import pytest
-from support import launch, problem
+from support import checks, problem
 
 import keras_shardopt as ks
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(600)]
 
 SOURCE = pathlib.Path(__file__).with_name("rank_shards.py")
-# Read, not imported: the file is for workers.
-CHECKS = [
-    node.name
-    for node in ast.parse(SOURCE.read_text()).body
-    if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in node.decorator_list)
-]
+CHECKS = checks.names_in(SOURCE)
 # All on three, which divides nothing; elsewhere what may depend on the number.
 AGAIN = ["wire_bytes_are_those_of_one_reduction", "files_travel_between_numbers_of_ranks"]
 FIT, REPORT = "fit_trains_as_one_process_does", "the_report_says_what_is_held"  # batches divide by two, not by three
@@ -78,19 +71,7 @@ def run(folder, num_replicas):
     """The names of the checks that passed, or what the workers printed."""
     file = folder / f"passed{num_replicas}.json"
     names = [name for number, name in RUNS if number == num_replicas]
-    try:
-        launch.torchrun(SOURCE.name, num_replicas, file, *names, timeout=240)
-    except launch.WorkersFailed:
-        # One check takes the others down with it; so each alone, to say which.
-        passed, failures = [], {}
-        for name in names:
-            try:
-                launch.torchrun(SOURCE.name, num_replicas, file, name, timeout=90)
-                passed.append(name)
-            except launch.WorkersFailed as failure:
-                failures[name] = str(failure)
-        return passed, failures
-    return json.loads(file.read_text()), {}
+    return checks.passed_and_failures(SOURCE, num_replicas, file, names, timeout_alone=90)
 
 
 @pytest.mark.parametrize(("num_replicas", "name"), RUNS)

@@ -1,0 +1,82 @@
+"""Checks that several processes make together, all of them in one spawn.
+
+A file for workers marks its checks with `check` and ends with `main`; a file of tests finds their names without
+importing it, and runs them with `passed_and_failures`.
+"""
+
+import ast
+import json
+import pathlib
+import sys
+
+from support import launch
+
+CHECKS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def make(scope, names, after_each):
+    """Makes the checks with these names, one after another; `after_each` lets the processes wait for each other."""
+    for name in names:
+        try:
+            CHECKS[name](scope)
+        except BaseException:
+            print(f"rank {scope.replica_id} failed in the check {name!r}", flush=True)
+            raise
+        after_each()
+
+
+def main(data_parallel, after_each):
+    """What a worker does. Arguments: the file to which the chief writes the names that passed, and the names to run."""
+    file, *names = sys.argv[1:]
+    with data_parallel() as scope:
+        make(scope, names, after_each)
+    if scope.is_chief:
+        pathlib.Path(file).write_text(json.dumps(names))
+    scope.close()
+
+
+def refused(function, error, words):
+    try:
+        function()
+    except error as caught:
+        assert words in str(caught), str(caught)
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+class Dropping(dict):
+    """A store for processes that take part in saving, and keep nothing."""
+
+    def __setitem__(self, key, value):
+        pass
+
+
+def names_in(source):
+    """The names of the checks in a file, which is read and not imported: it is for workers."""
+    return [
+        node.name
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in node.decorator_list)
+    ]
+
+
+def passed_and_failures(source, num_ranks, file, names, timeout_alone):
+    """The names of the checks that passed on so many ranks, and what the workers printed in the others."""
+    try:
+        launch.torchrun(source.name, num_ranks, file, *names, timeout=240)
+    except launch.WorkersFailed:
+        # One check takes the others down with it; so each alone, to say which.
+        passed, failures = [], {}
+        for name in names:
+            try:
+                launch.torchrun(source.name, num_ranks, file, name, timeout=timeout_alone)
+                passed.append(name)
+            except launch.WorkersFailed as failure:
+                failures[name] = str(failure)
+        return passed, failures
+    return json.loads(file.read_text()), {}
