@@ -12,7 +12,8 @@ Private names of Keras touched here (a test holds them):
     `keras.src.backend.torch.trainer.TorchTrainer.train_step` - scales the loss, lets gradients go, computes new ones,
         and hands `.grad` of the trainable weights to the optimizer.
 Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls at the end of a backward pass, which DDP
-    does, too; `torch._C._current_graph_task_id` - which backward pass is running.
+    does, too; `torch._C._current_graph_task_id` - which backward pass is running;
+    `Tensor._post_accumulate_grad_hooks` - the hooks of a tensor by the `id` of their handles.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Buckets:
         self._flags = flags[flags.numel() - len(self._variables) - _NUM_FLAGS :]
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
-        self._handles: list[Any] = []
+        self._heard: list[tuple[dict[int, Any], int]] = []
         # How often gradients were taken from here: equal on all ranks, or one of them has left out an update.
         self._num_taken = 0
         self._forget()
@@ -124,7 +125,7 @@ class Buckets:
 
     # Not `weakref.finalize`, whose registry `torch.compile` would guard on.
     def __del__(self) -> None:
-        _let_go(self.__dict__.get("_handles", []))
+        _let_go(self.__dict__.get("_heard", []))
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of an optimizer makes its own
@@ -214,7 +215,7 @@ class Buckets:
         _Autograd._execution_engine.queue_callback(self._finish)
 
     def _listen_to(self, parameters: list[Tensor], trainable: list[bool]) -> None:
-        _let_go(self._handles)
+        _let_go(self._heard)
         mine = weakref.ref(self)
 
         def heard(i: int, parameter: Tensor) -> None:
@@ -223,11 +224,10 @@ class Buckets:
                 buckets._take(i, parameter)
 
         self._parameters, self._trainable = parameters, trainable
-        self._handles += [
-            parameter.register_post_accumulate_grad_hook(lambda p, i=i: heard(i, p))
-            for i, parameter in enumerate(parameters)
-            if trainable[i]
-        ]
+        for i, parameter in enumerate(parameters):
+            if trainable[i]:
+                handle = parameter.register_post_accumulate_grad_hook(lambda p, i=i: heard(i, p))
+                self._heard.append((parameter._post_accumulate_grad_hooks, handle.id))
 
     @torch.no_grad()
     def _take(self, i: int, parameter: Tensor) -> None:
@@ -389,10 +389,12 @@ class Buckets:
         return [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
 
 
-def _let_go(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
+def _let_go(heard: list[tuple[dict[int, Any], int]]) -> None:
+    # Not `handle.remove()`: a handle finds its hooks through a weak reference, which the garbage collector clears
+    # along with a cycle that has parameters in it, even if these live on.
+    for hooks, key in heard:
+        hooks.pop(key, None)
+    heard.clear()
 
 
 _STEP = inspect.unwrap(TorchTrainer.train_step).__code__

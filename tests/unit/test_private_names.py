@@ -158,7 +158,8 @@ def test_what_a_step_of_the_torch_trainer_does():
     loss = value * 2
     queue = torch.autograd.Variable._execution_engine.queue_callback
     loss.register_hook(lambda _: queue(lambda: seen.append(float(value.grad))))
-    value.register_post_accumulate_grad_hook(lambda _: seen.append(torch._C._current_graph_task_id() >= 0))
+    handle = value.register_post_accumulate_grad_hook(lambda _: seen.append(torch._C._current_graph_task_id() >= 0))
+    assert list(value._post_accumulate_grad_hooks) == [handle.id]
     loss.backward()
     assert seen == [True, 2.0]
     assert torch._C._current_graph_task_id() == -1
