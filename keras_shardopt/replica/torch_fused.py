@@ -29,7 +29,7 @@ from keras_shardopt._typing import Tensor, Variable
 
 _STEP = "_parallel_update_step"
 
-PIECE = 2**16
+PIECE = 2**18
 """How many elements of each array are worked on at a time where there is no kernel, on a CPU."""
 
 _DTYPES = (torch.float32, torch.float64)

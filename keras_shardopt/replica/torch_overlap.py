@@ -324,11 +324,15 @@ class Buckets:
         else:
             grad = grad.to_dense() if grad.is_sparse else grad
             grad = grad if weight == 1 else grad * weight
-            if self._of[i].results is not self._of[i].views:
-                # Divided first, so that the sum overflows only where the mean does.
+            if self._divides(self._of[i]):
+                # On the way, which spares a pass; and the sum overflows only where the mean does.
                 torch.div(grad, self._num_ranks, out=view)
             else:
                 view.copy_(grad)
+
+    def _divides(self, bucket: _Bucket) -> bool:
+        """Whether gradients are divided before they are added up."""
+        return self._takes_mean or bucket.results is not bucket.views
 
     def _reduced_at_the_end(
         self, own: Gradients, counts: bool, weight: float = 1.0, trains: bool = True
@@ -384,8 +388,6 @@ class Buckets:
                 bucket.wide.copy_(bucket.flat[: bucket.wide.numel()])
                 if not self._takes_mean:
                     bucket.wide.mul_(self._num_ranks)
-            elif self._takes_mean:
-                bucket.wide.div_(self._num_ranks)
         return [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
 
 

@@ -60,6 +60,11 @@ def by_hand(model, x, y, size):
         model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
 
 
+def close(scope):
+    """How far weights may be from those of ranks that send at the end: thirds, and their sums, are rounded."""
+    return 0.0 if scope.num_replicas == 2 else 5e-7
+
+
 def assert_same(some, others, tolerance=0.0):
     for a, b in zip(some.get_weights(), others.get_weights()):
         assert np.abs(a - b).max() <= tolerance, np.abs(a - b).max()
@@ -86,7 +91,7 @@ def fit_sends_in_the_backward_pass(scope):
     plain = trained(scope, {"overlap": False})
     with recorded() as calls:
         model = trained(scope, {"bucket_mib": TINY})
-    tolerance = 0.0 if scope.num_replicas == 2 else 1e-7  # sums of three depend on their order
+    tolerance = close(scope)
     assert_same(model, plain, tolerance)
     assert_same(model, trained(scope, {"bucket_mib": TINY}, loop=by_hand))
     assert scope.largest_difference(model) == 0
@@ -224,7 +229,7 @@ def gradients_that_come_in_parts(scope):
         Sometimes.ranks = ranks
         plain = trained(scope, {"overlap": False}, make_model(Twice()))
         model = trained(scope, {"bucket_mib": TINY}, make_model(Twice()))
-        assert_same(model, plain, 1e-7)
+        assert_same(model, plain, close(scope))
         assert model.optimizer._buckets._overlaps == (scope.replica_id not in ranks)
 
 
@@ -245,7 +250,7 @@ class ClipsItself(keras.Sequential):
 @check
 def steps_of_others_see_their_own_gradients(scope):
     plain = trained(scope, {"overlap": False}, kind=ClipsItself)
-    assert_same(trained(scope, {"bucket_mib": TINY}, kind=ClipsItself), plain, 1e-7)
+    assert_same(trained(scope, {"bucket_mib": TINY}, kind=ClipsItself), plain, close(scope))
     model = trained(scope, {"bucket_mib": TINY})
     x, y = problem.data(1)
     before = [w.copy() for w in model.get_weights()]
@@ -336,7 +341,7 @@ def what_needs_gradients_before_sends_at_the_end(scope):
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     plain, model = trained(scope, {"overlap": False}), trained(scope, {}, model)
     assert model.optimizer._buckets is None
-    assert_same(model, plain, 1e-7)
+    assert_same(model, plain, close(scope))
     del ddp
 
 
