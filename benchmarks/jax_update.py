@@ -1,0 +1,100 @@
+"""What an update costs on JAX, compiled: Keras' own, CrossShard's and optax's, of the same parameters.
+
+    python benchmarks/jax_update.py [--write]
+
+Weights and state are donated, as in `fit`. Target: no slower than plain Keras. Needs optax.
+`--quick` runs in seconds, on sizes that say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import jax
+import keras
+import numpy as np
+import optax
+import timing
+
+import keras_shardopt as ks
+
+RATE = 1e-3
+
+
+def kinds() -> dict[str, tuple]:
+    o = keras.optimizers
+    return {
+        "adam": (lambda: o.Adam(RATE), optax.adam(RATE)),
+        "adamw": (lambda: o.AdamW(RATE, weight_decay=4e-3), optax.adamw(RATE, weight_decay=4e-3)),
+        "sgd": (lambda: o.SGD(RATE, momentum=0.9), optax.sgd(RATE, momentum=0.9)),
+    }
+
+
+def repeated(update: Callable[..., Any], state: Any, weights: Any, grads: Any) -> Callable[[], None]:
+    """Runs one compiled update after another, in the same memory."""
+    step = jax.jit(update, donate_argnums=(0, 2))
+    held = [state, weights]
+
+    def run() -> None:
+        held[:] = step(held[0], grads, held[1])
+        jax.block_until_ready(held)
+
+    return run
+
+
+def of_keras(optimizer: keras.optimizers.Optimizer, values: list[Any], grads: list[Any]) -> Callable[[], None]:
+    optimizer.build([keras.Variable(value) for value in values])
+
+    def update(state: Any, grads: Any, weights: Any) -> tuple[Any, Any]:
+        weights, state = optimizer.stateless_apply(state, grads, weights)
+        return state, weights
+
+    return repeated(update, [v.value for v in optimizer.variables], copies(values), grads)
+
+
+def of_optax(optimizer: Any, values: list[Any], grads: list[Any]) -> Callable[[], None]:
+    def update(state: Any, grads: Any, weights: Any) -> tuple[Any, Any]:
+        changes, state = optimizer.update(grads, state, weights)
+        return state, optax.apply_updates(weights, changes)
+
+    return repeated(update, optimizer.init(values), copies(values), grads)
+
+
+def copies(values: list[Any]) -> list[Any]:
+    return [value + 0 for value in values]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=21)
+    arguments = parser.parse_args()
+    size, rounds = (64, 2) if arguments.quick else (1024, arguments.rounds)
+    random = np.random.default_rng(0)
+    values = [jax.numpy.asarray(0.1 * random.normal(size=(size, size)), "float32") for _ in range(16)]
+    grads = [0.1 * value for value in values]
+    text = []
+    for name, (make, peer) in kinds().items():
+        runs = {
+            f"optax.{name}": of_optax(peer, values, grads),
+            f"Keras, {name}": of_keras(make(), values, grads),
+            f"CrossShard, {name}": of_keras(ks.CrossShard(make()), values, grads),
+        }
+        text.append(timing.table(timing.in_turns(runs, rounds), list(runs)[:2]))
+    timing.report(
+        f"Updates of {sum(value.size for value in values) / 1e6:.1f} million parameters on JAX",
+        "python benchmarks/jax_update.py",
+        "\n\n".join(text),
+        {"Keras": keras.__version__, "JAX": jax.__version__, "optax": optax.__version__},
+        arguments.write,
+    )
+
+
+if __name__ == "__main__":
+    main()
