@@ -64,3 +64,35 @@ def test_more_work_is_seen(monkeypatch):
     monkeypatch.setattr(ks.CrossShard, "transform_gradients", quadratic)
     with pytest.raises(AssertionError):
         test_work_is_linear_and_constant("alone")
+
+
+class Counting(keras.optimizers.SGD):
+    """Counts how often Python runs through its update."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.num_runs = 0
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.num_runs += variable is self._trainable_variables[0]
+        super().update_step(gradient, variable, learning_rate)
+
+
+def runs_of_fit(wrap, changes_shape):
+    inner = Counting(0.1, momentum=0.9)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+    model.compile(wrap(inner), "mse")
+    for num_rows in (40, 40, 44 if changes_shape else 40):  # the last batch of 44 is smaller
+        model.fit(np.ones((num_rows, 4)), np.ones((num_rows, 2)), batch_size=8, epochs=2, verbose=0)
+    return inner.num_runs
+
+
+# A trace runs through it once, and then no step does.
+@pytest.mark.backends("jax", "tensorflow")
+def test_fit_is_traced_as_often_as_plain_keras():
+    for changes_shape in (False, True):
+        plain = runs_of_fit(lambda inner: inner, changes_shape)
+        assert plain < 6
+        for name, chain in CHAINS.items():
+            assert runs_of_fit(chain, changes_shape) == plain, name
+    assert runs_of_fit(lambda inner: ks.CrossShard(inner, on_nonfinite="skip", shard_state=True), False) < 6
