@@ -20,6 +20,9 @@ import numpy as np
 import keras_shardopt as ks
 
 WINDOW = 32
+ITER_SIZE = 2  # micro-steps of an update
+SUMMARIES = ["learning_rate", "loss_scale", "global_gradient_norm", "gradient_norm", "gradients", "variable_norm"]
+SUMMARIES += ["variables", "larc_summaries"]
 
 
 def text():
@@ -27,11 +30,10 @@ def text():
     return np.frombuffer(joined.encode("ascii", "replace"), "uint8").astype("int32") % 128
 
 
-def batches(characters, batch_size, seed):
-    random = np.random.default_rng(seed)
+def batches(characters, batch_size, random):
     while True:
-        starts = random.integers(0, len(characters) - WINDOW - 1, batch_size)
-        rows = np.stack([characters[start : start + WINDOW + 1] for start in starts])
+        starts = random.integers(0, len(characters) - WINDOW - 1, (batch_size, 1))
+        rows = characters[starts + np.arange(WINDOW + 1)]
         yield rows[:, :-1], rows[:, 1:]
 
 
@@ -39,75 +41,53 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, help="how many; default: all devices, or all torchrun processes")
     parser.add_argument("--steps", type=int, default=600, help="updates")
-    parser.add_argument("--batch-size", type=int, default=64, help="rows of a micro-step, over all replicas")
-    parser.add_argument("--iter-size", type=int, default=2, help="micro-steps of an update")
+    parser.add_argument("--batch-size", type=int, default=64, help="of a micro-step, over all replicas")
     parser.add_argument("--larc", action="store_true", help="LARC instead of clipping")
     parser.add_argument("--with-fit", action="store_true", help="compile(build_optimizer(...)) and fit")
     parser.add_argument("--log-dir", help="where TensorBoard's files go")
     parser.add_argument("--every", type=int, default=10, help="write every so many updates")
     arguments = parser.parse_args()
     keras.utils.set_random_seed(1)
-
     # LARC sets the length of each step, so it goes with momentum; before Adam it would mostly cancel.
+    how = {"optimizer": "Adam", "clip_gradients": 1.0}
     if arguments.larc:
         how = {"optimizer": "Momentum", "optimizer_params": {"momentum": 0.9}, "larc_params": {"larc_eta": 0.02}}
-    else:
-        how = {"optimizer": "Adam", "clip_gradients": 1.0}
     rate = ks.schedules.CosineDecay(1.0 if arguments.larc else 4e-3, decay_steps=arguments.steps)
-    how |= {"learning_rate_decay_fn": rate, "loss_scaling": "Backoff", "iter_size": arguments.iter_size}
-    watch = {"summaries": ["learning_rate", "loss_scale", "global_gradient_norm", "gradient_norm", "variable_norm"]}
-    watch["summaries"] += ["gradients", "variables", "larc_summaries"]
+    how |= {"learning_rate_decay_fn": rate, "loss_scaling": "Backoff", "iter_size": ITER_SIZE}
     with ks.data_parallel(arguments.replicas) as replicas:
-        layers = [
-            keras.Input((WINDOW,), dtype="int32"),
-            keras.layers.Embedding(128, 32, keras.initializers.RandomNormal(stddev=1.0)),
-        ]
-        # Each sees what is before it: 2, 4, 8, 16 and at last 32 characters.
-        layers += [
-            keras.layers.Conv1D(64, 2, dilation_rate=2**i, padding="causal", activation="relu") for i in range(5)
-        ]
+        embedding = keras.layers.Embedding(128, 32, keras.initializers.RandomNormal(stddev=1.0))
+        layers = [keras.Input((WINDOW,), dtype="int32"), embedding]
+        for i in range(5):  # each sees what is before it: 2, 4, 8, 16 and at last 32 characters
+            layers.append(keras.layers.Conv1D(64, 2, dilation_rate=2**i, padding="causal", activation="relu"))
         model = keras.Sequential([*layers, keras.layers.Dense(128)])
         error = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         if arguments.with_fit:
             model.compile(ks.build_optimizer(**how, cross_shard=True), error)
         else:
-            step = ks.optimize_loss(
-                lambda x, y: error(y, model(x, training=True)),
-                **how,
-                on_horovod=True,
-                model=model,
-                log_dir=arguments.log_dir,
-                every=arguments.every,
-                **(watch if arguments.log_dir else {}),
-            )
+            watch = {"summaries": SUMMARIES, "log_dir": arguments.log_dir, "every": arguments.every}
+            how |= {"on_horovod": True, "model": model} | (watch if arguments.log_dir else {})
+            step = ks.optimize_loss(lambda x, y: error(y, model(x, training=True)), **how)
 
     characters = text()
-    held_out = characters[-20_000:]
-    # Each process feeds rows of its own.
-    num_rows = arguments.batch_size // replicas.num_processes
-    micro_steps = arguments.steps * arguments.iter_size
-    data = batches(characters[:-20_000], num_rows, seed=replicas.process_id)
-    windows = held_out[: 256 * (WINDOW + 1)].reshape(256, WINDOW + 1)
-
-    def bits_per_character():
-        logits = np.concatenate([keras.ops.convert_to_numpy(model(part)) for part in np.split(windows[:, :-1], 8)])
-        logits = logits - logits.max(-1, keepdims=True)
-        nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, windows[:, 1:, None], -1)[..., 0]
-        return nats.mean() / np.log(2)
+    held_out = characters[-256 * (WINDOW + 1) :].reshape(8, 32, WINDOW + 1)
+    random = np.random.default_rng(replicas.process_id)  # each process feeds rows of its own
+    data = batches(characters[:-20_000], arguments.batch_size // replicas.num_processes, random)
 
     def tell(update):
+        nats = np.mean([float(error(rows[:, 1:], model(rows[:, :-1]))) for rows in held_out])
         if replicas.is_chief:
-            print(f"after {update:4} updates: {bits_per_character():.2f} bits per character", flush=True)
+            print(f"after {update:4} updates: {nats / np.log(2):.2f} bits per character", flush=True)
 
     tell(0)
+    micro_steps = arguments.steps * ITER_SIZE
     if arguments.with_fit:
-        callback = ks.callbacks.TrainingSummaries(arguments.log_dir, every=arguments.every)
-        model.fit(data, steps_per_epoch=micro_steps, callbacks=[callback], verbose=2 if replicas.is_chief else 0)
+        seen = ks.callbacks.TrainingSummaries(arguments.log_dir, every=arguments.every)
+        model.fit(data, steps_per_epoch=micro_steps, callbacks=[seen], verbose=2 * replicas.is_chief)
     else:
         for i, (x, y) in zip(range(1, micro_steps + 1), data):
             step(x, y)
             if i % (micro_steps // 4) == 0 and i < micro_steps:
-                tell(i // arguments.iter_size)
+                tell(i // ITER_SIZE)
         step.close()
     tell(arguments.steps)
     difference = replicas.largest_difference(model)
