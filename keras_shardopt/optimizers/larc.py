@@ -146,4 +146,6 @@ class LARC(OptimizerWrapper):
         }
 
     def _repr_arguments(self) -> str:
-        return f", larc_eta={self.larc_eta}, larc_mode={self.larc_mode!r}"
+        shown = f", larc_eta={self.larc_eta}, larc_mode={self.larc_mode!r}"
+        usual = {"min_update": 1e-7, "epsilon": 1e-7, "faithful": False}
+        return shown + "".join(f", {k}={getattr(self, k)}" for k, value in usual.items() if getattr(self, k) != value)

@@ -22,6 +22,10 @@ SGD = keras.optimizers.SGD
         ),
         (lambda: ks.GradientClipping(SGD(), 1.0), "GradientClipping(SGD, clip_gradients=1.0)"),
         (lambda: ks.LARC(SGD(), 0.02), "LARC(SGD, larc_eta=0.02, larc_mode='clip')"),
+        (
+            lambda: ks.LARC(SGD(), 0.02, "scale", min_update=0.0, faithful=True),
+            "LARC(SGD, larc_eta=0.02, larc_mode='scale', min_update=0.0, faithful=True)",
+        ),
         (lambda: ks.MixedPrecision(SGD()), "MixedPrecision(SGD, loss_scale=None)"),
         (
             lambda: ks.VariableClipping(SGD(), {".*kernel": [0]}, 3.0),
