@@ -245,7 +245,7 @@ class TrainingSummaries(keras.callbacks.Callback):
     | the same, with `GradientClipping` | `Loss_Optimization/global_clipped_gradient_norm` | after clipping |
     | "gradient_norm" | `Loss_Optimization/gradient_norm/<variable>` | after clipping, before `LARC` |
     | "gradients" | `Loss_Optimization/gradients/<variable>` | the same, as a histogram; 0 for what is not finite |
-    | "variable_norm" | `Loss_Optimization/variable_norm/<variable>` | after the update |
+    | "variable_norm" | `Loss_Optimization/variable_norm/<variable>` | before the update |
     | "variables" | `Loss_Optimization/variables/<variable>` | the same, as a histogram |
     | "larc_summaries" | `Loss_Optimization/larc_grad_update/<variable>`, `larc_final_lr`, `larc_clip_on` | the factor of `LARC`, the rate times it, and (in clip mode) whether it is below 1 |
 
@@ -257,9 +257,10 @@ class TrainingSummaries(keras.callbacks.Callback):
 
     The numbers come from inside the optimizer, so it must be one of this package (`CrossShard(Adam())` will do, on one
     replica too); of others the learning rate is written, if nothing else is asked for. While the callback watches, the
-    optimizer has a few more variables, one scalar or vector for each kind of number; "gradients" take as much
-    memory as the weights. They are part of no file. When training ends they go, and the model's
-    training step is compiled anew next time.
+    optimizer has a few more variables, one scalar or vector for each kind of number; "gradients" and "variables"
+    take as much memory as the weights, each, and "variables" and "variable_norm" cost JAX a copy of the weights in
+    every step. They are part of no file. When training ends they go, and the model's training step is compiled anew
+    next time.
 
     Args:
         log_dir: path or None. Where the chief of all processes writes event files; None writes none. Needs

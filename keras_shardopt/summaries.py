@@ -108,8 +108,6 @@ class Recorder:
                 f"summaries={list(names)}, with {type(optimizer).__name__}. "
                 f"Put it into a `CrossShard`, which alone changes nothing: `CrossShard({type(optimizer).__name__}())`."
             )
-        # What is spread over processes can be read by all of them together only, so all of them look.
-        self._is_read = log_dir is not None and bool(names)
         self._write = None if log_dir is None or framework.process()[1] else _event_writer(log_dir)
         self._last_step = -1
 
@@ -141,13 +139,12 @@ class Recorder:
 
     def record(self, more: Callable[[], dict[str, float]] = dict) -> None:
         """Writes what was seen since the last time, if anything, and what `more` returns."""
-        if not self._is_read:
+        if self._write is None or not self._names:
             return
         step, tags = self.values()
         if step > self._last_step and step > 0:
             self._last_step = step
-            if self._write is not None:
-                self._write({**tags, **more()}, step)
+            self._write({**tags, **more()}, step)
 
     def close(self) -> None:
         """Looks no longer, and ends the file. A compiled step must be compiled anew."""
@@ -241,6 +238,10 @@ class _Observer:
             notes["gradient_norms"] = [_note((len(updated),))]
         if "gradients" in names:
             notes["gradients"] = [_note(v.shape) for v in updated]
+        if "variable_norm" in names:
+            notes["variable_norms"] = [_note((len(updated),))]
+        if "variables" in names:
+            notes["variables"] = [_note(v.shape) for v in updated]
         if self._larc is not None:
             notes["ratios"] = [_note((len(updated),))]
         return notes
@@ -318,6 +319,10 @@ class _Observer:
     def _see_update(self, seen: _Seen, variables: Sequence[Variable]) -> None:
         if "rates" in self._notes:
             self._keep("rates", [ops.stack([ops.cast(leaf.learning_rate, "float32") for leaf in self._leaves])])
+        if "variable_norms" in self._notes:
+            self._keep("variable_norms", [ops.stack([global_norm([ops.convert_to_tensor(v)]) for v in self._updated])])
+        if "variables" in self._notes:
+            self._keep("variables", [ops.convert_to_tensor(v) for v in self._updated])
         self._keep("update", [ops.add(ops.convert_to_tensor(self._optimizer.iterations), 1)])
 
     def _given(self, variables: Sequence[Variable]) -> list[Variable]:
@@ -363,12 +368,10 @@ class _Observer:
                 tags[f"{_PREFIX}gradients/{path}"] = np.where(np.isfinite(gradient), gradient, 0)
             if "gradient_norm" in self._names and has_gradient[i]:
                 tags[f"{_PREFIX}gradient_norm/{path}"] = float(notes["gradient_norms"][0][i])
-            # Weights need no notes: they are still there. To look at them in the step costs JAX a copy of all of them.
-            if "variables" in self._names:
-                tags[f"{_PREFIX}variables/{path}"] = framework.stored_value(self._updated[i])
-            if "variable_norm" in self._names:
-                norm = global_norm([ops.convert_to_tensor(self._updated[i])])
-                tags[f"{_PREFIX}variable_norm/{path}"] = float(ops.convert_to_numpy(norm))
+            if "variables" in notes:
+                tags[f"{_PREFIX}variables/{path}"] = notes["variables"][i]
+            if "variable_norms" in notes:
+                tags[f"{_PREFIX}variable_norm/{path}"] = float(notes["variable_norms"][0][i])
             if self._larc is not None and not np.isnan(notes["ratios"][0][i]):
                 tags.update(self._of_larc(i, path, float(notes["ratios"][0][i]), notes["rates"][0]))
         return update, tags

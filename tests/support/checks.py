@@ -8,6 +8,7 @@ import ast
 import json
 import pathlib
 import sys
+import time
 
 from support import launch
 
@@ -22,12 +23,15 @@ def check(function):
 def make(scope, names, after_each):
     """Makes the checks with these names, one after another; `after_each` lets the processes wait for each other."""
     for name in names:
+        start = time.perf_counter()
         try:
             CHECKS[name](scope)
         except BaseException:
             print(f"rank {scope.replica_id} failed in the check {name!r}", flush=True)
             raise
         after_each()
+        if scope.is_chief:
+            print(f"{time.perf_counter() - start:6.1f} s  {name}", flush=True)
 
 
 def main(data_parallel, after_each):

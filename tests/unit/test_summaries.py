@@ -23,16 +23,15 @@ def fit(callbacks, optimizer=None, num_steps=6, epochs=1, model=None, **argument
 
 
 def states_in_numpy(num_steps, rate, clip):
-    """For each step: the weights before and after it, and the gradients before and after clipping."""
+    """For each step: the weights before it, and the gradients before and after clipping."""
     seen = []
 
     def update(step, weights, grads):
         norm = np.sqrt(sum(np.sum(g**2) for g in grads))
         clipped = [g * min(1.0, clip / norm) for g in grads]
-        before = [w.copy() for w in weights]
+        seen.append(([w.copy() for w in weights], grads, clipped))
         for weight, grad in zip(weights, clipped):
             weight -= rate * grad
-        seen.append((before, [w.copy() for w in weights], grads, clipped))
 
     problem.trained_in_numpy(update)
     return seen[:num_steps]
@@ -48,7 +47,7 @@ def test_numbers_of_fit_as_tensorboard_reads_them(tmp_path):
     assert set(found) == tags | {f"{P}{name}/{path}" for name in by_variable for path in paths} | {"train_loss"}
     assert all([step for step, _ in values] == [2, 4, 6] for values in found.values())
     norm = np.linalg.norm
-    for k, (_, weights, grads, clipped) in enumerate(states_in_numpy(6, 0.1, 0.3)[1::2]):
+    for k, (weights, grads, clipped) in enumerate(states_in_numpy(6, 0.1, 0.3)[1::2]):
         expected = {
             "learning_rate": 0.1,
             f"{P}global_gradient_norm": norm([norm(g) for g in grads]),
@@ -72,7 +71,7 @@ def test_larc(tmp_path):
         folder = tmp_path / mode
         model, _ = fit([ks.callbacks.TrainingSummaries(folder, ["larc_summaries"], every=1)], larc, num_steps=1)
         found = events.read(folder)
-        weights, _, grads, _ = states_in_numpy(1, 0.1, 1e9)[0]
+        weights, grads, _ = states_in_numpy(1, 0.1, 1e9)[0]
         for v, w, g in zip(model.trainable_variables, weights, grads):
             ratio = 0.02 * np.linalg.norm(w) / np.linalg.norm(g) / (0.1 if mode == "clip" else 1.0)
             ratio = min(ratio, 1.0) if mode == "clip" else ratio
