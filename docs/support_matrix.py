@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -234,7 +235,8 @@ def outcomes(file: pathlib.Path) -> dict[str, collections.Counter[str]]:
     """By test, without and with what it was parametrized with: how often it passed, failed and was skipped."""
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for case in ET.parse(file).iter("testcase"):
-        function, bracket, values = case.get("name", "").partition("[")
+        given = re.sub(r"@[^\]]*$", "", case.get("name", ""))  # the group of pytest-xdist
+        function, bracket, values = given.partition("[")
         name = f"{case.get('classname', '').replace('.', '/')}.py::{function}"
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"

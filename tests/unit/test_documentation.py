@@ -147,7 +147,7 @@ def test_the_support_matrix_has_tests_that_exist_and_its_page_is_of_it():
 
 def test_the_support_matrix_counts_what_passed_and_says_what_failed(tmp_path):
     script = matrix()
-    cases = {"a[1]": "", "a[2]": "<failure/>", "b[x]": "", "b[y]": "", "c": "<skipped/>"}
+    cases = {"a[1]": "", "a[2]@a group": "<failure/>", "b[x]@it": "", "b[y]": "", "c@it": "<skipped/>"}
     classname = 'classname="tests.unit.test_it"'
     cases = "".join(f'<testcase {classname} name="{name}">{inside}</testcase>' for name, inside in cases.items())
     (tmp_path / "jax-3.15.1.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
