@@ -72,7 +72,7 @@ def names_in(source):
 def passed_and_failures(source, num_ranks, file, names, timeout_alone):
     """The names of the checks that passed on so many ranks, and what the workers printed in the others."""
     try:
-        launch.torchrun(source.name, num_ranks, file, *names, timeout=240)
+        launch.torchrun(source.name, num_ranks, file, *names, timeout=360)
     except launch.WorkersFailed:
         # One check takes the others down with it; so each alone, to say which.
         passed, failures = [], {}
