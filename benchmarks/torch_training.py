@@ -1,0 +1,90 @@
+"""What the benchmarks of training on ranks of PyTorch share: the model, its data, `fit` and a loop by hand with DDP.
+
+The scripts choose the backend and the number of threads, before Keras and PyTorch are imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import timing
+import torch
+import torch.distributed as dist
+
+RATE = 1e-3
+NUM_CLASSES = 10
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that all of them take."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
+    made.add_argument("--quick", action="store_true")
+    made.add_argument("--rounds", type=int, default=11)
+    made.add_argument("--steps", type=int, default=8)
+    return made
+
+
+class Training:
+    """Steps on rows of this rank's own. Each run makes `arguments.steps` of them, with Adam's rate `RATE`."""
+
+    def __init__(self, arguments: argparse.Namespace, replicas: Any) -> None:
+        self._arguments = arguments
+        self._replicas = replicas
+        sizes = (32, 2, 8, 2) if arguments.quick else (1024, 6, 64, arguments.rounds)
+        self._width, self._num_layers, self._rows, self._num_rounds = sizes
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        random = np.random.default_rng(replicas.replica_id)
+        self._x = random.normal(size=(arguments.steps * self._rows, self._width)).astype("float32")
+        self._y = random.integers(0, NUM_CLASSES, len(self._x))
+
+    def _model(self) -> keras.Model:
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(self._width, activation="relu") for _ in range(self._num_layers)]
+        return keras.Sequential([keras.Input((self._width,)), *layers, keras.layers.Dense(NUM_CLASSES)])
+
+    def fit(self, optimizer: keras.optimizers.Optimizer) -> Callable[[], object]:
+        """`fit` of a new model with a Keras optimizer."""
+        model = self._model()
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return lambda: model.fit(self._x, self._y, batch_size=self._rows, verbose=0, shuffle=False)
+
+    def by_hand(
+        self, make_optimizer: Callable[[Iterator[torch.nn.Parameter]], torch.optim.Optimizer]
+    ) -> Callable[[], None]:
+        """A loop by hand over a new model in DDP, with an optimizer of PyTorch's that is made of its parameters."""
+        inputs, targets = torch.from_numpy(self._x), torch.from_numpy(self._y)
+        ddp = torch.nn.parallel.DistributedDataParallel(self._model())
+        optimizer = make_optimizer(ddp.parameters())
+        loss = torch.nn.CrossEntropyLoss()
+
+        def run() -> None:
+            for start in range(0, len(inputs), self._rows):
+                outputs = ddp(inputs[start : start + self._rows])
+                optimizer.zero_grad()
+                loss(outputs, targets[start : start + self._rows]).backward()
+                optimizer.step()
+
+        return run
+
+    def seconds(self, runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+        """Of each run in each round."""
+        return timing.in_turns(runs, self._num_rounds, dist.barrier)
+
+    def report(self, title: str, script: str, text: str) -> None:
+        """Prints the result, once, and writes it where that was asked for."""
+        if not self._replicas.is_chief:
+            return
+        number = self._replicas.num_replicas
+        timing.report(
+            f"{title} on {number} ranks of PyTorch, {self._num_layers} x Dense({self._width}), {self._rows} rows",
+            f"torchrun --nproc-per-node {number} benchmarks/{script}",
+            text,
+            {"Keras": keras.__version__, "PyTorch": f"{torch.__version__}, 1 thread on each rank, gloo"},
+            self._arguments.write,
+        )
