@@ -11,13 +11,18 @@ different numbers of rows, or of batches, would otherwise wait for each other fo
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.jax.trainer._distribute_data` - puts a batch on the devices.
     `keras.src.backend.jax.trainer.JAXEpochIterator` - what `fit` and `evaluate` iterate over.
-    `JAXEpochIterator._get_distributed_iterator`, `EpochIterator._num_batches` - its batches, and how many they are.
-    `JAXTrainer.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of its step.
+    `JAXEpochIterator._get_iterator`, `EpochIterator._num_batches` - its batches, and how many they are.
+    `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - batches that one
+        execution takes one after the other.
+    `Model._maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16 on) - builds the model from the
+        first batch of this process; whether anything is to be built.
+    `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
     `Layer._flatten_layers` - all layers of a model.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +32,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from keras.src.backend.jax import trainer as jax_trainer
+from keras.src.trainers.data_adapters import data_adapter_utils
 
 from keras_shardopt._typing import Tensor
 from keras_shardopt.replica.base import AllReplicasAtOnce, Part, claim_reduction, part_of_batch
@@ -51,6 +57,8 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     stand_in(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
         stand_in(model, name, _silent_unless_chief)
+    if hasattr(model, "_maybe_symbolic_build"):
+        stand_in(model, "_maybe_symbolic_build", _maybe_symbolic_build)
 
 
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -69,11 +77,11 @@ def _takes_uneven(distribution: Any) -> bool:
     return distribution is not None and _TAKES_UNEVEN in vars(distribution) and batch_size_of(distribution) > 1
 
 
-def _distribute_data(data: Any, layouts: Any = None) -> Any:
+def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for Keras' function of that name. `data` is None where this process has no batch left."""
     distribution = keras.distribution.distribution()
     if not _takes_uneven(distribution):
-        return _distribute_in_keras(data, layouts)
+        return _distribute_in_keras(data, *args, **kwargs)
     rows = 0 if data is None else num_rows(data)
     everywhere = [rows]
     if jax.process_count() > 1:
@@ -121,13 +129,30 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             lengths = gather_objects(self.data_adapter.num_batches)
             self._num_batches = None if None in lengths else max(lengths)
 
-    def _get_distributed_iterator(self, distribution: Any) -> Iterator[Any]:
-        if not _takes_uneven(distribution):
-            yield from super()._get_distributed_iterator(distribution)
-            return
+    def _get_iterator(self) -> Iterator[Any]:
+        if not _takes_uneven(keras.distribution.distribution()):
+            return super()._get_iterator()
+        batches = self.batches()
+        # From 3.16 on Keras takes what comes for as many batches as `steps_per_execution` says, unless it is in a list.
+        if self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList"):
+            return batches
+        lists = iter(lambda: list(itertools.islice(batches, self.steps_per_execution)), [])
+        return map(data_adapter_utils.PartialBatchList, lists)
+
+    def batches(self) -> Iterator[Any]:
+        """Those of all processes together."""
         batches = iter(self.data_adapter.get_jax_iterator())
         while (batch := _distribute_data(next(batches, None))) is not None:
             yield batch
+
+
+def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
+    """Builds from a batch of all processes, as this one may have none."""
+    if isinstance(iterator, _EpochIterator) and _takes_uneven(keras.distribution.distribution()):
+        if not any(model._get_unbuilt_components()):
+            return
+        data_batch = next(iterator.batches(), None)
+    real(iterator=iterator, data_batch=data_batch)
 
 
 # -- gradients of each replica -------------------------------------------------------------------------------------
@@ -178,7 +203,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
 
 
 def _has_built_in_step(model: Any) -> bool:
-    return type(model).train_step is jax_trainer.JAXTrainer.train_step
+    return type(model).train_step is keras.Model.train_step
 
 
 def _rows_of(replica: Any, all_rows: int, num_replicas: int) -> Any:

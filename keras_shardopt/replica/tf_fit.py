@@ -1,7 +1,7 @@
 """What `prepare(model)` changes in Keras' TensorFlow trainer: parts of a batch need not be equal.
 
 Private names of Keras touched here (a test holds each of them):
-    `TensorFlowTrainer._maybe_symbolic_build` - builds the model from the first batch, before training.
+    `Model._maybe_symbolic_build` of the TensorFlow trainer - builds the model from the first batch, before training.
 """
 
 from __future__ import annotations

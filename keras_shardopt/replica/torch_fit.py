@@ -12,7 +12,9 @@ Private names of Keras touched here (a test holds each of them):
     `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
     `Trainer._flatten_metrics_in_order` - the form in which `train_on_batch` returns logs.
-    `TorchTrainer._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
+    `Model._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
+    `get_metrics_result` of the class in `keras.src.backend.torch.trainer` (Keras 3.16 and later) - sums metrics over
+        the ranks, at every step.
     `keras.src.utils.python_utils.pythonify_logs` - makes Python numbers of logs.
 """
 
@@ -28,7 +30,6 @@ from typing import Any
 import keras
 import torch
 from keras.src.backend.torch import trainer as torch_trainer
-from keras.src.trainers.trainer import Trainer
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt._typing import Tensor
@@ -55,8 +56,8 @@ def prepare(model: Any, framework: Torch, reducers_of: Callable[[Any], list[Any]
     stand_in(model, "_get_metrics_result_or_logs", _metrics_result_or_logs)
     if hasattr(model, "_initialize_ddp"):
         stand_in(model, "_initialize_ddp", _without_ddp)
-        # From the release that has DDP on, this sums metrics over ranks at every step.
-        object.__setattr__(model, "get_metrics_result", Trainer.get_metrics_result.__get__(model))
+    if "get_metrics_result" in vars(_KerasTrainer):
+        _KerasTrainer.get_metrics_result = _metrics_result
 
 
 _SESSION = "_keras_shardopt_session"
@@ -260,6 +261,9 @@ def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None,
 
 
 _KerasEpochIterator = torch_trainer.TorchEpochIterator
+# Its name is another one from 3.16 on.
+_KerasTrainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == torch_trainer.__name__)
+_metrics_result_in_keras = _KerasTrainer.get_metrics_result
 
 
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
@@ -378,6 +382,13 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
         for tensor, value in zip(mine, before):
             tensor.copy_(value)
     return result
+
+
+def _metrics_result(model: Any) -> Any:
+    """Stands in for Keras' method: metrics of a prepared model are this rank's until the end of an epoch."""
+    if hasattr(model, _SESSION):
+        return super(_KerasTrainer, model).get_metrics_result()
+    return _metrics_result_in_keras(model)
 
 
 def _average_statistics(model: Any, ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ itself, at every step, when it sends. A rank does so early only where it knows w
 trainer, which calls `scale_loss`, `backward` and `apply` one after another. Everybody else gets `reduce`.
 
 Private names of Keras touched here (a test holds them):
-    `keras.src.backend.torch.trainer.TorchTrainer.train_step` - scales the loss, lets gradients go, computes new ones,
+    `Model.train_step` of the torch trainer - scales the loss, lets gradients go, computes new ones,
         and hands `.grad` of the trainable weights to the optimizer.
 Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls at the end of a backward pass, which DDP
     does, too; `torch._C._current_graph_task_id` - which backward pass is running;
@@ -25,9 +25,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import torch
 import torch.distributed as dist
-from keras.src.backend.torch.trainer import TorchTrainer
 from torch.autograd import Variable as _Autograd
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
@@ -399,7 +399,7 @@ def _let_go(heard: list[tuple[dict[int, Any], int]]) -> None:
     heard.clear()
 
 
-_STEP = inspect.unwrap(TorchTrainer.train_step).__code__
+_STEP = inspect.unwrap(keras.Model.train_step).__code__
 
 
 def can_bucket(variables: Sequence[Variable]) -> bool:

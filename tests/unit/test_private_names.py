@@ -140,11 +140,10 @@ def test_the_arithmetic_of_torch_optimizers_is_one_method():
 @pytest.mark.backends("torch")
 def test_what_a_step_of_the_torch_trainer_does():
     import torch
-    from keras.src.backend.torch.trainer import TorchTrainer
 
-    source = inspect.getsource(inspect.unwrap(TorchTrainer.train_step))
+    source = inspect.getsource(inspect.unwrap(keras.Model.train_step))
     names = [
-        "self.zero_grad()",
+        ".zero_grad()\n",
         "self.optimizer.scale_loss(loss)",
         "loss.backward()",
         ".value.grad",
@@ -220,7 +219,7 @@ def test_keras_trainer_calls_reduce_from_its_module():
     from keras_shardopt.replica.tf_distribute import _KERAS_TRAINER
 
     assert trainer.__name__ == _KERAS_TRAINER
-    assert "strategy.reduce(" in inspect.getsource(trainer.TensorFlowTrainer._maybe_symbolic_build)
+    assert "strategy.reduce(" in inspect.getsource(keras.Model._maybe_symbolic_build)
     assert "strategy.reduce(" in inspect.getsource(trainer.reduce_per_replica)
 
 
@@ -231,7 +230,7 @@ def test_keras_predicts_in_its_trainer_module():
     from keras_shardopt.replica.jax_sharding import _KERAS_TRAINER
 
     assert trainer.__name__ == _KERAS_TRAINER
-    assert inspect.unwrap(trainer.JAXTrainer.predict).__globals__ is vars(trainer)
+    assert inspect.unwrap(keras.Model.predict).__globals__ is vars(trainer)
     distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
     assert distribution.auto_shard_dataset is False
 
@@ -275,7 +274,8 @@ def test_names_in_the_torch_trainer():
     from keras.src.backend.torch import trainer
     from keras.src.utils.python_utils import pythonify_logs
 
-    for method in (trainer.TorchTrainer.fit, trainer.TorchTrainer.evaluate):
+    for method in (keras.Model.fit, keras.Model.evaluate):
+        assert inspect.unwrap(method).__globals__ is vars(trainer)
         assert "TorchEpochIterator(" in inspect.getsource(inspect.unwrap(method))
         assert "self._get_metrics_result_or_logs(" in inspect.getsource(inspect.unwrap(method))
     assert pythonify_logs({"loss": keras.ops.ones(())}) == {"loss": 1.0}
@@ -284,13 +284,24 @@ def test_names_in_the_torch_trainer():
 @pytest.mark.backends("jax")
 def test_names_in_the_jax_trainer():
     from keras.src.backend.jax import trainer
+    from keras.src.trainers.data_adapters import data_adapter_utils
 
-    assert list(inspect.signature(trainer._distribute_data).parameters) == ["data", "layouts"]
-    given = inspect.signature(trainer.JAXEpochIterator._get_distributed_iterator).parameters
-    assert list(given) == ["self", "distribution"]
+    given = list(inspect.signature(trainer._distribute_data).parameters)
+    since_3_16 = hasattr(data_adapter_utils, "PartialBatchList")
+    assert given == ["data", "layouts", "is_super_batch"][: 3 if since_3_16 else 2]
+    if since_3_16:
+        assert "isinstance(batch, data_adapter_utils.PartialBatchList)" in inspect.getsource(trainer)
+        given = inspect.signature(keras.Model._maybe_symbolic_build).parameters
+        assert list(given) == ["self", "iterator", "data_batch"]
+        model = problem.model()
+        model.compile("sgd", "mse")
+        assert any(model._get_unbuilt_components())
+        model.train_on_batch(*problem.data(1))
+        assert not any(model._get_unbuilt_components())
+    assert list(inspect.signature(trainer.JAXEpochIterator._get_iterator).parameters) == ["self"]
     for method in ("train_on_batch", "test_on_batch"):
-        assert "_distribute_data(" in inspect.getsource(getattr(trainer.JAXTrainer, method))
-    given = inspect.signature(trainer.JAXTrainer.compute_loss_and_updates).parameters
+        assert "_distribute_data(" in inspect.getsource(getattr(keras.Model, method))
+    given = inspect.signature(keras.Model.compute_loss_and_updates).parameters
     assert list(given)[1:7] == [
         "trainable_variables",
         "non_trainable_variables",
@@ -299,7 +310,7 @@ def test_names_in_the_jax_trainer():
         "y",
         "sample_weight",
     ]
-    given = inspect.signature(trainer.JAXTrainer._update_metrics_variables).parameters
+    given = inspect.signature(keras.Model._update_metrics_variables).parameters
     assert list(given)[1:] == ["metrics_variables", "unscaled_loss", "x", "y", "y_pred", "sample_weight"]
 
 
@@ -307,13 +318,12 @@ def test_names_in_the_jax_trainer():
 def test_the_tensorflow_trainer_builds_from_a_batch():
     from keras.src.backend.tensorflow import trainer
 
-    given = inspect.signature(trainer.TensorFlowTrainer._maybe_symbolic_build).parameters
+    assert keras.Model._maybe_symbolic_build.__globals__ is vars(trainer)
+    given = inspect.signature(keras.Model._maybe_symbolic_build).parameters
     assert list(given) == ["self", "iterator", "data_batch"]
 
 
 def test_where_fit_begins():
-    from keras.src.trainers.trainer import Trainer
-
     model = problem.model()
     model.compile("sgd", "mse")
 
@@ -321,7 +331,7 @@ def test_where_fit_begins():
         def on_train_begin(self, logs=None):
             self.model._initial_epoch = 2
 
-    assert "_initial_epoch" not in vars(Trainer)
+    assert not hasattr(keras.Model, "_initial_epoch")
     history = model.fit(*problem.data(1), epochs=3, callbacks=[Later()], verbose=0)
     assert history.epoch == [2]
 
@@ -369,4 +379,5 @@ def test_variables_left_out_of_decay_are_kept_by_key():
     variables = model.trainable_variables
     optimizer.exclude_from_weight_decay(var_list=variables[:1])
     assert optimizer._exclude_from_weight_decay == {optimizer._var_key(variables[0])}
+    optimizer.build(variables)
     assert [optimizer._use_weight_decay(v) for v in variables] == [False, True, True, True]
