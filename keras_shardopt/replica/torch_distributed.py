@@ -3,6 +3,7 @@
 Private names of Keras touched here (a test holds each of them):
     `keras.src.utils.rng_utils.get_random_seed` - the seed given to `keras.utils.set_random_seed`, or None.
     `keras.src.backend.common.global_state` - holds "global_seed_generator", the seed of layers without their own.
+    `Model._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class Ranks(ReplicaBackend):
         self._subgroups: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
         # Variables whose DDP owner has been looked for. By identity: tensors compare element by element.
         self._ddp_of: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None]] = {}
+        if _INITIALIZE_DDP is not None:
+            mine = weakref.ref(self)
+            keras.Model._initialize_ddp = lambda model: _initialize_ddp(model, mine())
 
     def are_current(self) -> bool:
         """Whether this object still speaks of the process group that runs."""
@@ -219,6 +223,12 @@ class Ranks(ReplicaBackend):
         """Whether a DDP owns it."""
         return self._ddp_owner(_tensor(variable)) is not None
 
+    def has_found_no_ddp(self, variable: Variable) -> bool:
+        """Whether a DDP that owns it has been looked for in vain, so that nobody looks again."""
+        tensor = _tensor(variable)
+        known = self._ddp_of.get(id(tensor))
+        return known is not None and known[0]() is tensor and known[1] is None
+
     def _ddp_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
         known = self._ddp_of.get(id(parameter))
         if known is None or known[0]() is not parameter:
@@ -292,6 +302,16 @@ def _note_forward(ddp: DistributedDataParallel, inputs: Any) -> None:
 
 def _owns(ddp: DistributedDataParallel, parameter: Tensor) -> bool:
     return any(owned is parameter for owned in ddp.parameters())
+
+
+_INITIALIZE_DDP = getattr(keras.Model, "_initialize_ddp", None)
+
+
+def _initialize_ddp(model: Any, ranks: Ranks | None) -> None:
+    """Stands in for Keras' method, and makes no DDP of weights whose gradients are reduced here already."""
+    assert _INITIALIZE_DDP is not None
+    if ranks is None or not any(ranks.has_found_no_ddp(variable) for variable in model.trainable_variables):
+        _INITIALIZE_DDP(model)
 
 
 class Torch(Framework):

@@ -346,6 +346,18 @@ def what_needs_gradients_before_sends_at_the_end(scope):
 
 
 @check
+def fit_after_a_loop_by_hand(scope):
+    # From 3.16 on Keras puts a DDP around a model in `fit`, here when its gradients are reduced by us already.
+    for arguments in ({"reduction": "sum"}, {"replica_clipnorm": 0.1}):
+        inner = lambda: keras.optimizers.SGD(0.02)  # noqa: E731
+        model, plain = (trained(scope, arguments, inner=inner, loop=by_hand) for _ in range(2))
+        (x, y), size = my_rows(scope, NUM_STEPS)
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        by_hand(plain, x, y, size)
+        assert_same(model, plain, 1e-6)
+
+
+@check
 def ranks_that_end_early_are_noticed(scope):
     model = trained(scope, {"bucket_mib": TINY})
     x, y = problem.data(2 if scope.replica_id else 1)

@@ -279,6 +279,11 @@ def test_names_in_the_torch_trainer():
         assert "TorchEpochIterator(" in inspect.getsource(inspect.unwrap(method))
         assert "self._get_metrics_result_or_logs(" in inspect.getsource(inspect.unwrap(method))
     assert pythonify_logs({"loss": keras.ops.ones(())}) == {"loss": 1.0}
+    (kind,) = [kind for kind in keras.Model.__mro__ if kind.__module__ == trainer.__name__]
+    if hasattr(kind, "_initialize_ddp"):  # from 3.16 on
+        assert "DistributedDataParallel(" in inspect.getsource(inspect.unwrap(kind._initialize_ddp))
+        assert "self._initialize_ddp()" in inspect.getsource(kind.make_train_function)
+        assert callable(super(kind, keras.Model).get_metrics_result)
 
 
 @pytest.mark.backends("jax")
