@@ -720,10 +720,15 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
     if isinstance(identifier, keras.optimizers.Optimizer):
         return identifier
     if not isinstance(identifier, (str, dict)):
+        is_class = isinstance(identifier, type) and issubclass(identifier, keras.optimizers.Optimizer)
         raise TypeError(
             f"`{argument}` must be a `keras.optimizers.Optimizer`, or the name or config of one. "
-            f"Received: {argument}={identifier!r} (of type {type(identifier).__name__}). "
-            f"Use for example `{caller}(keras.optimizers.Adam(1e-3))`."
+            f"Received: {argument}={identifier!r} "
+            + (
+                f"(the class itself). Use `{caller}({identifier.__name__}(...))`."
+                if is_class
+                else f"(of type {type(identifier).__name__}). Use for example `{caller}(keras.optimizers.Adam(1e-3))`."
+            )
         )
     try:
         found = keras.optimizers.get(identifier)
@@ -780,7 +785,10 @@ def _is_running(method: str, kind: Any) -> bool:
 
 def shown(optimizer: Any) -> str:
     """What stands for an optimizer in the `repr` of one that wraps it."""
-    return repr(optimizer) if isinstance(optimizer, OptimizerWrapper) else type(optimizer).__name__
+    if isinstance(optimizer, OptimizerWrapper):
+        return repr(optimizer)
+    inner = _inner_of(optimizer)
+    return type(optimizer).__name__ + ("" if inner is None else f"({shown(inner)})")
 
 
 @contextlib.contextmanager
