@@ -139,12 +139,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         if len(header["random_states"]) == num_processes:
             _set_random_state(header["random_states"][process_id])
         for part in _accumulating(model):
-            part.restart_window()
+            part._restart_window()
         model._initial_epoch = header["epoch"]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup."""
-        if not self._warned and any(part.is_within_window for part in _accumulating(self.model)):
+        if not self._warned and any(part._is_within_window for part in _accumulating(self.model)):
             self._warned = True
             warnings.warn(
                 f"Epoch {epoch} ended within a window of micro-steps, which no backup holds: training that is restored "
@@ -285,13 +285,13 @@ def _optimizer_variables(model: Any) -> list[Variable]:
     if optimizer is None:
         return []
     if _stores_whole(model):  # what no file holds: how many steps were skipped
-        own = {id(v) for part in cross_shards(optimizer) for v in part.shared_own_variables}
+        own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
-    return optimizer.shared_variables if isinstance(optimizer, OptimizerWrapper) else list(optimizer.variables)
+    return optimizer._shared_variables if isinstance(optimizer, OptimizerWrapper) else list(optimizer.variables)
 
 
 def _accumulating(model: Any) -> list[CrossShard]:
-    return [part for part in cross_shards(model.optimizer) if part.accumulates]
+    return [part for part in cross_shards(model.optimizer) if part._accumulates]
 
 
 def _global_seed(make: bool) -> list[Variable]:

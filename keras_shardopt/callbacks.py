@@ -79,8 +79,8 @@ class SyncReplicas(keras.callbacks.Callback):
         model = self.model
         if framework.processes_start_apart:
             for part in cross_shards(getattr(model, "optimizer", None)):
-                part.check_peers()
-                part.check_parts()
+                part._check_peers()
+                part._check_parts()
         framework.start_equal(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -376,7 +376,7 @@ def _standing_before(callback: keras.callbacks.Callback) -> list[Any]:
 
 def _optimizer_variables(model: Any) -> list[Variable]:
     optimizer = getattr(model, "optimizer", None)
-    return [] if optimizer is None else list(getattr(optimizer, "shared_variables", optimizer.variables))
+    return [] if optimizer is None else list(getattr(optimizer, "_shared_variables", optimizer.variables))
 
 
 def _compared(model: Any) -> list[Variable]:

@@ -42,11 +42,11 @@ class DividedState(OptimizerWrapper):
         with framework.outside_trace():
             return EvenShards(self, variables, num_copies)
 
-    def variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
+    def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """This replica's slices, where state is divided."""
         return list(variables) if self._shards is None else self._shards.inside(variables)
 
-    def inner_is_built(self) -> None:
+    def _inner_is_built(self) -> None:
         """Divides the state that there is now."""
         if self._shards is not None:
             self._shards.adopt(self)
@@ -97,8 +97,8 @@ class DividedState(OptimizerWrapper):
             )
         return super().get_slot(variable, name)
 
-    def observe(self, observer: Observer | None) -> None:
-        """See `OptimizerWrapper.observe`.
+    def _observe(self, observer: Observer | None) -> None:
+        """See `OptimizerWrapper._observe`.
 
         Raises:
             ValueError: where each replica sees a part of the gradients only.
@@ -108,7 +108,7 @@ class DividedState(OptimizerWrapper):
                 "Summaries of gradients need all of them, and with `shard_state=True` a replica sees its slices only. "
                 "Use `TrainingSummaries(summaries=[])`, or `shard_state=False`."
             )
-        super().observe(observer)
+        super()._observe(observer)
 
     @property
     def _model_variables_moving_average(self) -> list[Variable]:
@@ -122,7 +122,7 @@ class DividedState(OptimizerWrapper):
     # -- files ---------------------------------------------------------------------------------------------------
 
     @property
-    def saving_needs_all_replicas(self) -> bool:
+    def _saving_needs_all_replicas(self) -> bool:
         """Whether state is divided, so that what this process has is to be put together before it is stored."""
         is_laid_out = self.shard_state and framework.lays_out_state and framework.process()[0] > 1
         return self.__dict__.get("_shards") is not None or is_laid_out
@@ -137,31 +137,31 @@ class DividedState(OptimizerWrapper):
             super().save_own_variables(store)
             return
         framework.meet("save", MEETING_SECONDS, _SAVE_TOGETHER)
-        store = self.named(store)
+        store = self._with_names(store)
         for i, variable in enumerate(self._inner_state):
-            store[str(i)] = self.stored_value(variable)
+            store[str(i)] = self._stored_value(variable)
 
     def _load_inner(self, store: Any) -> None:
         if self._shards is None:
             super()._load_inner(store)
             return
         for i, variable in enumerate(self._inner_state):
-            self.assign_stored(variable, store[str(i)])
+            self._assign_stored(variable, store[str(i)])
 
-    def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
+    def _stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
         """See `OptimizerWrapper.stored_shape`."""
-        return super().stored_shape(variable) if self._shards is None else self._shards.stored_shape(variable)
+        return super()._stored_shape(variable) if self._shards is None else self._shards.stored_shape(variable)
 
-    def stored_value(self, variable: Variable) -> np.ndarray:
+    def _stored_value(self, variable: Variable) -> np.ndarray:
         """See `OptimizerWrapper.stored_value`."""
         if self._shards is None:
-            return super().stored_value(variable)
+            return super()._stored_value(variable)
         return self._shards.stored(variable)
 
-    def assign_stored(self, variable: Variable, array: Any) -> None:
+    def _assign_stored(self, variable: Variable, array: Any) -> None:
         """See `OptimizerWrapper.assign_stored`."""
         if self._shards is None:
-            super().assign_stored(variable, array)
+            super()._assign_stored(variable, array)
         else:
             self._shards.assign_stored(variable, array)
 

@@ -102,7 +102,7 @@ class EvenShards:
         masters = [
             (keys[key], master)
             for wrapper in inside(optimizer)
-            for key, _, master in (wrapper.own_slots() if isinstance(wrapper, OptimizerWrapper) else ())
+            for key, _, master in (wrapper._own_slots() if isinstance(wrapper, OptimizerWrapper) else ())
             if key in keys
         ]
         self._slots |= {id(master): i for i, master in masters}

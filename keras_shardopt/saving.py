@@ -275,7 +275,7 @@ def needs_all(model: Any) -> bool:
     """Whether every process must be there when the state of the model's optimizer is saved."""
     optimizer = getattr(model, "optimizer", None)  # a model that was not compiled has none
     chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
-    return any(o.saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))
+    return any(o._saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))
 
 
 def saved_together(optimizer: Any) -> list[tuple[Any, str]]:

@@ -162,7 +162,7 @@ class Shards:
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
         for wrapper in inside(optimizer):
             if isinstance(wrapper, OptimizerWrapper):
-                self._slots |= {id(slot): keys[key] for key, _, slot in wrapper.own_slots() if key in keys}
+                self._slots |= {id(slot): keys[key] for key, _, slot in wrapper._own_slots() if key in keys}
         self._slots = {slot: i for slot, i in self._slots.items() if i in self._owners}
         # What has no name but a shape, of optimizers whose variables stay whole: it is where it has elements.
         self._apart = {id(v) for v in optimizer.inner.variables if len(v.shape) and id(v) not in self._slots}
@@ -589,9 +589,9 @@ def _groups(variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas
 def which_may_be_cut_inside(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
     """Whether all that is inside may update each variable in parts; see `which_may_be_cut`."""
     leaf = leaves(optimizer)[0]
-    units = {wrapper.shard_unit for wrapper in inside(optimizer) if wrapper is not leaf}
+    units = {wrapper._shard_unit for wrapper in inside(optimizer) if wrapper is not leaf}
     found = which_may_be_cut(leaf, variables)
-    if any(wrapper.takes_penalties for wrapper in inside(optimizer) if wrapper is not leaf):
+    if any(wrapper._takes_penalties for wrapper in inside(optimizer) if wrapper is not leaf):
         _refuse_penalties(variables)
     if "variable" in units:
         return [False] * len(found)
@@ -626,7 +626,7 @@ def check_can_shard(optimizer: Any) -> None:
     for one in chain:
         is_leaf = not isinstance(one, OptimizerWrapper) and getattr(one, "inner_optimizer", None) is None
         several = hasattr(one, "optimizers") and not isinstance(one, OptimizerWrapper)
-        if several or not (is_leaf or getattr(one, "shard_unit", None)):
+        if several or not (is_leaf or getattr(one, "_shard_unit", None)):
             raise ValueError(
                 "`shard_state=True` shows the optimizers inside a part of the gradients only, with which "
                 f"{type(one).__name__} would be wrong. Received: inner_optimizer={optimizer.inner!r}. Use "

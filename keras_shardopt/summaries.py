@@ -211,17 +211,17 @@ class _Observer:
         self._larc = larcs[-1] if larcs and "larc_summaries" in names else None
         self._watched = [wrapper for wrapper in chain if any(wrapper is look[0] for look in self._looks)]
         self._leaves = leaves(optimizer)
-        self._updated = list(last.variables_inside(last._trainable_variables))
+        self._updated = list(last._variables_inside(last._trainable_variables))
         with framework.beside(self._updated[0]):
             self._notes = self._new_notes(bool(clipping))
         framework.place_state(self._all_notes())
         for wrapper in self._watched:
-            wrapper.observe(self)
+            wrapper._observe(self)
 
     def leave(self) -> None:
         """Looks no longer."""
         for wrapper in self._watched:
-            wrapper.observe(None)
+            wrapper._observe(None)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class _Observer:
             update = ops.add(ops.convert_to_tensor(wrapper.iterations), 1)
             is_due = ops.equal(ops.mod(update, self._every), 0)
         plain = [(g, v) for g, v in zip(grads, variables) if not is_next_value(v)]
-        unit = wrapper.incoming_scale()
+        unit = wrapper._incoming_scale()
         seen_variables = [v for _, v in plain]
 
         # Only those who want gradients make them: where steps are traced, what a branch reads must lie in memory.
@@ -310,7 +310,7 @@ class _Observer:
     def _see_larc(self, seen: _Seen, variables: Sequence[Variable]) -> None:
         larc = self._larc
         assert larc is not None
-        unit = larc.incoming_scale()
+        unit = larc._incoming_scale()
         self._keep(
             "ratios",
             [self._by_variable(variables, seen(), lambda g, v: larc.ratio(map_values(lambda x: x * unit, g), v))],

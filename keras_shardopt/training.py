@@ -282,7 +282,7 @@ def optimize_loss(
         _reducer_of(optimizer) is None,
         tf1_defaults=tf1_defaults,
     )
-    if skip_update_ph and not getattr(_reducer_of(built), "accumulates", False):
+    if skip_update_ph and not getattr(_reducer_of(built), "_accumulates", False):
         raise ValueError(
             "`skip_update_ph` needs `iter_size` > 1, or there is nothing to accumulate. "
             f"Received: iter_size={iter_size!r}. Leave `skip_update_ph` out."
@@ -319,8 +319,8 @@ class TrainingStep:
         self._model = model
         self._each_call_says = each_call_says
         self._reducer = _reducer_of(optimizer)
-        self._iter_size = self._reducer.gradient_accumulation_steps if self._reducer.accumulates else 1
-        self._reducer.join_step(framework.arrival_in_steps)
+        self._iter_size = self._reducer.gradient_accumulation_steps if self._reducer._accumulates else 1
+        self._reducer._join_step(framework.arrival_in_steps)
         if not optimizer.built:
             with framework.beside(self.variables[0]):
                 optimizer.build(self.variables)
@@ -395,7 +395,7 @@ class TrainingStep:
         grads, value = framework.gradients_and_more(scaled, self.variables, self._reducer.axis_name)
         if skip_update is not None:
             # Not before the loss: replicas that are threads may take turns in it, and this is for the next `apply`.
-            self._reducer.decide_window(not skip_update)
+            self._reducer._decide_window(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value
 

@@ -2,7 +2,8 @@
 
 Hides everything that Keras, its callbacks and its saving expect of an optimizer that stands in for another:
 forwarding, building, stateless updates, files. A concrete wrapper fills in `transform_gradients` and the
-constructor, and is never subclassed; to vary it, wrap it.
+constructor, and is never subclassed; to vary it, wrap it. What else this package asks of wrappers begins with an
+underscore, so that their `help` shows what is for users.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.utils.tracking.DotNotTrackScope` - attributes set inside it are not taken for optimizer state.
@@ -86,29 +87,29 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     built: bool
     name: str
 
-    needs_global_gradients: bool = False
+    _needs_global_gradients: bool = False
     """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
 
-    makes_gradients_global: bool = False
+    _makes_gradients_global: bool = False
     """Whether the gradients inside it are those of all replicas, or all towers, together."""
 
-    keeps_state: bool = False
+    _keeps_state: bool = False
     """Whether it has variables of its own, besides those of the inner optimizer."""
 
-    skips_overflows: bool = False
+    _skips_overflows: bool = False
     """Whether it leaves out updates with gradients that are not finite."""
 
-    shard_unit: Literal["element", "variable"] | None = None
+    _shard_unit: Literal["element", "variable"] | None = None
     """What of the gradients it must see to be right: all of some elements, or of some variables; None: all of all."""
 
-    takes_penalties: bool = False
+    _takes_penalties: bool = False
     """Whether it adds the gradients of regularizers itself."""
 
-    scales_loss: bool = False
+    _scales_loss: bool = False
     """Whether it scales the loss and unscales the gradients itself."""
 
     @property
-    def saving_needs_all_replicas(self) -> bool:
+    def _saving_needs_all_replicas(self) -> bool:
         """Whether `save_own_variables` gathers what each replica holds a part of, so that all must enter it."""
         return False
 
@@ -125,7 +126,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
 
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
         inner = get_optimizer(inner_optimizer, type(self).__name__)
-        if self.needs_global_gradients:
+        if self._needs_global_gradients:
             _refuse_local_gradients(self, inner)
         self._init_around(inner, name)
 
@@ -161,40 +162,40 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Lets the inner optimizer update `variables` with gradients that are transformed already."""
         if self.__dict__["_observer"] is not None:
-            self.__dict__["_observer"].departing(self, grads, self.variables_inside(variables))
+            self.__dict__["_observer"].departing(self, grads, self._variables_inside(variables))
         # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
         # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
-        variables = self.variables_inside(variables)
+        variables = self._variables_inside(variables)
         if framework.updates_are_stateless and _same(variables, self.inner._trainable_variables):
             self._update_inner_statelessly(grads)
         else:
             self.inner.apply(grads, variables)
 
-    def inner_is_built(self) -> None:
+    def _inner_is_built(self) -> None:
         """Called once, by `build`, when there is all state and nothing has been loaded into it."""
 
-    def variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
+    def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """What the inner optimizer updates in place of these variables; asked once before it is built."""
         return list(variables)
 
-    def own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
+    def _own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
         """Key of the trainable variable, name and state, for the state of its own that it keeps per variable."""
         return iter(())
 
     @property
-    def lasting_state(self) -> list[Variable]:
+    def _lasting_state(self) -> list[Variable]:
         """Which of the variables of its own go into files; it keeps those that a step leaves for the next ones."""
         return list(self._variables)
 
     @property
-    def replica_state(self) -> list[Variable]:
+    def _replica_state(self) -> list[Variable]:
         """Which of the variables of its own hold another value on each replica."""
         return []
 
-    def meet_outer_loss_scaling(self) -> None:
+    def _meet_outer_loss_scaling(self) -> None:
         """Called when a `keras.optimizers.LossScaleOptimizer` is put around this wrapper, or further out."""
         if isinstance(self.inner, OptimizerWrapper):
-            self.inner.meet_outer_loss_scaling()
+            self.inner._meet_outer_loss_scaling()
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -204,8 +205,8 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
             return
         variables = list(variables)
         if _caller_is_loss_scale_optimizer("build"):  # where Keras' MultiOptimizer stands between it and us
-            self.meet_outer_loss_scaling()
-        inside = self.variables_inside(variables)
+            self._meet_outer_loss_scaling()
+        inside = self._variables_inside(variables)
         if self.inner.built and not _same(inside, self.inner._trainable_variables):
             raise ValueError(
                 "An inner optimizer can be used for one model only. "
@@ -222,7 +223,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         framework.place_state(self.variables)
         framework.take_over_reduction(leaves(self))
         self.built = True
-        self.inner_is_built()
+        self._inner_is_built()
         if self.__dict__["_loaded"] is not None:
             arrays, self.__dict__["_loaded"] = self.__dict__["_loaded"], None
             with framework.outside_trace():
@@ -246,10 +247,10 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         return [*self._inner_state, *self._wrapper_state, *self._observations]
 
     @property
-    def shared_variables(self) -> list[Variable]:
+    def _shared_variables(self) -> list[Variable]:
         """Those of `variables` that are equal on all replicas."""
         chain = [self, *inside(self)]
-        apart = {id(v) for o in chain if isinstance(o, OptimizerWrapper) for v in o.replica_state}
+        apart = {id(v) for o in chain if isinstance(o, OptimizerWrapper) for v in o._replica_state}
         return [v for v in self.variables if id(v) not in apart]
 
     @property
@@ -270,7 +271,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         observer = self.__dict__["_observer"]
         return further if observer is None else [*further, *observer.variables_of(self)]
 
-    def observe(self, observer: Observer | None) -> None:
+    def _observe(self, observer: Observer | None) -> None:
         """Lets `observer` see the gradients of each update as they arrive here and as they leave; None ends that.
 
         A compiled step must be compiled anew afterwards, because `variables` are more then, or fewer.
@@ -280,9 +281,9 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     @property
     def _stored_wrapper_state(self) -> list[Variable]:
         inner = self.inner
-        return [*(inner._stored_wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self.lasting_state]
+        return [*(inner._stored_wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self._lasting_state]
 
-    def position(self, variable: Variable) -> int:
+    def _position(self, variable: Variable) -> int:
         """The position of a trainable variable among those that the optimizer was built on."""
         found: int = self._trainable_variables_indices[self._var_key(variable)]
         return found
@@ -341,7 +342,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
         self.inner.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
-    def incoming_scale(self) -> Any:
+    def _incoming_scale(self) -> Any:
         """By what the gradients that arrive here are too large, because the loss was scaled.
 
         1 unless `loss_scale_factor` is set or an inner optimizer scales the loss: those unscale further inside.
@@ -354,7 +355,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
         for wrapper in [self, *inside(self)]:
             if isinstance(wrapper, OptimizerWrapper):
-                yield from wrapper.own_slots()
+                yield from wrapper._own_slots()
         yield from super()._slots()
 
     def _slot_keys(self, variable: Variable) -> list[Any]:
@@ -407,7 +408,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         # constructor: there is no earlier moment. Not in the property's setter: on TensorFlow, Keras does not call
         # that where the old value is the new one.
         if name == "loss_scale_factor" and "_inner" in self.__dict__ and _caller_is_loss_scale_optimizer("__init__"):
-            self.meet_outer_loss_scaling()
+            self._meet_outer_loss_scaling()
         super().__setattr__(name, value)
 
     @property  # type: ignore[misc]
@@ -416,7 +417,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
 
         Keras asks that of the outermost optimizer only: `compile` under the "mixed_float16" policy, which would else
         put one more `LossScaleOptimizer` around, and `MultiOptimizer`, which cannot hold one. (`isinstance` looks at
-        the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `meet_outer_loss_scaling` is
+        the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `_meet_outer_loss_scaling` is
         called as ever, and refuses.
         """
         if sys._getframe(1).f_globals.get("__name__") in _ASK_FOR_LOSS_SCALING and self._loss_is_scaled():
@@ -426,7 +427,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     def _loss_is_scaled(self) -> bool:
         chain = [self, *inside(self)] if self.__dict__.get("_inner", (None,))[0] is not None else []
         return any(
-            o.scales_loss if isinstance(o, OptimizerWrapper) else isinstance(o, keras.optimizers.LossScaleOptimizer)
+            o._scales_loss if isinstance(o, OptimizerWrapper) else isinstance(o, keras.optimizers.LossScaleOptimizer)
             for o in chain
         )
 
@@ -444,7 +445,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         read the other's. None where no wrapper keeps anything.
         """
         chain = [self, *inside(self)]
-        kept = any(isinstance(o, OptimizerWrapper) and o.keeps_state for o in chain)
+        kept = any(isinstance(o, OptimizerWrapper) and o._keeps_state for o in chain)
         return self.__dict__["_saved_apart"] if kept else None
 
     def set_weights(self, weights: Sequence[Any]) -> None:
@@ -453,9 +454,9 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the state just as the inner optimizer alone would, with a name beside each slot."""
-        self.inner.save_own_variables(self.named(store))
+        self.inner.save_own_variables(self._with_names(store))
 
-    def named(self, store: Any) -> Any:
+    def _with_names(self, store: Any) -> Any:
         """The store, so that it also notes what the arrays are that this optimizer writes to it."""
         return store if isinstance(store, _Named) else _Named(store, self._slots_in_state())
 
@@ -501,23 +502,23 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     def _load_inner(self, store: Any) -> None:
         self.inner.load_own_variables(store)
 
-    def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
+    def _stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
         """The shape that a file has for a variable of the state; None where only another replica knows it."""
         inner = self.inner
-        return inner.stored_shape(variable) if isinstance(inner, OptimizerWrapper) else tuple(variable.shape)
+        return inner._stored_shape(variable) if isinstance(inner, OptimizerWrapper) else tuple(variable.shape)
 
-    def stored_value(self, variable: Variable) -> np.ndarray:
+    def _stored_value(self, variable: Variable) -> np.ndarray:
         """What a file has for it. Where replicas hold parts of it, all of them call this together."""
         inner = self.inner
         if isinstance(inner, OptimizerWrapper):
-            return inner.stored_value(variable)
+            return inner._stored_value(variable)
         return framework.stored_value(variable)
 
-    def assign_stored(self, variable: Variable, array: Any) -> None:
+    def _assign_stored(self, variable: Variable, array: Any) -> None:
         """Takes from what a file has for it what this replica holds."""
         inner = self.inner
         if isinstance(inner, OptimizerWrapper):
-            inner.assign_stored(variable, array)
+            inner._assign_stored(variable, array)
         else:
             variable.assign(array)
 
@@ -529,7 +530,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
             )
         self._check_fits(store, variables)
         for i, variable in enumerate(variables):
-            self.assign_stored(variable, store[str(i)])
+            self._assign_stored(variable, store[str(i)])
 
     def _check_fits(self, store: Any, variables: Sequence[Variable]) -> None:
         # Keras itself warns and goes on with a fresh optimizer, which nobody notices until the loss jumps.
@@ -541,7 +542,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
             )
         for i, variable in enumerate(variables):
             shape = tuple(np.shape(store[str(i)]))
-            expected = self.stored_shape(variable)
+            expected = self._stored_shape(variable)
             if expected is not None and shape != expected:
                 raise ValueError(
                     f"The stored array of `{variable.path}` must have shape {expected}. "
@@ -664,7 +665,7 @@ class _WrapperState(KerasSaveable):
     def save_own_variables(self, store: Any) -> None:
         # Not before it is built, as some variables are made only then; until then all have their start values.
         for i, variable in enumerate(self._optimizer._stored_wrapper_state if self._optimizer.built else []):
-            store[str(i)] = self._optimizer.stored_value(variable)
+            store[str(i)] = self._optimizer._stored_value(variable)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads them. A file of the inner optimizer alone has none, and changes nothing here."""
@@ -678,7 +679,7 @@ class _WrapperState(KerasSaveable):
         variables = optimizer._stored_wrapper_state
         optimizer._check_fits(arrays, variables)
         for i, variable in enumerate(variables):
-            optimizer.assign_stored(variable, arrays[str(i)])
+            optimizer._assign_stored(variable, arrays[str(i)])
 
 
 def _keys_on_the_way_in(optimizer: Any, variable: Variable) -> list[Any]:
@@ -686,13 +687,13 @@ def _keys_on_the_way_in(optimizer: Any, variable: Variable) -> list[Any]:
     keys = [optimizer._var_key(variable)]
     for wrapper in [optimizer, *inside(optimizer)]:
         if isinstance(wrapper, OptimizerWrapper) and wrapper.built:
-            (variable,) = wrapper.variables_inside([variable])
+            (variable,) = wrapper._variables_inside([variable])
             keys.append(optimizer._var_key(variable))
     return keys
 
 
 def _refuse_local_gradients(outer: OptimizerWrapper, inner: Any) -> None:
-    if isinstance(inner, OptimizerWrapper) and inner.makes_gradients_global:
+    if isinstance(inner, OptimizerWrapper) and inner._makes_gradients_global:
         name, other = type(outer).__name__, type(inner).__name__
         raise ValueError(
             f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one part of the batch "
@@ -719,10 +720,15 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
     if isinstance(identifier, keras.optimizers.Optimizer):
         return identifier
     if not isinstance(identifier, (str, dict)):
+        is_class = isinstance(identifier, type) and issubclass(identifier, keras.optimizers.Optimizer)
         raise TypeError(
             f"`{argument}` must be a `keras.optimizers.Optimizer`, or the name or config of one. "
-            f"Received: {argument}={identifier!r} (of type {type(identifier).__name__}). "
-            f"Use for example `{caller}(keras.optimizers.Adam(1e-3))`."
+            f"Received: {argument}={identifier!r} "
+            + (
+                f"(the class itself). Use `{caller}({identifier.__name__}(...))`."
+                if is_class
+                else f"(of type {type(identifier).__name__}). Use for example `{caller}(keras.optimizers.Adam(1e-3))`."
+            )
         )
     try:
         found = keras.optimizers.get(identifier)
@@ -779,7 +785,10 @@ def _is_running(method: str, kind: Any) -> bool:
 
 def shown(optimizer: Any) -> str:
     """What stands for an optimizer in the `repr` of one that wraps it."""
-    return repr(optimizer) if isinstance(optimizer, OptimizerWrapper) else type(optimizer).__name__
+    if isinstance(optimizer, OptimizerWrapper):
+        return repr(optimizer)
+    inner = _inner_of(optimizer)
+    return type(optimizer).__name__ + ("" if inner is None else f"({shown(inner)})")
 
 
 @contextlib.contextmanager

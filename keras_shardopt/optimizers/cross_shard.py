@@ -211,7 +211,7 @@ class CrossShard(TwoPhases, DividedState):
         `apply_gradients` saw gradients that were divided by N.
     """
 
-    makes_gradients_global = True
+    _makes_gradients_global = True
     _accumulators: Accumulators  # None where it does not accumulate
     _skipped: Variable
     _culprit: Variable | None
@@ -328,7 +328,7 @@ class CrossShard(TwoPhases, DividedState):
         framework.notice(self)
 
     @property
-    def needs_local_gradients(self) -> bool:
+    def _needs_local_gradients(self) -> bool:
         """Whether it does something that needs each replica's own gradients, before they are reduced."""
         return self._looks_at_own_gradients or self.group_assignment is not None or self.compression is not None
 
@@ -353,7 +353,7 @@ class CrossShard(TwoPhases, DividedState):
             )
 
     @property
-    def accumulates(self) -> bool:
+    def _accumulates(self) -> bool:
         """Whether it updates only once in several calls of `apply`."""
         return self.__dict__.get("_accumulators") is not None
 
@@ -367,18 +367,18 @@ class CrossShard(TwoPhases, DividedState):
             self.__dict__["_described"] = described(self, variables)
             if framework.makes_variables_together():
                 self._compare_with_peers()
-        if self.accumulates and not self.built and not self._accumulators.is_built:
+        if self._accumulates and not self.built and not self._accumulators.is_built:
             with empty_name_scope():
                 self._accumulators.build(variables, self.add_variable)
             if self.__dict__.get("_stacks"):
-                self.stack_accumulators()
+                self._stack_accumulators()
         if self.shard_state and not self.built:
             self.__dict__["_shards"] = self._divided(variables)
         super().build(variables)
         if self.__dict__["_num_steps"] is not None:
             refuse_accumulation_inside(leaves(self), self.__dict__["_num_steps"])
 
-    def stack_accumulators(self) -> None:
+    def _stack_accumulators(self) -> None:
         """From now on gradients come stacked: those of all replicas along a first dimension, which a step has made."""
         self.__dict__["_stacks"] = True
         accumulators = self._accumulators
@@ -387,26 +387,26 @@ class CrossShard(TwoPhases, DividedState):
             accumulators.stacked_along = framework.stack(accumulators.of_this_replica)
 
     @property
-    def is_stacked(self) -> bool:
+    def _is_stacked(self) -> bool:
         """Whether gradients come stacked."""
-        return self.accumulates and self._accumulators.stacked_along is not None
+        return self._accumulates and self._accumulators.stacked_along is not None
 
     @property
-    def lasting_state(self) -> list[Variable]:
+    def _lasting_state(self) -> list[Variable]:
         """None of its own variables: a file that is written within a window does not hold what there is of it."""
         return []
 
     @property
-    def replica_state(self) -> list[Variable]:
+    def _replica_state(self) -> list[Variable]:
         """The sums of gradients, and state that is divided."""
-        sums = self._accumulators.of_this_replica if self.accumulates and self._accumulators.is_built else []
+        sums = self._accumulators.of_this_replica if self._accumulates and self._accumulators.is_built else []
         shards = self.__dict__.get("_shards")
         return sums if shards is None else [*sums, *[v for v in self.inner.variables if shards.is_divided(v)]]
 
     @property
-    def shared_own_variables(self) -> list[Variable]:
+    def _shared_own_variables(self) -> list[Variable]:
         """Those that it keeps itself and that are equal on all replicas."""
-        apart = {id(v) for v in self.replica_state}
+        apart = {id(v) for v in self._replica_state}
         return [v for v in self._variables if id(v) not in apart]
 
     # -- files ---------------------------------------------------------------------------------------------------
@@ -414,17 +414,17 @@ class CrossShard(TwoPhases, DividedState):
     def load_own_variables(self, store: Any) -> None:
         """See `OptimizerWrapper.load_own_variables`. A window of micro-steps starts anew."""
         super().load_own_variables(store)
-        self.restart_window()
+        self._restart_window()
 
-    def restart_window(self) -> None:
+    def _restart_window(self) -> None:
         """Forgets the micro-steps since the last update: the next one is the first of its window."""
-        if self.accumulates and self._accumulators.is_built:
+        if self._accumulates and self._accumulators.is_built:
             self._accumulators.restart()
 
     @property
-    def is_within_window(self) -> bool:
+    def _is_within_window(self) -> bool:
         """Whether there were micro-steps since the last update. Reading it waits for the devices."""
-        return self.accumulates and self._accumulators.is_built and self._accumulators.num_taken > 0
+        return self._accumulates and self._accumulators.is_built and self._accumulators.num_taken > 0
 
     # -- gradients that are not finite ---------------------------------------------------------------------------
 
@@ -484,7 +484,7 @@ class CrossShard(TwoPhases, DividedState):
 
     # -- updating ------------------------------------------------------------------------------------------------
 
-    def check_peers(self, replicas: ReplicaBackend | None = None) -> None:
+    def _check_peers(self, replicas: ReplicaBackend | None = None) -> None:
         """Makes sure, once, that the processes train the same with the same optimizer. All must call it together.
 
         Raises:
@@ -506,7 +506,7 @@ class CrossShard(TwoPhases, DividedState):
             self._shards.check_start(int(ops.convert_to_numpy(self.iterations)))
         self.__dict__["_agrees"] = True
 
-    def check_parts(self) -> None:
+    def _check_parts(self) -> None:
         """Makes sure, where state is divided, that its parts still belong together. All processes call it together.
 
         For what gives all processes the first one's values: parts of the state cannot come from there.
@@ -517,14 +517,14 @@ class CrossShard(TwoPhases, DividedState):
         if self._shards is not None and self.__dict__["_agrees"]:
             self._shards.check_start(int(ops.convert_to_numpy(self.iterations)))
 
-    def have_started(self, replicas: ReplicaBackend) -> None:
+    def _have_started(self, replicas: ReplicaBackend) -> None:
         """Says that these replicas have equal weights and state already, before the first update."""
         self.__dict__["_peers"] = replicas
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Makes the gradients global."""
         if reduction_is_claimed(self):
-            if self._shards is None or self.accumulates:
+            if self._shards is None or self._accumulates:
                 return grads
             self.__dict__["_verdict"] = None if self._culprit is None else judge(grads, variables)
             return self._shards.slices_of(grads, variables)
@@ -540,22 +540,22 @@ class CrossShard(TwoPhases, DividedState):
                 ", or use `shard_state=False`."
             )
         share = 1.0
-        self.check_peers(replicas)
+        self._check_peers(replicas)
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
-            share = replicas.start_together(self._trainable_variables, self.shared_variables, self._groups(replicas))
+            share = replicas.start_together(self._trainable_variables, self._shared_variables, self._groups(replicas))
             self.__dict__["_peers"] = replicas
         if self.__dict__["_computed"]:
             grads = scaled_gradients(grads, variables, self.loss_scale)
-        if self.accumulates:
-            return grads if self.is_stacked else self.own_gradients(grads, variables, share)
-        grads, self.__dict__["_verdict"] = self.reduced_and_judged(grads, variables, share)
+        if self._accumulates:
+            return grads if self._is_stacked else self._own_gradients(grads, variables, share)
+        grads, self.__dict__["_verdict"] = self._reduced_and_judged(grads, variables, share)
         return grads
 
-    def own_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
+    def _own_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
         """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
         return weighted_gradients(grads, variables, _none_without_rows(weight, _share_of_rows()))
 
-    def reduce_gradients(
+    def _reduce_gradients(
         self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0, loss_scale: Any = None
     ) -> Gradients:
         """Transforms and clips this replica's gradients, as the constructor was told, and reduces them. No more.
@@ -581,15 +581,15 @@ class CrossShard(TwoPhases, DividedState):
         """
         if self._shards is not None:
             raise ValueError(
-                "`reduce_gradients` returns whole gradients, and with `shard_state=True` each replica takes slices. "
+                "`_reduce_gradients` returns whole gradients, and with `shard_state=True` each replica takes slices. "
                 f"Received: {self!r}. Call `apply` with each replica's own gradients, which reduces them."
             )
-        reduced = self.reduced_and_judged(grads, variables, weight, loss_scale)[0]
+        reduced = self._reduced_and_judged(grads, variables, weight, loss_scale)[0]
         if self.__dict__["_buckets"] is None:
             return reduced
         return [None if grad is None else ops.copy(grad) for grad in reduced]  # out of memory that is used again
 
-    def reduced_and_judged(
+    def _reduced_and_judged(
         self,
         grads: Gradients,
         variables: Sequence[Variable],
@@ -597,7 +597,7 @@ class CrossShard(TwoPhases, DividedState):
         loss_scale: Any = None,
         share: Any = None,
     ) -> tuple[Gradients, Tensor | None]:
-        """As `reduce_gradients`, and what `reduce_and_judge` says of them; None with `on_nonfinite="ignore"`.
+        """As `_reduce_gradients`, and what `reduce_and_judge` says of them; None with `on_nonfinite="ignore"`.
 
         `share` is this replica's part of the rows, where that is not the one of the step that is running.
         """
@@ -609,7 +609,7 @@ class CrossShard(TwoPhases, DividedState):
             return buckets.reduce(grads, variables, bool(share), weight), None
         groups = self._groups(replicas)
         arrival = self.__dict__["_arrival"] or replicas.arrival(grads, variables)
-        if self.accumulates:
+        if self._accumulates:
             self._warn_if_reduced(arrival, replicas)
         is_local = arrival in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED)
         needs_own = self._looks_at_own_gradients or groups is not None
@@ -649,7 +649,7 @@ class CrossShard(TwoPhases, DividedState):
         self.__dict__["_buckets"], self.__dict__["_bucketed"] = None, replicas
         is_local = self.gradients in ("auto", "local") and self.__dict__["_arrival"] in (None, Arrival.LOCAL)
         needs_own = self._looks_at_own_gradients or self.group_assignment is not None
-        is_plain = not (needs_own or self.accumulates or self.shard_state or self._culprit is not None)
+        is_plain = not (needs_own or self._accumulates or self.shard_state or self._culprit is not None)
         variables = self._trainable_variables
         if self.overlap == "auto" and is_local and is_plain and not any(map(is_next_value, variables)):
             num_bytes = self.bucket_mib * 2**20
@@ -665,8 +665,8 @@ class CrossShard(TwoPhases, DividedState):
         return num_flags(len(self._trainable_variables), replicas.num_replicas)
 
     @contextlib.contextmanager
-    def judged(self, verdict: Tensor | None) -> Iterator[None]:
-        """Says, for the time of the block, what `reduced_and_judged` has said of the gradients that come."""
+    def _judged(self, verdict: Tensor | None) -> Iterator[None]:
+        """Says, for the time of the block, what `_reduced_and_judged` has said of the gradients that come."""
         self.__dict__["_verdict"] = verdict
         try:
             yield
@@ -740,18 +740,18 @@ class CrossShard(TwoPhases, DividedState):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients that nobody inside may reduce again; when accumulating, at the end of a window."""
-        if self.accumulates:
+        if self._accumulates:
             framework.uncompiled(self._accumulate, grads, variables)
         else:
             verdict, self.__dict__["_verdict"] = self.__dict__["_verdict"], None
             self._update_if_finite(grads, variables, verdict)
 
     def _accumulate(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        positions = [self.position(variable) for variable in variables]
+        positions = [self._position(variable) for variable in variables]
         # The counter is the same on all replicas, so that all of them meet in the branch.
         is_complete, sums = self._accumulators.add(grads, positions, _share_of_rows())
         # Not the sums, or JAX would copy them in each micro-step.
-        state = [*self._trainable_variables, *self.shared_variables]
+        state = [*self._trainable_variables, *self._shared_variables]
         framework.update_if(is_complete, self._end_window, sums, state)
 
     def _end_window(self, sums: Sequence[Tensor]) -> None:
@@ -760,7 +760,7 @@ class CrossShard(TwoPhases, DividedState):
 
         def reduced(own: Any) -> tuple[Gradients, Tensor | None]:
             means, (share,) = own if isinstance(own, tuple) else (own, (1.0,))
-            return self.reduced_and_judged(means, variables, share=share)
+            return self._reduced_and_judged(means, variables, share=share)
 
         own = means if isinstance(share, float) else (means, [share])
         if reduction_is_claimed(self):
@@ -768,15 +768,15 @@ class CrossShard(TwoPhases, DividedState):
             slices = means if self._shards is None else self._shards.slices_of(means, variables)
             self._update_if_finite(slices, variables, verdict)
             return
-        grads, verdict = framework.over_replicas(reduced, own) if self.is_stacked else reduced(own)
+        grads, verdict = framework.over_replicas(reduced, own) if self._is_stacked else reduced(own)
         self._update_if_finite(grads, variables, verdict)
 
-    def join_step(self, arrival: Arrival | None) -> None:
+    def _join_step(self, arrival: Arrival | None) -> None:
         """Called by a training step that knows how gradients arrive; None finds it."""
         if self.gradients == "auto":
             self.__dict__["_arrival"] = arrival
 
-    def decide_window(self, ends: bool) -> None:
+    def _decide_window(self, ends: bool) -> None:
         """Says whether the next call of `apply` updates, however many micro-steps there were; each counts as ever."""
         self._accumulators.decide(ends)
 
@@ -796,7 +796,7 @@ class CrossShard(TwoPhases, DividedState):
         if verdict is None:  # somebody else has reduced them
             verdict = judge(grads, variables)
         is_bad = verdict[0] > 0
-        places = ops.convert_to_tensor([*[self.position(v) for v in variables], UNKNOWN], "int32")
+        places = ops.convert_to_tensor([*[self._position(v) for v in variables], UNKNOWN], "int32")
         names = ops.stack([verdict[1], ops.take(places, verdict[2] % (len(variables) + 1), axis=0)])
         self._culprit.assign(ops.where(is_bad, names, ops.convert_to_tensor(self._culprit)))
         if self._skips_inside:  # a loss scaling decides, and counts
@@ -807,7 +807,7 @@ class CrossShard(TwoPhases, DividedState):
             ops.logical_not(is_bad),
             lambda grads: self._update(grads, variables),
             grads,
-            [*self._trainable_variables, *self.shared_variables],
+            [*self._trainable_variables, *self._shared_variables],
         )
 
     def _update(self, grads: Gradients, variables: Sequence[Variable]) -> None:
@@ -824,7 +824,7 @@ class CrossShard(TwoPhases, DividedState):
                 replicas = framework.replicas(self.axis_name)
                 framework.uncompiled(self._shards.update, self.inner, grads, variables, replicas)
 
-    def meet_outer_loss_scaling(self) -> None:
+    def _meet_outer_loss_scaling(self) -> None:
         """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""
         raise ValueError(
             "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of one "
@@ -902,7 +902,7 @@ def _finalizes(leaf: Any) -> bool:
 
 def _skips_overflows(optimizer: Any) -> bool:
     if isinstance(optimizer, OptimizerWrapper):
-        return optimizer.skips_overflows
+        return optimizer._skips_overflows
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
@@ -920,12 +920,12 @@ def _none_without_rows(weight: Any, share: Any) -> Any:
 
 def _refuse_inside(optimizer: Any) -> None:
     """Refuses a `CrossShard` inside another one that would wait in vain for local gradients."""
-    if isinstance(optimizer, CrossShard) and optimizer.accumulates:
+    if isinstance(optimizer, CrossShard) and optimizer._accumulates:
         raise ValueError(
             "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate in "
             f"each micro-step. Received: inner_optimizer={optimizer!r}."
         )
-    if isinstance(optimizer, CrossShard) and optimizer.needs_local_gradients:
+    if isinstance(optimizer, CrossShard) and optimizer._needs_local_gradients:
         raise ValueError(
             "`group_assignment`, `replica_clipnorm`, `replica_transform` and `compression` need the gradients of each "
             f"replica, and inside another `CrossShard` they are global already. Received: inner_optimizer={optimizer!r}. "

@@ -56,8 +56,8 @@ class GradientClipping(OptimizerWrapper):
         variables. Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
 
-    needs_global_gradients = True
-    shard_unit = "element"
+    _needs_global_gradients = True
+    _shard_unit = "element"
 
     def __init__(self, inner_optimizer: Any, clip_gradients: float, name: str | None = None) -> None:
         fix = "Leave `GradientClipping` out to not clip."
@@ -71,7 +71,7 @@ class GradientClipping(OptimizerWrapper):
         clipped = [i for i, variable in enumerate(variables) if not is_next_value(variable)]
         seen = [grads[i] for i in clipped]
         norm = norm_over_replicas(global_norm(seen)) if holds_slices(self) else None
-        values, _ = clip_by_global_norm(seen, self.clip_gradients * self.incoming_scale(), norm)
+        values, _ = clip_by_global_norm(seen, self.clip_gradients * self._incoming_scale(), norm)
         for i, value in zip(clipped, values):
             result[i] = like_variable(value, variables[i])
         return result

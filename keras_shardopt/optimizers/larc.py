@@ -71,8 +71,8 @@ class LARC(OptimizerWrapper):
         gradients of another dtype than their variable.
     """
 
-    needs_global_gradients = True
-    shard_unit = "variable"
+    _needs_global_gradients = True
+    _shard_unit = "variable"
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class LARC(OptimizerWrapper):
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Scales each gradient on its own."""
-        loss_scale = self.incoming_scale()
+        loss_scale = self._incoming_scale()
         return [
             grad if grad is None or is_next_value(variable) else self._scaled(grad, variable, loss_scale)
             for grad, variable in zip(grads, variables)
@@ -106,7 +106,7 @@ class LARC(OptimizerWrapper):
 
     def ratio(self, grad: Tensor, variable: Variable) -> Tensor:
         """The factor $r$ for a gradient that arrives here: a scalar tensor in float32 (float64 of float64)."""
-        return self._ratio(self._wide(grad, variable), variable, self.incoming_scale())
+        return self._ratio(self._wide(grad, variable), variable, self._incoming_scale())
 
     def _wide(self, grad: Tensor, variable: Variable) -> Tensor:
         return in_float32(dense(grad, variable.shape[0] if len(variable.shape) else 1))

@@ -40,7 +40,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     _scaler: AutomaticLossScaler | None
     _static: float | None
-    shard_unit = "element"
+    _shard_unit = "element"
 
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
         super().__init__(inner_optimizer, name=name)
@@ -59,17 +59,17 @@ class ScaledUpdate(OptimizerWrapper):
         return self.add_variable(shape=(), initializer=keras.initializers.Constant(start), dtype=dtype, name=name)
 
     @property
-    def scales_loss(self) -> bool:  # type: ignore[override]
+    def _scales_loss(self) -> bool:  # type: ignore[override]
         """Whether it scales at all."""
         return self._scaler is not None or self._static is not None
 
     @property
-    def skips_overflows(self) -> bool:  # type: ignore[override]
+    def _skips_overflows(self) -> bool:  # type: ignore[override]
         """Whether it checks, which it does where the scale changes."""
         return self._scaler is not None
 
     @property
-    def keeps_state(self) -> bool:  # type: ignore[override]
+    def _keeps_state(self) -> bool:  # type: ignore[override]
         """Whether the scale changes."""
         return self._scaler is not None
 
@@ -82,7 +82,7 @@ class ScaledUpdate(OptimizerWrapper):
         Where something further inside scales it too, the product: a scalar tensor or a float.
         """
         inner = super().loss_scale
-        if not self.scales_loss:
+        if not self._scales_loss:
             return inner
         if isinstance(inner, (int, float)):
             return self._own_scale if inner == 1 else self._own_scale * inner
@@ -105,13 +105,13 @@ class ScaledUpdate(OptimizerWrapper):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32 where it was in half precision, which would overflow."""
         loss = self.inner.scale_loss(loss)
-        if not self.scales_loss:
+        if not self._scales_loss:
             return loss
         if hasattr(loss, "dtype"):
             loss = in_float32(loss)
         return ops.multiply(loss, self._own_scale)
 
-    def update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+    def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients of the loss itself."""
         super().update_inner(grads, variables)
 
@@ -130,7 +130,7 @@ class ScaledUpdate(OptimizerWrapper):
             for grad, v in zip(grads, variables)
         ]
         if self._scaler is None:
-            self.update_unscaled(unscaled, variables)
+            self._update_unscaled(unscaled, variables)
             return
         has_nan, amax = self._checked(grads, variables, scale)
         self._scaler.update(has_nan, amax)
@@ -139,7 +139,7 @@ class ScaledUpdate(OptimizerWrapper):
         skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
         framework.update_if(
             ops.logical_not(overflows),
-            lambda grads: self.update_unscaled(grads, variables),
+            lambda grads: self._update_unscaled(grads, variables),
             unscaled,
             [*self._trainable_variables, *self.variables],
         )
@@ -166,11 +166,11 @@ class ScaledUpdate(OptimizerWrapper):
             return _largest_of_all(has_nan, amax, replicas)
         return has_nan, amax
 
-    def meet_outer_loss_scaling(self) -> None:
+    def _meet_outer_loss_scaling(self) -> None:
         """Refuses: the loss would be scaled twice, and the gradients unscaled by either."""
-        if self.scales_loss:
+        if self._scales_loss:
             self._refuse_outer_scaling()
-        super().meet_outer_loss_scaling()
+        super()._meet_outer_loss_scaling()
 
     def _refuse_outer_scaling(self) -> NoReturn:
         raise ValueError(
@@ -274,7 +274,7 @@ def _largest_of_all(has_nan: Tensor, amax: Tensor, replicas: ReplicaBackend) -> 
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
     for optimizer in inside(outer):
-        if getattr(optimizer, "makes_gradients_global", False) and getattr(optimizer, "accumulates", False):
+        if getattr(optimizer, "_makes_gradients_global", False) and getattr(optimizer, "_accumulates", False):
             name = type(outer).__name__
             raise ValueError(
                 f"`{name}` must be inside a `CrossShard` that accumulates, not around it: replicas would have to agree "

@@ -86,9 +86,9 @@ class MixedPrecision(ScaledUpdate):
         Training", 2018.
     """
 
-    needs_global_gradients = True
+    _needs_global_gradients = True
 
-    takes_penalties = True
+    _takes_penalties = True
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class MixedPrecision(ScaledUpdate):
         super().__init__(inner_optimizer, scale, name)
 
     @property
-    def keeps_state(self) -> bool:  # type: ignore[override]
+    def _keeps_state(self) -> bool:  # type: ignore[override]
         """Always: which variables have masters is known when it is built."""
         return True
 
@@ -120,7 +120,7 @@ class MixedPrecision(ScaledUpdate):
         }
         if self.__dict__["_excluded"] is not None:
             var_list, var_names = self.__dict__["_excluded"]
-            masters = None if var_list is None else self.variables_inside(var_list)
+            masters = None if var_list is None else self._variables_inside(var_list)
             super().exclude_from_weight_decay(var_list=masters, var_names=var_names)
         super().build(variables)
         for variable, _ in self.__dict__["_masters"].values():
@@ -147,12 +147,12 @@ class MixedPrecision(ScaledUpdate):
         self._track_variable(master)
         return master
 
-    def variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
+    def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """The masters of those that have one."""
         masters = self.__dict__["_masters"]
         return [masters.get(self._var_key(variable), (None, variable))[1] for variable in variables]
 
-    def own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
+    def _own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
         """The masters."""
         return ((key, "master", master) for key, (_, master) in self.__dict__["_masters"].items())
 
@@ -185,11 +185,11 @@ class MixedPrecision(ScaledUpdate):
     def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
         """The gradient, no longer scaled; in float32 where there is a master."""
         if self._var_key(variable) not in self.__dict__["_masters"]:
-            return super()._unscaled(variable, scale, grad) if self.scales_loss else grad
+            return super()._unscaled(variable, scale, grad) if self._scales_loss else grad
         grad = in_float32(grad)
-        return grad / ops.cast(scale, "float32") if self.scales_loss else grad
+        return grad / ops.cast(scale, "float32") if self._scales_loss else grad
 
-    def update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+    def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Lets masters follow their variables, updates them, and writes them back."""
         pairs = self.__dict__["_masters"]
         for variable, master in pairs.values():
@@ -198,7 +198,7 @@ class MixedPrecision(ScaledUpdate):
         if not self.__dict__.get("_penalties_are_in_the_loss"):
             for i, variable in enumerate(variables):
                 grads[i] = self._penalised(grads[i], variable, variables)
-        super().update_unscaled(grads, variables)
+        super()._update_unscaled(grads, variables)
         self._write_back()
 
     def _write_back(self) -> None:
@@ -231,7 +231,7 @@ class MixedPrecision(ScaledUpdate):
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`."""
-        self.inner.finalize_variable_values(self.variables_inside(var_list))
+        self.inner.finalize_variable_values(self._variables_inside(var_list))
         if self.use_ema:
             self._write_back()
 

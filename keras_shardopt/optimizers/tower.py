@@ -177,7 +177,7 @@ class Tower(OptimizerWrapper):
         call `scale_loss`.
     """
 
-    makes_gradients_global = True
+    _makes_gradients_global = True
 
     def __init__(self, optimizer_or_optimizer_fn: Any, name: str | None = None) -> None:
         self.__dict__["_factory"] = None
@@ -217,10 +217,10 @@ class Tower(OptimizerWrapper):
         if call is not None:
             super().update_inner(call.grads, call.variables)
 
-    def meet_outer_loss_scaling(self) -> None:
+    def _meet_outer_loss_scaling(self) -> None:
         """Remembers it: to update without `replicate` is still right."""
         self.__dict__["_is_in_loss_scaling"] = True
-        super().meet_outer_loss_scaling()
+        super()._meet_outer_loss_scaling()
 
     def _refuse_to_be_inside(self) -> None:
         outer = None

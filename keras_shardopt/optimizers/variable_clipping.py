@@ -67,7 +67,7 @@ class VariableClipping(OptimizerWrapper):
         `max_norm` was not checked; `use_locking` and `colocate_clip_ops_with_vars` have no meaning here.
     """
 
-    needs_global_gradients = True
+    _needs_global_gradients = True
 
     _keys: list[tuple[Any, tuple[int, ...]]]
     _clip_dims: dict[Any, tuple[int, ...]]

@@ -52,8 +52,8 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     reducers = reducers_of(model.optimizer)
     # Around it nothing may look at gradients in each micro-step, which would then be one replica's each.
-    if reducers[0].accumulates and reducers[0] is model.optimizer and _has_built_in_step(model):
-        reducers[0].stack_accumulators()
+    if reducers[0]._accumulates and reducers[0] is model.optimizer and _has_built_in_step(model):
+        reducers[0]._stack_accumulators()
     stand_in(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
         stand_in(model, name, _silent_unless_chief)
@@ -162,8 +162,8 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     """The trainer's step, unless the optimizer wants to see each replica's own gradients."""
     reducers = model._keras_shardopt_reducers_of(model.optimizer)
     distribution = keras.distribution.distribution()
-    stacks = any(reducer.is_stacked for reducer in reducers)
-    needs_local = any(reducer.needs_local_gradients for reducer in reducers)
+    stacks = any(reducer._is_stacked for reducer in reducers)
+    needs_local = any(reducer._needs_local_gradients for reducer in reducers)
     if batch_size_of(distribution) == 1 or not (stacks or needs_local):
         return real(state, data)
     if not _has_built_in_step(model):
@@ -172,7 +172,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
             f"Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
             "`optimizer.stateless_apply` inside a `jax.shard_map` of your own."
         )
-    if reducers[0].accumulates and not stacks:
+    if reducers[0]._accumulates and not stacks:
         raise ValueError(
             "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a "
             "`CrossShard` that is outermost and there when `prepare` is called. "
@@ -192,7 +192,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     else:
         grads, verdict = grads
-        with claim_reduction(reducers), reducers[0].judged(verdict):
+        with claim_reduction(reducers), reducers[0]._judged(verdict):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
     _, (_, _, metrics) = model.stateless_compute_loss(
@@ -231,7 +231,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
     # What differs between replicas stays where it is: `scale_loss`, for which the state is here, does not look at it.
-    apart = {id(v) for v in reducer.replica_state} if stacks else set()
+    apart = {id(v) for v in reducer._replica_state} if stacks else set()
     # What is divided by a layout would come together here, on every device.
     is_apart = [id(v) in apart or (reducer.shard_state and len(v.shape) > 0) for v in model.optimizer.variables]
     weights, others, optimizer_state, metrics = state
@@ -255,11 +255,11 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
             )
             with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
                 if stacks:
-                    grads = [grad[None] for grad in reducer.own_gradients(grads, variables)]
+                    grads = [grad[None] for grad in reducer._own_gradients(grads, variables)]
                 else:
                     # Not the reducer's own scale: what scales the loss may also be around it.
                     scale = model.optimizer.scale_loss(1.0)
-                    grads = reducer.reduced_and_judged(grads, variables, loss_scale=scale)
+                    grads = reducer._reduced_and_judged(grads, variables, loss_scale=scale)
 
         def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
             if seed:

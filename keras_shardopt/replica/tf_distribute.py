@@ -135,6 +135,13 @@ def _divided(tensor: Tensor, divisor: int) -> Tensor:
     return tensor / tf.cast(divisor, tensor.dtype)
 
 
+def _num_mirrored(variable: Any) -> int:
+    """On how many replicas a variable has copies."""
+    value = getattr(variable, "value", variable)
+    strategy = value.distribute_strategy if isinstance(value, tf.distribute.DistributedValues) else None
+    return 1 if strategy is None else int(strategy.num_replicas_in_sync)
+
+
 def _cond(condition: Any, action: Callable[[], Any]) -> None:
     if isinstance(condition, bool):
         if condition:
@@ -217,6 +224,14 @@ class TensorFlow(Framework):
 
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+            num_replicas = max((_num_mirrored(optimizer.iterations) for optimizer in optimizers), default=1)
+            for variable in variables:
+                if num_replicas > _num_mirrored(variable):  # Keras' update would fail without a word
+                    raise ValueError(
+                        f"`{variable.path}` was made outside the strategy of the optimizer, which has {num_replicas} "
+                        "replicas. Build the model inside `with keras_shardopt.data_parallel():`, where the optimizer "
+                        "is made."
+                    )
             return
         for optimizer in optimizers:
             for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency"):

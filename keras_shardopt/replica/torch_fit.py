@@ -114,14 +114,14 @@ class _Session:
         """Lets all ranks begin with rank 0's values, if they train the same."""
         assert self.ranks is not None
         for reducer in self._reducers_of(self.model.optimizer):
-            reducer.check_peers(self.ranks)
-            reducer.check_parts()
+            reducer._check_peers(self.ranks)
+            reducer._check_parts()
         optimizer = self.model.optimizer
-        shared = getattr(optimizer, "shared_variables", optimizer.variables)
+        shared = getattr(optimizer, "_shared_variables", optimizer.variables)
         self.ranks.start_together(self.model.trainable_variables, shared)
         for reducer in self._reducers_of(self.model.optimizer):
             # Not once more after the first forward pass, whose moving statistics would become rank 0's.
-            reducer.have_started(self.ranks)
+            reducer._have_started(self.ranks)
         self.has_started = True
 
     def meet(self, phase: _Phase, *message: int) -> list[list[int]]:

@@ -234,7 +234,7 @@ def test_each_replica_holds_and_sends_a_part(moved):
     numbers = sum(size for _, size, why in report.replicated if why == "a number")
     assert report.held == [2 * 4 * sum(chunks) + numbers] * 4
     assert report.whole == 2 * 4 * sum(int(np.prod(shape)) for shape in SHAPES.values()) + numbers
-    assert not {id(v) for v in optimizer.shared_variables} & {id(v) for v in slots}
+    assert not {id(v) for v in optimizer._shared_variables} & {id(v) for v in slots}
     everything = sum(int(np.prod(shape)) for shape in SHAPES.values())
     assert sorted(moved) == [("all_gather", sum(chunks))] * 4 + [("all_reduce", everything)] * 4
 

@@ -35,7 +35,7 @@ def trained(case, num_replicas, num_steps, prepared=None, epochs=1, **arguments)
             ks.prepare(model)
         model.fit(*data(), batch_size=problem.BATCH_SIZE, shuffle=False, epochs=epochs, verbose=0)
         assert replicas.largest_difference(model) == 0
-        found = model.get_weights(), arrays(optimizer.shared_variables)
+        found = model.get_weights(), arrays(optimizer._shared_variables)
     replicas.close()
     return found
 

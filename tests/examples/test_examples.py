@@ -54,6 +54,11 @@ def test_bfloat16_digits_need_masters(backend):
     assert float(printed(output, "bfloat16")) < in_float32 - 0.02
 
 
+def test_bfloat16_digits_in_two_steps():
+    output = run(sys.executable, "-W", "error::UserWarning", str(EXAMPLES / "bfloat16_digits.py"), "--steps", "2")
+    assert printed(output, "backend") == "jax" and float(printed(output, "bfloat16 with masters")) > 0
+
+
 @pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
 def test_state_that_does_not_fit_is_divided(backend, tmp_path):
     start = [sys.executable]

@@ -35,7 +35,7 @@ def train(scope, callbacks):
     ks.prepare(model)
     x, y = (problem.rows_of_replica(a, scope.process_id, scope.num_processes) for a in problem.data(2 * STEPS))
     model.fit(x, y, batch_size=len(x) // (2 * STEPS), epochs=EPOCHS, verbose=0, callbacks=callbacks)
-    return restarting.values([*model.variables, *optimizer.shared_variables])
+    return restarting.values([*model.variables, *optimizer._shared_variables])
 
 
 def main():

@@ -35,7 +35,7 @@ def main():
                 run(optimizer, weights, nonfinite.gradients(bad, bad_rank), rank)
                 nonfinite.check(way, optimizer, [w.numpy() for w in weights], bad_rank, rank)
             if way != "in groups":
-                assert framework.largest_difference([*weights, *optimizer.shared_variables]) == 0
+                assert framework.largest_difference([*weights, *optimizer._shared_variables]) == 0
 
         # Which rank it was travels in the one reduction that there is.
         calls, real = [], dist.all_reduce

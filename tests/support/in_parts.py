@@ -16,7 +16,7 @@ from keras_shardopt.wrapper import OptimizerWrapper
 class InParts(OptimizerWrapper):
     """Keeps every N-th element of each slot on each of N processes, and NaN in place of the others."""
 
-    saving_needs_all_replicas = True
+    _saving_needs_all_replicas = True
 
     def forget(self):
         """Leaves this process its part only."""
@@ -24,7 +24,7 @@ class InParts(OptimizerWrapper):
             variable.assign(self._part(keras.ops.convert_to_numpy(variable)))
 
     def save_own_variables(self, store):
-        store = self.named(store)
+        store = self._with_names(store)
         here = {id(v) for v in self._slots_here()}
         for i, variable in enumerate(self._inner_state):
             mine = np.array(keras.ops.convert_to_numpy(variable))

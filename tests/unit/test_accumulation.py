@@ -172,7 +172,7 @@ def test_half_precision_is_added_up_in_float32():
     weight = keras.Variable([0.0], dtype="bfloat16")
     optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=64)
     optimizer.build([weight])
-    assert {v.dtype for v in optimizer.replica_state} == {"float32"}
+    assert {v.dtype for v in optimizer._replica_state} == {"float32"}
     for i in range(64):
         optimizer.apply([ops.cast([256.0 if i == 0 else 1.0], "bfloat16")], [weight])
     # (256 + 63) / 64, where a sum in bfloat16 stays 256

@@ -47,7 +47,7 @@ def updated(world, arrival, scales=None, **arguments):
             own = [g / world.num_replicas for g in own]
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradients=arrival.value, **arguments)
         optimizer.build(mine)
-        optimizer.have_started(replicas)
+        optimizer._have_started(replicas)
         optimizer.apply([keras.ops.convert_to_tensor(np.asarray(g, "float32")) for g in own], mine)
         return [-np.array(v) for v in mine], optimizer
 

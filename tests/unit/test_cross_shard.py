@@ -20,6 +20,11 @@ def test_reduction_is_checked_before_the_optimizer_as_it_was_in_tf1():
         ks.CrossShard(None, reduction="avg")
 
 
+def test_a_class_in_place_of_an_optimizer():
+    with pytest.raises(TypeError, match=r"\(the class itself\)\. Use `CrossShard\(AdamW\(\.\.\.\)\)`"):
+        ks.CrossShard(keras.optimizers.AdamW)
+
+
 @pytest.mark.parametrize(("tf1", "meaning"), [("weighted_mean", "mean"), ("weighted_sum", "sum")])
 def test_tf1_names_of_reductions(tf1, meaning):
     assert ks.CrossShard("sgd", reduction=tf1).reduction == meaning

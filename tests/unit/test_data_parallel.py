@@ -124,6 +124,15 @@ def test_jax_a_model_that_was_made_elsewhere_is_refused_with_the_reason():
 
 
 @pytest.mark.backends("tensorflow")
+def test_tensorflow_a_model_that_was_made_elsewhere_is_refused_with_the_reason():
+    model = problem.model()
+    with ks.data_parallel(2):
+        model.compile(ks.CrossShard("sgd"), "mse")
+    with pytest.raises(ValueError, match=r"was made outside the strategy .* 2 replicas\. Build the model inside"):
+        model.fit(*problem.data(num_steps=1), batch_size=problem.BATCH_SIZE, verbose=0)
+
+
+@pytest.mark.backends("tensorflow")
 def test_tensorflow_uses_an_open_strategy_and_leaves_its_own():
     import tensorflow as tf
 
@@ -194,7 +203,7 @@ def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         ranks = Ranks()
-        model.optimizer.have_started(ranks)
+        model.optimizer._have_started(ranks)
         assert model.optimizer._buckets_among(ranks) is not None
         assert ranks.are_current()
     finally:

@@ -2,8 +2,10 @@
 
 import doctest
 import importlib
+import inspect
 import pathlib
 
+import keras
 import pytest
 
 import keras_shardopt as ks
@@ -27,3 +29,22 @@ def test_public_names_have_a_docstring_with_an_example(name):
     thing = getattr(ks, name)
     assert thing.__doc__
     assert ">>>" in thing.__doc__ or not callable(thing)
+
+
+# What wrappers have for users besides what every optimizer of Keras has.
+FOR_USERS = {
+    *("inner", "loss_scale", "skipped_steps", "get_slot", "get_slot_names", "get_name"),
+    *("compute_gradients", "minimize", "memory_report", "last_nonfinite", "check_finite", "has_been_used", "ratio"),
+}
+# What concrete wrappers fill in, and what Keras' saver and `MultiOptimizer` look for under these names.
+FOR_WRAPPERS = {"transform_gradients", "update_inner", "wrapper_state", "optimizers"}
+
+
+@pytest.mark.parametrize(
+    "name", ["CrossShard", "GradientClipping", "LARC", "LossScaling", "MixedPrecision", "Tower", "VariableClipping"]
+)
+def test_what_the_package_asks_of_wrappers_is_not_in_their_help(name):
+    keras_has = set(dir(keras.optimizers.Optimizer)) | set(vars(keras.optimizers.SGD()))
+    shown = {each for each in dir(getattr(ks, name)) if not each.startswith("_")}
+    arguments = set(inspect.signature(getattr(ks, name)).parameters)
+    assert shown - keras_has - arguments <= FOR_USERS | FOR_WRAPPERS

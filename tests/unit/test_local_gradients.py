@@ -201,24 +201,24 @@ def test_a_guess_is_not_good_enough(monkeypatch):
         replicas.arrival_is_a_guess = True
     optimizer = ks.CrossShard("sgd", replica_clipnorm=1.0)
     with pytest.raises(ValueError, match=r"keras_shardopt\.prepare\(model\)"):
-        world.run(lambda _: optimizer.reduce_gradients([ops.ones(2)], [keras.Variable([0.0, 0.0])]))
+        world.run(lambda _: optimizer._reduce_gradients([ops.ones(2)], [keras.Variable([0.0, 0.0])]))
 
 
 @pytest.mark.parametrize("argument", NEEDS_LOCAL)
 def test_inside_another_cross_shard_it_is_refused(argument):
     inner = ks.CrossShard("sgd", **{argument: NEEDS_LOCAL[argument]})
-    assert inner.needs_local_gradients
+    assert inner._needs_local_gradients
     around = [inner]
     if hasattr(keras.optimizers, "MultiOptimizer"):
         around.append(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner, {})))
     for optimizer in around:
         with pytest.raises(ValueError, match="Give these arguments to the outer `CrossShard`"):
             ks.CrossShard(optimizer)
-    assert not ks.CrossShard("sgd").needs_local_gradients
+    assert not ks.CrossShard("sgd")._needs_local_gradients
 
 
 def test_gradients_pass_where_the_reduction_is_claimed():
-    """As in a training step that has called `reduce_gradients` itself."""
+    """As in a training step that has called `_reduce_gradients` itself."""
     from keras_shardopt.replica import claim_reduction
 
     weight = keras.Variable([0.0, 0.0])
@@ -304,7 +304,7 @@ def test_presence_of_gradients_counts_within_the_group(monkeypatch):
 
     def reduced(replicas):
         some = ops.ones(1) if replicas.replica_id == 1 else None
-        return optimizer.reduce_gradients([ops.ones(2), some], weights)
+        return optimizer._reduce_gradients([ops.ones(2), some], weights)
 
     results = world.run(reduced)
     for r in (0, 1):
@@ -329,7 +329,7 @@ def test_a_limit_must_be_a_number(limit):
 
 def reduced_by(optimizer, grads_of, weights, num_replicas, arrival, monkeypatch):
     world = FakeWorld(num_replicas, arrival).hold(monkeypatch)
-    return world.run(lambda replicas: optimizer.reduce_gradients(grads_of(replicas.replica_id), weights))
+    return world.run(lambda replicas: optimizer._reduce_gradients(grads_of(replicas.replica_id), weights))
 
 
 @each_local_arrival
@@ -415,7 +415,7 @@ def test_sparse_gradients(arrival, monkeypatch):
     monkeypatch.setattr(
         cross_shard, "global_gradients", lambda grads, variables, replicas, *_: [grads[0], replicas.num_replicas]
     )
-    (first, _), (second, _) = world.run(lambda r: optimizer.reduce_gradients(grads_of(r.replica_id), weights))
+    (first, _), (second, _) = world.run(lambda r: optimizer._reduce_gradients(grads_of(r.replica_id), weights))
     unit = 2 if arrival is Arrival.LOCAL_PRESCALED else 1
     np.testing.assert_allclose(first.values * unit, [[3.0, 4.0]], rtol=1e-6)  # 25 clipped to 5
     np.testing.assert_allclose(second.values * unit, [[1.5, 2.0]], rtol=1e-6)
@@ -522,7 +522,7 @@ def test_a_replica_counts_with_its_weight_after_it_is_clipped(arrival, as_tensor
         r = replicas.replica_id
         unit = 3 if arrival is Arrival.LOCAL_PRESCALED else 1
         weight = ops.convert_to_tensor(weights[r]) if as_tensor else weights[r]
-        return optimizer.reduce_gradients([ops.convert_to_tensor(g / unit) for g in local[r]], targets, weight)
+        return optimizer._reduce_gradients([ops.convert_to_tensor(g / unit) for g in local[r]], targets, weight)
 
     found = [[ops.convert_to_numpy(g) for g in grads] for grads in world.run(reduced)]
     counted = [[w * g for g in clipped(local[r])] for r, w in ((0, 0.5), (2, 2.5))]

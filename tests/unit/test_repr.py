@@ -31,6 +31,10 @@ SGD = keras.optimizers.SGD
             lambda: ks.VariableClipping(SGD(), {".*kernel": [0]}, 3.0),
             "VariableClipping(SGD, vars_to_clip_dims={'.*kernel': [0]}, max_norm=3.0)",
         ),
+        (
+            lambda: ks.CrossShard(keras.optimizers.LossScaleOptimizer(SGD())),
+            "CrossShard(LossScaleOptimizer(SGD), reduction='mean')",
+        ),
         (lambda: ks.Tower(ks.CrossShard("sgd")), "Tower(CrossShard(SGD, reduction='mean'))"),
     ],
 )
