@@ -9,6 +9,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # torch.compile starts a process for every core
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 # JAX spends most of the time on compiling, and mostly the same programs: once for all tests, and in all processes of
 # this run that test side by side.
@@ -63,7 +64,7 @@ def pytest_collection_modifyitems(items):
 def _shares_work_with(item):
     """The tests that should run in the same process (`--dist loadgroup`), because they look at the same runs."""
     folder = item.path.parent.name
-    if folder == "multiprocess" or (BACKEND == "torch" and folder == "equivalence"):
+    if folder in ("multiprocess", "exchange") or (BACKEND == "torch" and folder == "equivalence"):
         return item.path.stem  # one spawn of ranks or processes for all that look at it
     callspec = getattr(item, "callspec", None)
     if callspec is not None and isinstance(callspec.params.get("inner"), str):

@@ -101,7 +101,7 @@ def one_device():
 
 
 @each_way
-@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+@pytest.mark.parametrize("num_replicas", [2, 8])
 def test_mapped_axes_equal_one_device(way, num_replicas, one_device):
     weights = way(num_replicas, ks.CrossShard(problem.sgd_momentum()))
     assert problem.relative_difference(weights, one_device) <= problem.TOLERANCE
@@ -121,10 +121,9 @@ def test_loss_scaling_and_clipping_inside(way, one_device):
 
 
 @each_way
-@pytest.mark.parametrize("bad_row", [0, 13])
-def test_an_overflow_on_any_replica_is_skipped_on_all(way, bad_row, monkeypatch):
+def test_an_overflow_on_any_replica_is_skipped_on_all(way, monkeypatch):
     x, y = problem.data(num_steps=4)
-    x[problem.BATCH_SIZE + bad_row, 2] = np.inf
+    x[problem.BATCH_SIZE + 13, 2] = np.inf  # on the last of the replicas
     monkeypatch.setattr(problem, "data", lambda: (x, y))
 
     def make():
@@ -292,10 +291,9 @@ LOCAL_WAYS = [name for name in WAYS if name != "shard_map, summed"]
 
 
 @pytest.mark.parametrize("way", LOCAL_WAYS)
-@pytest.mark.parametrize("num_replicas", [2, 4])
-def test_each_replica_is_clipped_by_itself(way, num_replicas):
-    weights = WAYS[way](num_replicas, clipping())
-    reference = problem.replicas_in_numpy(num_replicas, problem.CLIPNORM)[0]
+def test_each_replica_is_clipped_by_itself(way):
+    weights = WAYS[way](4, clipping())
+    reference = problem.replicas_in_numpy(4, problem.CLIPNORM)[0]
     assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
 
 

@@ -76,7 +76,6 @@ def on_replicas(way, num_replicas, bad_replica, **arguments):
 @pytest.mark.parametrize(
     ("way", "num_replicas", "bad_replica", "eagerly"),
     [
-        ("in CrossShard", 2, 0, False),
         ("in CrossShard", 4, 3, False),
         ("in CrossShard", 2, 1, True),
         ("around CrossShard", 2, 1, False),

@@ -467,21 +467,6 @@ def a_difference_is_found(scope):
     assert abs(scope.largest_difference(model) - 0.25) < 1e-6
 
 
-@check
-def compiled_steps(scope):
-    x, y = my_rows(scope, num_steps=3)
-    model = problem.model()
-    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=True)
-    model.fit(x, y, batch_size=problem.BATCH_SIZE // scope.num_replicas, shuffle=False, verbose=0)
-    torch._dynamo.reset()
-    whole_x, whole_y = problem.data(num_steps=3)
-    reference = problem.model()
-    reference.compile(problem.sgd_momentum(), "mse")
-    reference.fit(whole_x, whole_y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
-    assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
-    assert scope.largest_difference(model) == 0
-
-
 class Others(keras.callbacks.Callback):
     """Logs of a validation that is worse and worse on rank 1, and better and better elsewhere."""
 

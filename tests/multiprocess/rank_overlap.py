@@ -4,8 +4,10 @@ Arguments: the file to which rank 0 writes the names of the checks that passed, 
 """
 
 import contextlib
+import functools
 import gc
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
@@ -476,6 +478,22 @@ def compression_of_gradients_in_half_precision(scope):
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), compression="bfloat16", **arguments)
         optimizer.apply([torch.full((4,), 1.0 + scope.replica_id, dtype=torch.float16)], [weight])
         assert np.allclose(weight.numpy(), -(scope.num_replicas + 1) / 2, rtol=1e-2), weight.numpy()
+
+
+@check
+def compiled_steps(scope):
+    model, (x, y), size = problem.model(), *my_rows(scope, num_steps=2)
+    # Without PyTorch's generator of code, which knows nothing of us and takes long.
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=True)
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+    torch._dynamo.reset()
+    whole_x, whole_y = problem.data(num_steps=2)
+    reference = problem.model()
+    reference.compile(problem.sgd_momentum(), "mse")
+    reference.fit(whole_x, whole_y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
+    assert scope.largest_difference(model) == 0
 
 
 @check

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import pathlib
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from unittest import mock
 
 TESTS = pathlib.Path(__file__).parents[1]
 
@@ -24,7 +30,8 @@ def torchrun(script, num_replicas, *arguments, timeout=150.0, environment=None):
     """Runs `tests/multiprocess/<script>` on that many ranks. Returns what rank 0 printed.
 
     The ranks get the variables that torchrun sets. Not by torchrun itself, which lets ranks live on when it is killed;
-    the examples are started with it.
+    the examples are started with it. They are forked from one process that has imported Keras and PyTorch, because
+    importing these takes each of them longer than most checks do.
 
     Raises:
         WorkersFailed: with the output of all ranks.
@@ -43,7 +50,7 @@ def torchrun(script, num_replicas, *arguments, timeout=150.0, environment=None):
         )
         for rank in range(num_replicas)
     ]
-    return workers(script, environments, *arguments, timeout=timeout)[0]
+    return workers(script, environments, *arguments, timeout=timeout, start=_fork_with_torch)[0]
 
 
 def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.0, grace=10.0):
@@ -101,6 +108,7 @@ def variables(backend, **more):
         "KERAS_BACKEND": backend,
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         # Inside the test's limit, so that a worker that waits for ever still says where.
         "PYTHONFAULTHANDLER": "1",
@@ -108,49 +116,124 @@ def variables(backend, **more):
     }
 
 
-def workers(script, environments, *arguments, timeout=150.0, grace=10.0):
+def workers(script, environments, *arguments, timeout=150.0, grace=10.0, start=None):
     """Runs a script once per environment, all at a time. Returns what each of them printed.
 
-    When one fails, the others have `grace` seconds to fail too, and when the time is up all are killed.
+    When one fails, the others have `grace` seconds to fail too, and when the time is up all are killed. `start` makes a
+    process of a script, its arguments, its environment and the file for what it prints; by default a new interpreter.
 
     Raises:
         WorkersFailed: with the output of all workers.
     """
-    command = [sys.executable, "-u", str(TESTS / "multiprocess" / script), *map(str, arguments)]
+    start = start or _Interpreter
+    command = [str(TESTS / "multiprocess" / script), *map(str, arguments)]
     with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in environments]
+        outputs = [stack.enter_context(tempfile.NamedTemporaryFile("w+")) for _ in environments]
         processes = []
         for output, environment in zip(outputs, environments):
-            process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            process = start(command, environment, output.name)
             stack.callback(process.wait)
             stack.callback(_signal, process, signal.SIGKILL)
             processes.append(process)
         limit = time.monotonic() + timeout
         failed = False
-        while any(process.poll() is None for process in processes) and time.monotonic() < limit:
-            if not failed and any(process.returncode for process in processes):
+        while any(process.exit_status is None for process in processes) and time.monotonic() < limit:
+            if not failed and any(process.exit_status for process in processes):
                 failed, limit = True, min(limit, time.monotonic() + grace)
             time.sleep(0.05)
-        late = [i for i, process in enumerate(processes) if process.poll() is None]
+        late = [i for i, process in enumerate(processes) if process.exit_status is None]
         for i in late:
             _signal(processes[i], signal.SIGABRT)  # it writes its stack first (faulthandler), then dies
         for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
+            process.wait(5)
         printed = []
         for output in outputs:
             output.seek(0)
             printed.append(output.read())
-    if any(process.returncode for process in processes):
+    if any(process.exit_status for process in processes):
         what = f"not finished after {timeout} s: {late}" if late and not failed else "failed"
         parts = [
-            f"--- worker {i}, exit status {process.returncode}{', killed' if i in late else ''}\n{text}"
+            f"--- worker {i}, exit status {process.exit_status}{', killed' if i in late else ''}\n{text}"
             for i, (process, text) in enumerate(zip(processes, printed))
         ]
         raise WorkersFailed(f"{what}: {' '.join(command)}\n" + "\n".join(parts))
     return printed
+
+
+class _Interpreter:
+    """A process of its own."""
+
+    def __init__(self, command, environment, output):
+        with open(output, "w") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", *command],
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    @property
+    def exit_status(self):
+        """None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout=None):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+
+
+class _Fork:
+    """A process that has imported already what `server` has."""
+
+    def __init__(self, server, command, environment, output):
+        self._process = server.Process(target=_be_worker, args=(command, environment, output))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def exit_status(self):
+        """None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+
+
+def _fork_with_torch(command, environment, output):
+    return _Fork(_server_with_torch(), command, environment, output)
+
+
+@functools.cache
+def _server_with_torch():
+    server = multiprocessing.get_context("forkserver")
+    # Keras imports torch._dynamo in the first step of training, every rank for itself.
+    server.set_forkserver_preload(["keras", "torch", "torch.distributed", "torch._dynamo"])
+    with mock.patch.dict(os.environ, variables("torch", OMP_NUM_THREADS="1")):
+        multiprocessing.forkserver.ensure_running()
+    return server
+
+
+def _be_worker(command, environment, output):
+    """What a fork does: it becomes what a new interpreter would be that runs the script.
+
+    Only that the order of sets of strings is the same in all forks of a server.
+    """
+    os.setsid()
+    file = os.open(output, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(environment)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's own does so by itself
+    sys.argv = command
+    sys.path.insert(0, str(pathlib.Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def run(command, timeout, environment):

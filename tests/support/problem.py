@@ -130,10 +130,12 @@ def gradients_in_numpy(weights, inputs, targets):
 CLIPNORM = 0.5
 
 
-def replicas_in_numpy(num_replicas, clipnorm=None, groups=None, reduction="mean", rate=0.1, momentum=0.9):
+def replicas_in_numpy(
+    num_replicas, clipnorm=None, groups=None, reduction="mean", rate=0.1, momentum=0.9, num_steps=NUM_STEPS
+):
     """Each replica's weights after `fit`, in float64, without Keras: gradients clipped, then averaged in groups."""
     groups = [list(range(num_replicas))] if groups is None else groups
-    x, y = (array.astype("float64") for array in data())
+    x, y = (array.astype("float64") for array in data(num_steps))
     x, y = ([rows_of_replica(array, r, num_replicas) for r in range(num_replicas)] for array in (x, y))
     weights = [[w.astype("float64") for w in start_weights()] for _ in range(num_replicas)]
     velocities = [[np.zeros_like(w) for w in mine] for mine in weights]
