@@ -86,7 +86,7 @@ def main():
     else:
         for i, (x, y) in zip(range(1, micro_steps + 1), data):
             step(x, y)
-            if i % (micro_steps // 4) == 0 and i < micro_steps:
+            if i % (max(1, arguments.steps // 4) * ITER_SIZE) == 0 and i < micro_steps:
                 tell(i // ITER_SIZE)
         step.close()
     tell(arguments.steps)

@@ -50,7 +50,7 @@ def torchrun(script, num_replicas, *arguments, timeout=150.0, environment=None):
         )
         for rank in range(num_replicas)
     ]
-    return workers(script, environments, *arguments, timeout=timeout, start=_fork_with_torch)[0]
+    return workers(script, environments, *arguments, timeout=timeout, start=fork_with_torch)[0]
 
 
 def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.0, grace=10.0):
@@ -201,7 +201,8 @@ class _Fork:
         self._process.join(timeout)
 
 
-def _fork_with_torch(command, environment, output):
+def fork_with_torch(command, environment, output):
+    """A process that has imported Keras and PyTorch; for `workers`."""
     return _Fork(_server_with_torch(), command, environment, output)
 
 

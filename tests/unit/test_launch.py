@@ -16,33 +16,57 @@ if os.environ["WORKER"] in sys.argv[3]:
 """
 
 
-def run(folder, fail="", hang="", **limits):
+# The processes of JAX and TensorFlow are interpreters of their own, PyTorch's ranks are forks.
+pytestmark = pytest.mark.parametrize(
+    "start", [None, pytest.param(launch.fork_with_torch, marks=pytest.mark.backends("torch"))], ids=["new", "forked"]
+)
+
+
+def run(folder, start, fail="", hang="", **limits):
     script = folder / "worker.py"
     script.write_text(PROGRAM)
     environments = [{**os.environ, "WORKER": str(i), "PYTHONFAULTHANDLER": "1"} for i in range(3)]
-    return launch.workers(script, environments, "hello", fail, hang, **limits)
+    return launch.workers(script, environments, "hello", fail, hang, start=start, **limits)
 
 
-def test_what_each_worker_printed(tmp_path):
-    assert run(tmp_path) == [f"worker {i} says hello\n" for i in range(3)]
+def test_what_each_worker_printed(tmp_path, start):
+    assert run(tmp_path, start) == [f"worker {i} says hello\n" for i in range(3)]
 
 
-def test_the_traceback_of_every_worker_that_fails(tmp_path):
+def test_the_traceback_of_every_worker_that_fails(tmp_path, start):
     with pytest.raises(launch.WorkersFailed) as caught:
-        run(tmp_path, fail="02")
+        run(tmp_path, start, fail="02")
     message = str(caught.value)
     assert "ValueError: wrong on 0" in message and "ValueError: wrong on 2" in message
     assert "worker 1, exit status 0\nworker 1 says hello" in message
 
 
 @pytest.mark.parametrize(("fail", "limits"), [("0", {"grace": 1.0}), ("", {"timeout": 4.0})])
-def test_a_worker_that_waits_for_ever_says_where_and_is_killed(tmp_path, fail, limits):
-    start = time.monotonic()
+def test_a_worker_that_waits_for_ever_says_where_and_is_killed(tmp_path, start, fail, limits):
+    begin = time.monotonic()
     with pytest.raises(launch.WorkersFailed) as caught:
-        run(tmp_path, fail=fail, hang="12", **limits)
-    assert time.monotonic() - start < 40
+        run(tmp_path, start, fail=fail, hang="12", **limits)
+    assert time.monotonic() - begin < 40
     message = str(caught.value)
     assert ("ValueError: wrong on 0" if fail else "not finished after 4.0 s: [1, 2]") in message
     for worker in (1, 2):
         killed = message.partition(f"--- worker {worker}")[2].partition("--- worker")[0]
         assert killed.startswith(", exit status -6, killed") and 'worker.py", line 7' in killed
+
+
+STATE = """
+import os, random
+import numpy as np
+print(os.environ["WORKER"], random.random(), np.random.random())
+print(os.environ.get("KERAS_BACKEND"), os.getpgid(0) == os.getpid())
+"""
+
+
+def test_workers_share_no_random_state_and_no_variables(tmp_path, start):
+    script = tmp_path / "state.py"
+    script.write_text(STATE)
+    environments = [{"PATH": os.environ["PATH"], "WORKER": str(i)} for i in range(2)]
+    first, second = (printed.split() for printed in launch.workers(script, environments, start=start))
+    assert (first[0], second[0]) == ("0", "1")
+    assert first[1] != second[1] and first[2] != second[2]
+    assert first[3:] == second[3:] == ["None", "True"]
