@@ -41,7 +41,7 @@ each_chain = pytest.mark.parametrize(
 def fit(optimizer, *with_callbacks, epochs=3):
     x, y = problem.data(num_steps=2)
     model = problem.model()
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", **catalogue.COMPILE)
     optimizer.build(model.trainable_variables)
     arguments = dict(batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0, validation_data=(x, y))
     history = model.fit(x, y, epochs=epochs, callbacks=list(with_callbacks), **arguments)

@@ -364,9 +364,9 @@ def trained_by_tensorflow(wrapper, **compile_arguments):
 
 
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("compile_arguments", [{"run_eagerly": True}, {"jit_compile": True}])
+@pytest.mark.parametrize("compile_arguments", [{"run_eagerly": False}, {"jit_compile": True}])
 @each_wrapper
-def test_tensorflow_eager_and_xla(wrapper, compile_arguments):
+def test_tensorflow_traced_and_compiled(wrapper, compile_arguments):
     assert_equal(trained_by_tensorflow(wrapper, **compile_arguments), trained_by_tensorflow(None, **compile_arguments))
 
 

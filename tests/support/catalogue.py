@@ -94,6 +94,11 @@ ALL_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w in WITH_EVERY_INNER 
 LONG_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w in IN_FILES_WITH_EVERY_INNER else REPRESENTATIVE)]
 
 
+# TensorFlow takes longer to trace a step than to run a few. Wrappers are traced, and compiled by XLA, in
+# `test_tensorflow_traced_and_compiled`, and inner optimizers in test_devices.py.
+COMPILE = {"run_eagerly": True} if keras.config.backend() == "tensorflow" else {}
+
+
 def make(wrapper, inner):
     """The wrapper called `wrapper` around a new inner optimizer called `inner`."""
     return WRAPPERS[wrapper](INNERS[inner]())
@@ -109,7 +114,7 @@ def trained(optimizer, steps=3, model=None):
     x, y = data(num_steps=steps)
     if model is None:
         model = problem_model()
-        model.compile(optimizer, "mse")
+        model.compile(optimizer, "mse", **COMPILE)
     # Before `fit`, because ScheduleFreeAdamW assigns in `build`, which TensorFlow would trace into every step.
     optimizer.build(model.trainable_variables)
     model.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
