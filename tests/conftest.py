@@ -11,8 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # torch.compile starts a process for every core
 # Programs as small as those of tests are compiled faster in one part.
-XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
-os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1")
 # JAX spends most of the time on compiling, and mostly the same programs: once for all tests, and in all processes of
 # this run that test side by side.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
