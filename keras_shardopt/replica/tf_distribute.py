@@ -225,7 +225,7 @@ class TensorFlow(Framework):
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         if tf.distribute.get_strategy().num_replicas_in_sync == 1:
             num_replicas = max((_num_mirrored(optimizer.iterations) for optimizer in optimizers), default=1)
-            for variable in variables:
+            for variable in variables if num_replicas > 1 else ():
                 if num_replicas > _num_mirrored(variable):  # Keras' update would fail without a word
                     raise ValueError(
                         f"`{variable.path}` was made outside the strategy of the optimizer, which has {num_replicas} "

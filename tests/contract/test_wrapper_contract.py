@@ -386,8 +386,8 @@ def test_tensorflow_traced_and_compiled(wrapper, compile_arguments):
 @pytest.mark.backends("torch")
 @each_wrapper
 def test_torch_compile(wrapper):
-    # Updates alone, and without PyTorch's generator of code, which takes most of the time: rank_overlap.py has a whole
-    # step of `fit` with it.
+    # Updates alone, and without PyTorch's generator of code, which takes most of the time. Whole steps of `fit` are
+    # compiled in test_fused.py, test_loss_scaling.py and on ranks, and with that generator in test_tower.py.
     import torch
 
     weights = {}

@@ -64,8 +64,7 @@ def test_inside_cross_shard_it_sees_global_gradients_on_ranks(ranks, name):
 
 
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("num_replicas", [4])
-def test_rows_that_any_replica_looks_up_are_clipped_on_all(num_replicas):
+def test_rows_that_any_replica_looks_up_are_clipped_on_all():
     x = np.arange(16).reshape(16, 1) % 5
     x[:8] = 0  # so that replicas look up different rows
     y = np.zeros((16, 4), "float32")
@@ -79,7 +78,7 @@ def test_rows_that_any_replica_looks_up_are_clipped_on_all(num_replicas):
         model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
         return model
 
-    with ks.data_parallel(num_replicas) as replicas:
+    with ks.data_parallel(4) as replicas:
         model = trained(ks.CrossShard)
         assert replicas.largest_difference(model) == 0
     np.testing.assert_allclose(np.linalg.norm(model.get_weights()[0], axis=1), [1, 1, 1, 1, 1, 4], rtol=1e-6)

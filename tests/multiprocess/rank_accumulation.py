@@ -3,15 +3,12 @@
 Argument: the file to write.
 """
 
-import functools
 import sys
 import warnings
-from unittest import mock
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from support import accumulating, problem
+from support import accumulating, problem, tracing
 
 import keras_shardopt as ks
 
@@ -41,12 +38,9 @@ def main():
             model = accumulating.compiled(case, optimizer, jit_compile=name == "compiled")
             optimizer.build(model.trainable_variables)
             dist.all_reduce, CALLS[:] = counting_all_reduce, []
-            # Without PyTorch's generator of code, which knows nothing of us and takes long.
-            with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
+            with tracing.without_generated_code():
                 model.fit(x, y, batch_size=problem.BATCH_SIZE // size, shuffle=False, verbose=0)
             dist.all_reduce = _all_reduce
-            if name == "compiled":
-                torch._dynamo.reset()
             results[f"{name}/{num_steps}/difference"] = replicas.largest_difference(model)
             results[f"{name}/{num_steps}/calls"] = np.array(CALLS[1:])  # the first belongs to the common start
             for i, weight in enumerate(model.get_weights()):

@@ -4,16 +4,14 @@ Arguments: the file to which rank 0 writes the names of the checks that passed, 
 """
 
 import contextlib
-import functools
 import gc
 import warnings
-from unittest import mock
 
 import keras
 import numpy as np
 import torch
 import torch.distributed as dist
-from support import checks, problem
+from support import checks, problem, tracing
 from support.checks import check, refused
 from torch.utils.checkpoint import checkpoint
 
@@ -483,11 +481,9 @@ def compression_of_gradients_in_half_precision(scope):
 @check
 def compiled_steps(scope):
     model, (x, y), size = problem.model(), *my_rows(scope, num_steps=2)
-    # Without PyTorch's generator of code, which knows nothing of us and takes long.
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
+    with tracing.without_generated_code():
         model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=True)
         model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
-    torch._dynamo.reset()
     whole_x, whole_y = problem.data(num_steps=2)
     reference = problem.model()
     reference.compile(problem.sgd_momentum(), "mse")

@@ -108,7 +108,6 @@ def variables(backend, **more):
         "KERAS_BACKEND": backend,
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         # Inside the test's limit, so that a worker that waits for ever still says where.
         "PYTHONFAULTHANDLER": "1",
