@@ -1,8 +1,4 @@
-"""Callbacks: for several replicas, for backups, and `TrainingSummaries`.
-
-Private names of Keras touched here (a test holds each of them):
-    `Layer._flatten_layers` - a model and all layers in it, at any depth.
-"""
+"""Callbacks: for several replicas, for backups, and `TrainingSummaries`."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ import numpy as np
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backup import BackupAndRestore
+from keras_shardopt.models import layers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 from keras_shardopt.replica import framework
 from keras_shardopt.saving import ModelCheckpoint
@@ -381,7 +378,7 @@ def _optimizer_variables(model: Any) -> list[Variable]:
 
 def _compared(model: Any) -> list[Variable]:
     """The variables that must be equal on all replicas, in the order of the model's."""
-    frozen = {id(v) for layer in model._flatten_layers() if not layer.trainable for v in layer.weights}
+    frozen = {id(v) for layer in layers_of(model) if not layer.trainable for v in layer.weights}
     weights = [v for v in model.weights if v.trainable or id(v) in frozen]
     return weights + _optimizer_variables(model)
 

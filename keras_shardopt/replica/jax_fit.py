@@ -17,7 +17,6 @@ Private names of Keras touched here (a test holds each of them):
     `Model._maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16 on) - builds the model from the
         first batch of this process; whether anything is to be built.
     `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
-    `Layer._flatten_layers` - all layers of a model.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.trainers.data_adapters import data_adapter_utils
 
 from keras_shardopt._typing import Tensor
+from keras_shardopt.models import layers_of
 from keras_shardopt.replica.base import AllReplicasAtOnce, Part, claim_reduction, part_of_batch
 from keras_shardopt.replica.jax_sharding import MappedAxis, batch_size_of, gather_objects
 from keras_shardopt.replica.trainer import call_silently, num_rows, stand_in
@@ -286,7 +286,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
 
 
 def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int) -> None:
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if getattr(layer, "activity_regularizer", None) is not None:
             raise ValueError(
                 "`activity_regularizer` counts all rows that a layer sees, also those that fill up a batch which does "

@@ -55,6 +55,7 @@ LAYERS = [
         "keras_shardopt.partition",
         "keras_shardopt.numerics",
         "keras_shardopt.slots",
+        "keras_shardopt.models",
         "keras_shardopt.whole_batch",
     },
     {"keras_shardopt._typing", "keras_shardopt.arguments", "keras_shardopt.atomic"},
