@@ -37,7 +37,7 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def models_with(variables: Sequence[Variable]) -> list[Any]:
-    """The living models that hold one of these variables, the one with most variables first.
+    """The living models that hold one of these variables, those with most variables first.
 
     It looks at every object that Python's garbage collector knows, which takes some 0.1 s: once per run, not per step.
     """
@@ -47,8 +47,7 @@ def models_with(variables: Sequence[Variable]) -> list[Any]:
     models = [
         model for model in living if getattr(model, "built", False) and any(id(v) in wanted for v in model.variables)
     ]
-    # A `Sequential` holds a functional model of the same variables.
-    return sorted(models, key=lambda model: (len(model.variables), len(layers_of(model))), reverse=True)
+    return sorted(models, key=lambda model: -len(model.variables))
 
 
 def layers_of(model: Any) -> list[Any]:
