@@ -1,9 +1,15 @@
 """One backend per test process: the one in KERAS_BACKEND. Gives it several CPU devices before it starts."""
 
 import atexit
+import collections
 import os
+import pathlib
+import re
+import resource
 import shutil
 import tempfile
+from importlib import metadata
+from multiprocessing import forkserver
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -20,46 +26,108 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
-import keras
 import pytest
+from support.patience import slowness
 
-BACKEND = keras.config.backend()
+BACKEND = os.environ["KERAS_BACKEND"]
+# Where the arithmetic and the messages that are the same on all backends are tested: here each test takes least.
+NEUTRAL_BACKEND = "torch"
 NUM_TENSORFLOW_DEVICES = 4
 
-if BACKEND == "tensorflow":
-    import tensorflow as tf
 
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * NUM_TENSORFLOW_DEVICES,
+def pytest_addoption(parser):
+    parser.addoption(
+        "--suite",
+        choices=["default", "exhaustive", "all"],
+        help="without tests marked `exhaustive` (the default), these alone, or all; a test that is named runs always",
     )
-elif BACKEND == "torch":
-    import torch
-
-    torch.set_num_threads(1)
+    parser.addoption("--cpu", action="store_true", help="print what each file of tests costs in seconds of CPU")
 
 
-def pytest_report_header():
-    return f"keras {keras.__version__}, backend {BACKEND}"
+def pytest_report_header(config):
+    return f"keras {metadata.version('keras')}, backend {BACKEND}, suite {_suite(config)}"
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest makes the report
+@pytest.hookimpl(tryfirst=True)  # before pytest makes the report, and before pytest-timeout reads its limit
 def pytest_configure(config):
-    if os.environ.get("REPORTS") and not hasattr(config, "workerinput"):
-        config.option.xmlpath = os.path.join(os.environ["REPORTS"], f"{BACKEND}-{keras.__version__}.xml")
     config.addinivalue_line("markers", "backends(*names): the test is about these backends and skips on others")
+    config.addinivalue_line(
+        "markers",
+        f"neutral: what is tested depends on no backend; once is enough, on {NEUTRAL_BACKEND}, and others leave it out",
+    )
+    config.addinivalue_line(
+        "markers", "exhaustive(*names): one of many crosses, left out by default; with names on these backends only"
+    )
     config.addinivalue_line("markers", "xdist_group(name): run in the same process as others of that name")
+    runs_here = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if os.environ.get("REPORTS") and not hasattr(config, "workerinput"):
+        names = [BACKEND, metadata.version("keras"), os.environ.get("TOX_ENV_NAME", ""), _suite(config)]
+        config.option.xmlpath = os.path.join(os.environ["REPORTS"], "-".join(name for name in names if name) + ".xml")
+    if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None:
+        config.option.timeout = float(config.getini("timeout") or 300) * slowness()
+    if runs_here:  # and not only in workers
+        _start_backend()
+    if config.option.cpu:
+        config.pluginmanager.register(_CpuSeconds(runs_here), "seconds of CPU")
+
+
+def _start_backend():
+    import keras  # noqa: F401
+
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0],
+            [tf.config.LogicalDeviceConfiguration()] * NUM_TENSORFLOW_DEVICES,
+        )
+    elif BACKEND == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def _suite(config):
+    """Which tests are asked for; those that are named one by one in any case."""
+    named = any("::" in argument for argument in config.args)
+    return config.option.suite or ("all" if named else "default")
+
+
+def pytest_ignore_collect(collection_path):
+    """A file about other backends is not even imported: that takes longer than many tests."""
+    if collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        about = re.search(r"^pytestmark = .*mark\.backends\(([^)]*)\)", collection_path.read_text(), re.MULTILINE)
+        if about and BACKEND not in re.findall(r"\w+", about[1]):
+            return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    suite, slow = _suite(config), slowness()
+    kept, left_out = [], []
     for item in items:
+        wanted = suite == "all" or _is_exhaustive(item) == (suite == "exhaustive")
+        if item.get_closest_marker("neutral") and BACKEND != NEUTRAL_BACKEND:
+            wanted = False
+        (kept if wanted else left_out).append(item)
         group = _shares_work_with(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+        limit = item.get_closest_marker("timeout")
+        if limit is not None and limit.args:
+            item.add_marker(pytest.mark.timeout(limit.args[0] * slow, *limit.args[1:]), append=False)
         for mark in item.iter_markers("backends"):
             if BACKEND not in mark.args:
                 item.add_marker(pytest.mark.skip(reason=f"about {' and '.join(mark.args)}, not {BACKEND}"))
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _is_exhaustive(item):
+    """Also where any of its parameters is."""
+    return any(not mark.args or BACKEND in mark.args for mark in item.iter_markers("exhaustive"))
 
 
 def _shares_work_with(item):
@@ -71,6 +139,52 @@ def _shares_work_with(item):
     if callspec is not None and isinstance(callspec.params.get("inner"), str):
         return callspec.params["inner"]
     return None
+
+
+class _CpuSeconds:
+    """What each test takes of processors: unlike the time on the clock, the same on a busy machine."""
+
+    def __init__(self, runs_here):
+        self._start = _cpu_seconds() if runs_here else 0.0
+        self._by_file = collections.defaultdict(lambda: [0, 0.0])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        begin = _cpu_seconds()
+        item.user_properties.append(("seconds_of_cpu", begin))  # replaced by the difference when its report is made
+        return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item, call):
+        if call.when == "teardown":
+            item.user_properties[:] = [
+                (name, _cpu_seconds() - value if name == "seconds_of_cpu" else value)
+                for name, value in item.user_properties
+            ]
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown":
+            spent = self._by_file[report.nodeid.partition("::")[0]]
+            spent[0] += 1
+            spent[1] += dict(report.user_properties).get("seconds_of_cpu", 0.0)
+
+    def pytest_terminal_summary(self, terminalreporter):
+        terminalreporter.section("seconds of CPU by file, without imports and collecting")
+        for file, (number, seconds) in sorted(self._by_file.items(), key=lambda entry: -entry[1][1]):
+            terminalreporter.write_line(f"{seconds:8.1f}  {number:5d} tests  {file}")
+        terminalreporter.write_line(f"{sum(seconds for _, seconds in self._by_file.values()):8.1f}  in all")
+
+
+def _cpu_seconds():
+    """Of this process, of those that it has waited for, and of the server that forks ranks and those it waited for."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    total = sum(each.ru_utime + each.ru_stime for each in usage)
+    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    stat = pathlib.Path(f"/proc/{server}/stat")
+    if server and stat.exists():
+        fields = stat.read_text().rpartition(")")[2].split()
+        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return total
 
 
 @pytest.hookimpl(trylast=True)
@@ -91,10 +205,14 @@ def backend():
 
 @pytest.fixture(autouse=True)
 def clean_keras_state():
+    import keras
+
     keras.utils.set_random_seed(0)
     if BACKEND == "tensorflow":
         # Strategies number their collectives from the same key, and TensorFlow refuses a key that it has seen with
         # another number of devices. Its own tests do the same.
+        import tensorflow as tf
+
         tf.distribute.MirroredStrategy._collective_key_base += 100_000
     yield
     keras.config.set_dtype_policy("float32")
