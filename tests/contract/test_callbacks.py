@@ -25,10 +25,17 @@ def chains():
 
 ONE_OF_EACH_CLASS = {type(wrap(o.SGD())): wrapper for wrapper, wrap in catalogue.WRAPPERS.items()}.values()
 INSIDE = ("LossScaleOptimizer of {}", "GradientClipping")
+BY_DEFAULT = [
+    ("{}", "CrossShard of CrossShard"),
+    ("{}", "LossScaling static"),
+    ("{} of MultiOptimizer", "CrossShard"),
+    INSIDE,
+]
+EXHAUSTIVE = pytest.mark.exhaustive("jax", "tensorflow")
 each_chain = pytest.mark.parametrize(
     ("chain", "wrapper"),
     [
-        pytest.param(chain, wrap, id=name.format(wrapper))
+        pytest.param(chain, wrap, id=name.format(wrapper), marks=[] if (name, wrapper) in BY_DEFAULT else EXHAUSTIVE)
         for wrapper, wrap in catalogue.WRAPPERS.items()
         for name, chain in chains()
         if not (wrapper in catalogue.REFUSES_LOSS_SCALING and name.startswith("LossScale"))

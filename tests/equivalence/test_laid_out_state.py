@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from support.suites import some
 
 import keras_shardopt as ks
 
@@ -56,9 +57,10 @@ ARGUMENTS = {
 }
 CASES = [(inner, "plain", {"momentum": 2, "ema": 8}.get(inner, 4)) for inner in INNER]
 CASES += [("ema", arguments, 4) for arguments in ARGUMENTS if arguments != "plain"]
+BY_DEFAULT = [("momentum", "plain", 2), ("scaled", "plain", 4), ("ema", "accumulates", 4), ("ema", "clips", 4)]
 
 
-@pytest.mark.parametrize(("inner", "arguments", "num_replicas"), CASES)
+@pytest.mark.parametrize(("inner", "arguments", "num_replicas"), some(CASES, BY_DEFAULT))
 def test_state_stays_divided_through_fit_and_weights_are_the_same(inner, arguments, num_replicas):
     with ks.data_parallel(num_replicas):
         results = []

@@ -39,6 +39,12 @@ WRAPPERS = {
 }
 
 
+# By class the first of them.
+ONE_OF_EACH_CLASS = [
+    *("CrossShard", "GradientClipping", "LARC", "LossScaling", "MixedPrecision", "Tower", "VariableClipping"),
+]
+
+
 # Those whose arguments here leave each gradient as it is, but not before they have looked at it.
 READS_GRADIENTS = {"CrossShard clipping", "CrossShard checking", "GradientClipping", "LARC", "LossScaling"}
 # Variables that a wrapper keeps besides those of the inner optimizer, at the end.
@@ -91,6 +97,13 @@ IN_FILES_WITH_EVERY_INNER = ("CrossShard",) if IS_QUICK else ()
 if os.environ.get("ONE_OF_EACH_KIND"):
     WITH_EVERY_INNER = IN_FILES_WITH_EVERY_INNER = ()
 ALL_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w in WITH_EVERY_INNER else REPRESENTATIVE)]
+# What runs by default: the wrapper that everybody uses around each kind of inner optimizer, every other wrapper around
+# one of them, another each time. PyTorch, which compiles nothing, has time for each kind in each.
+DEFAULT_PAIRS = [
+    (w, i)
+    for number, w in enumerate(WRAPPERS)
+    for i in (REPRESENTATIVE if IS_QUICK or w == "CrossShard" else [REPRESENTATIVE[number % len(REPRESENTATIVE)]])
+]
 LONG_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w in IN_FILES_WITH_EVERY_INNER else REPRESENTATIVE)]
 
 

@@ -106,25 +106,30 @@ def wrong_way(name, source):
 
 
 @each_module
+@pytest.mark.neutral
 def test_only_the_three_backend_files_import_a_framework(name):
     assert frameworks_of(MODULES[name].read_text()) <= MAY_IMPORT_A_FRAMEWORK.get(name, set())
 
 
 @each_module
+@pytest.mark.neutral
 def test_only_replica_asks_which_backend_runs(name):
     assert asks_for_the_backend(MODULES[name].read_text()) == (name == "keras_shardopt.replica")
 
 
 @each_module
+@pytest.mark.neutral
 def test_imports_point_one_way(name):
     assert not wrong_way(name, MODULES[name].read_text())
 
 
 @each_module
+@pytest.mark.neutral
 def test_no_module_is_named_after_nothing(name):
     assert not {"utils", "util", "helpers", "common", "misc"} & set(name.split("."))
 
 
+@pytest.mark.neutral
 def test_the_checks_can_fail():
     assert frameworks_of("def f():\n    import torch.nn") == {"torch"}
     assert asks_for_the_backend("import keras\nkeras.config.backend()")

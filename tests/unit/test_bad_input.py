@@ -169,6 +169,7 @@ def shown(optimizer):
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 @hypothesis.given(data=st.data())
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_bad_arguments_are_named(name, data):
     function = found(name)
     parameters = [p for p, kind in inspect.signature(function).parameters.items() if kind.kind is not kind.VAR_KEYWORD]

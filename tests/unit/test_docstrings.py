@@ -19,12 +19,14 @@ MODULES = [
 
 
 @pytest.mark.parametrize("module", MODULES)
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_examples_run(module):
     failed, _ = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
     assert not failed
 
 
 @pytest.mark.parametrize("name", ks.__all__)
+@pytest.mark.neutral
 def test_public_names_have_a_docstring_with_an_example(name):
     thing = getattr(ks, name)
     assert thing.__doc__
@@ -43,6 +45,7 @@ FOR_WRAPPERS = {"transform_gradients", "update_inner", "wrapper_state", "optimiz
 @pytest.mark.parametrize(
     "name", ["CrossShard", "GradientClipping", "LARC", "LossScaling", "MixedPrecision", "Tower", "VariableClipping"]
 )
+@pytest.mark.neutral
 def test_what_the_package_asks_of_wrappers_is_not_in_their_help(name):
     keras_has = set(dir(keras.optimizers.Optimizer)) | set(vars(keras.optimizers.SGD()))
     shown = {each for each in dir(getattr(ks, name)) if not each.startswith("_")}

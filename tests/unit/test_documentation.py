@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from support import pages
+from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt import parallel
@@ -16,6 +17,15 @@ from keras_shardopt.replica import framework
 
 BACKEND = keras.config.backend()
 RUNNING = [page for page in pages.PAGES if any(block.runs_on(BACKEND) for block in pages.blocks(page))]
+
+
+def is_about_this_backend(page):
+    """Or what a newcomer reads first."""
+    return page == pages.README or any(
+        block.mark == "backends" and block.runs_on(BACKEND) for block in pages.blocks(page)
+    )
+
+
 API = "\n".join(page.read_text(encoding="utf-8") for page in sorted((pages.DOCS / "api").glob("*.md")))
 
 
@@ -65,7 +75,11 @@ def scopes(monkeypatch):
         parallel._lingering.close()
 
 
-@pytest.mark.parametrize("page", RUNNING, ids=lambda page: str(page.relative_to(pages.ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    some(RUNNING, is_about_this_backend, "jax", "tensorflow"),
+    ids=lambda page: str(page.relative_to(pages.ROOT)),
+)
 def test_blocks_run_in_their_order(page, tmp_path, monkeypatch, scopes):
     monkeypatch.chdir(tmp_path)
     names = names_of_the_reader()
@@ -88,6 +102,7 @@ def test_a_block_that_is_wrong_fails(tmp_path):
         run(pages.Block(page, 3, "python", ">>> 1 + 1\n3\n", "", ""), {})
 
 
+@pytest.mark.neutral
 def test_marks_are_known(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("\n<!-- only: jax -->\n```python\n```\n")
@@ -95,6 +110,7 @@ def test_marks_are_known(tmp_path):
         pages.blocks(page)
 
 
+@pytest.mark.neutral
 def test_every_public_name_is_on_one_api_page():
     listed = re.findall(r"^::: keras_shardopt\.(\S+)$", API, re.MULTILINE)
     public = {name for name in ks.__all__ if name not in ("callbacks", "schedules")}
@@ -104,6 +120,7 @@ def test_every_public_name_is_on_one_api_page():
     assert len(set(listed)) == len(listed)
 
 
+@pytest.mark.neutral
 def test_what_api_pages_name_is_there():
     entry = r"^::: keras_shardopt\.(\S+)\n(?:    options:\n      members: \[(.*)\])?"
     for name, members in re.findall(entry, API, re.MULTILINE):
@@ -115,6 +132,7 @@ def test_what_api_pages_name_is_there():
             assert getattr(thing, member).__doc__, f"{name}.{member}"
 
 
+@pytest.mark.neutral
 def test_files_that_commands_and_links_name_are_there():
     for page in pages.PAGES:
         text = page.read_text(encoding="utf-8")
@@ -132,6 +150,7 @@ def matrix():
     return module
 
 
+@pytest.mark.neutral
 def test_the_support_matrix_has_tests_that_exist_and_its_page_is_of_it():
     script = matrix()
     for feature in script.FEATURES:
@@ -145,6 +164,7 @@ def test_the_support_matrix_has_tests_that_exist_and_its_page_is_of_it():
     assert rows[1:] == [feature.name for feature in script.FEATURES]
 
 
+@pytest.mark.neutral
 def test_the_support_matrix_counts_what_passed_and_says_what_failed(tmp_path):
     script = matrix()
     cases = {"a[1]": "", "a[2]@a group": "<failure/>", "b[x]@it": "", "b[y]": "", "c@it": "<skipped/>"}

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 TESTS = """
 import os
 import pytest
@@ -22,6 +24,7 @@ def pytest_collection_modifyitems(items):
 """
 
 
+@pytest.mark.neutral
 def test_a_group_stays_on_one_worker(tmp_path):
     (tmp_path / "test_group.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from keras import optimizers as o
 from support import catalogue
+from support.suites import some
 
 import keras_shardopt as ks
 
@@ -39,7 +40,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("build", [True, False], ids=["built", "not yet"])
-@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("what", some(OTHERS, 2, "jax", "tensorflow"))
 @pytest.mark.parametrize("name", ["a.keras", "a.weights.h5"])
 def test_state_of_another_optimizer(tmp_path, what, build, name):
     saved = made(wrapped(o.Adam))
@@ -117,7 +118,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("target", CHAINS)
+@pytest.mark.parametrize("target", some(CHAINS, 2, "jax", "tensorflow"))
 @pytest.mark.parametrize("source", CHAINS)
 def test_names_are_those_of_any_chain(tmp_path, source, target):
     saved = made(CHAINS[source]())

@@ -86,6 +86,7 @@ GROUPS = [
 @pytest.mark.parametrize(("num_replicas", "groups"), GROUPS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("clipnorm", [None, CLIPNORM])
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_every_way_of_arriving_with_groups_and_clipping(
     arrival, num_replicas, groups, reduction, clipnorm, monkeypatch
 ):

@@ -7,6 +7,8 @@ import pytest
 
 from keras_shardopt import partition
 
+pytestmark = pytest.mark.neutral
+
 SIZES = {
     "one": [1],
     "fewer elements than replicas": [2, 1],

@@ -73,6 +73,7 @@ def float64():
 
 
 @pytest.mark.parametrize(("policy", "case"), golden("cases"))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_golden(policy, case):
     if case["id"] in REFUSED:
         with pytest.raises(ValueError, match=REFUSED[case["id"]]):
@@ -114,6 +115,7 @@ WORKS_HERE = {
 
 
 @pytest.mark.parametrize(("policy", "case"), golden("error_cases"))
+@pytest.mark.neutral
 def test_golden_errors(policy, case):
     if case["id"].endswith("global_step_None"):
         with pytest.raises(ValueError, match="`step` must be given"):
@@ -160,6 +162,7 @@ def _iterations(step):
 
 @each_schedule
 @pytest.mark.parametrize("form", STEP_FORMS)
+@pytest.mark.exhaustive("tensorflow")
 def test_forms_of_a_step(schedule, form):
     if form == "int64" and BACKEND == "jax":
         pytest.skip("JAX has no int64 unless x64 is on")
@@ -509,6 +512,7 @@ def test_get_of_schedules_and_numbers():
         (lambda: 0.1, {}, TypeError, "of type function"),
     ],
 )
+@pytest.mark.neutral
 def test_get_refuses(identifier, arguments, error, message):
     with pytest.raises(error, match=message):
         schedules.get(identifier, **arguments)
@@ -575,6 +579,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "wrong", "value", "error"), ERRORS)
+@pytest.mark.neutral
 def test_errors_name_the_argument_and_its_value(name, arguments, wrong, value, error):
     with pytest.raises(error) as raised:
         getattr(schedules, name)(**arguments | {wrong: value})
@@ -583,6 +588,7 @@ def test_errors_name_the_argument_and_its_value(name, arguments, wrong, value, e
     assert f"{wrong}={value!r}" in message or (isinstance(value, list) and "Received: " in message)
 
 
+@pytest.mark.neutral
 def test_errors_read_well():
     with pytest.raises(ValueError) as raised:
         schedules.PolyDecay(0.1, 0)
@@ -609,16 +615,19 @@ def test_negative_steps_are_refused():
 
 
 @pytest.mark.parametrize("module", [policies, composition, schedule_module])
+@pytest.mark.neutral
 def test_examples_in_docstrings(module):
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
 
 
+@pytest.mark.neutral
 def test_examples_in_the_docs():
     result = doctest.testfile(str(DOCS / "schedules.md"), module_relative=False)
     assert result.attempted and not result.failed
 
 
+@pytest.mark.neutral
 def test_every_public_name_is_in_the_docs_and_documented():
     text = (DOCS / "schedules.md").read_text(encoding="utf-8")
     for name in schedules.__all__:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import problem
 from support.schedules import SCHEDULES, each_schedule, rates
+from support.suites import some
 
 import keras_shardopt as ks
 
@@ -56,7 +57,7 @@ def test_config_round_trip(schedule):
     np.testing.assert_array_equal(rates(again, range(12)), rates(schedule, range(12)))
 
 
-@pytest.mark.parametrize("name", ["CosineDecay", "Join", "of Keras' own"])
+@pytest.mark.parametrize("name", some(["CosineDecay", "Join", "of Keras' own"], ["Join"], "jax", "tensorflow"))
 @wrapped_or_not
 def test_a_saved_model_goes_on_where_it_was(name, wrap, tmp_path):
     schedule = SCHEDULES[name]()
@@ -105,6 +106,7 @@ class FakeAxes:
         self.ylabel = text
 
 
+@pytest.mark.neutral
 def test_plot_draws_the_rates(monkeypatch):
     # matplotlib is optional, and here nothing is drawn with it.
     monkeypatch.setitem(sys.modules, "matplotlib", type(sys)("matplotlib"))

@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -14,6 +16,7 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.neutral
 def test_a_run_in_which_everything_skipped_fails(tmp_path):
     suite = tmp_path / "test_none.py"
     suite.write_text(
