@@ -14,13 +14,14 @@ import jax
 import keras
 import numpy as np
 from support import problem, restarting
+from support.patience import patient
 
 import keras_shardopt as ks
 
 warnings.filterwarnings("ignore")
 
 EPOCHS, STEPS = 4, 5
-TIMEOUT = 20  # seconds, which a busy machine may keep a process waiting; JAX's own is 100
+TIMEOUT = round(patient(10))  # seconds, which a busy machine may keep a process waiting; JAX's own is 100
 
 
 def train(scope, callbacks):

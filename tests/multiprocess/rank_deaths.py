@@ -23,6 +23,7 @@ import torch
 import torch._dynamo  # what else every rank would import in its first step
 import torch.distributed as dist
 from support import launch, problem
+from support.patience import patient
 
 import keras_shardopt as ks
 
@@ -108,7 +109,7 @@ def round_of(case, folder):
     victim = case["victim"]
     death = reports[victim].with_suffix(".end")
     survivors = [rank for rank in range(case["size"]) if rank != victim]
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + patient(60)
     alive = set(survivors)
     try:
         while not death.exists() or not death.read_text():
@@ -121,7 +122,7 @@ def round_of(case, folder):
             time.sleep(case["delay"])
             died = time.monotonic()
             os.kill(children[victim], signal.SIGKILL if case["how"] == "kill" else signal.SIGSTOP)
-        limit = died + case["timeout"] + 10
+        limit = died + case["timeout"] + patient(10)
         while alive and time.monotonic() < limit:
             alive -= {rank for rank in alive if os.waitpid(children[rank], os.WNOHANG)[0]}
             time.sleep(0.01)
@@ -147,7 +148,7 @@ def cases(num_rounds, seed):
             "batch": chosen.randrange(1, 30),
             "delay": chosen.uniform(0, 0.1),
             "prepared": chosen.random() < 0.5,
-            "timeout": TIMEOUT,
+            "timeout": patient(TIMEOUT),
         }
 
 

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support import launch, problem, uneven
+from support.patience import patient
 
 import keras_shardopt as ks
 
@@ -97,7 +98,7 @@ def test_who_is_left_ends_with_an_error_in_time(interrupted):
     # JAX ends the process itself when the limit that it was given is over, and says which task is missing.
     assert re.search(r"worker 0, exit status -?\d+$", printed, re.MULTILINE), printed
     (seconds,) = re.findall(r"^after ([\d.]+) s: JaxRuntimeError$", printed, re.MULTILINE)
-    assert float(seconds) < 2 + 4, printed  # 2 s on a quiet machine
+    assert float(seconds) < patient(2 + 4), printed  # 2 s on a quiet machine
     assert re.search(r"\btask\W{1,2}1\b", printed, re.IGNORECASE), printed  # "Task 1", "Task: 1", "task:1"
 
 

@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 from support import checks, launch
+from support.patience import patient
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(600)]
 
@@ -34,4 +35,4 @@ def test_a_worker_that_fails_or_hangs_is_reported_in_time():
     start = time.monotonic()
     with pytest.raises(launch.WorkersFailed, match="not finished after 1"):
         launch.run(["sleep", "60"], 1.0, {})
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < patient(10)

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from support import flips, in_parts, problem
 from support.checks import refused
+from support.patience import patient
 
 import keras_shardopt as ks
 from keras_shardopt.replica import framework
@@ -154,7 +155,7 @@ def main():
         except tf.errors.UnavailableError as error:
             assert "task:1" in str(error), str(error)
             seconds = time.time() - float(died.read_text())
-            assert seconds < 15, seconds  # 0.1 s, unless it is TensorFlow's heartbeats (10 s) that tell
+            assert seconds < patient(15), seconds  # 0.1 s, unless it is TensorFlow's heartbeats (10 s) that tell
             print("the chief has noticed", flush=True)
             os._exit(0)  # past what TensorFlow wants to tell the other at the end
 

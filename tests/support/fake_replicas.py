@@ -9,6 +9,7 @@ import threading
 
 import keras
 import numpy as np
+from support.patience import patient
 
 from keras_shardopt.replica import framework
 from keras_shardopt.replica.base import Arrival, ReplicaBackend
@@ -67,7 +68,7 @@ class FakeWorld:
         self.replicas = [FakeReplicas(self, r) for r in range(num_replicas)]
         self._running = threading.local()
         self._posted = [None] * num_replicas
-        self._barrier = threading.Barrier(num_replicas, timeout=timeout)
+        self._barrier = threading.Barrier(num_replicas, timeout=patient(timeout))
 
     def exchange(self, replica_id, arrays):
         self._posted[replica_id] = arrays

@@ -7,6 +7,7 @@ import threading
 
 import keras
 import numpy as np
+from support.patience import patient
 
 from keras_shardopt.replica import framework
 from keras_shardopt.wrapper import OptimizerWrapper
@@ -56,7 +57,7 @@ class Processes:
     def __init__(self, monkeypatch, number, patience=20.0):
         self.number = number
         self._here = threading.local()
-        self._barrier = threading.Barrier(number, timeout=patience)
+        self._barrier = threading.Barrier(number, timeout=patient(patience))
         self._said = [None] * number
         self.num_exchanges = 0
         monkeypatch.setattr(framework, "process", lambda: (number, getattr(self._here, "rank", 0)))

@@ -19,6 +19,8 @@ import tempfile
 import time
 from unittest import mock
 
+from support.patience import patient
+
 TESTS = pathlib.Path(__file__).parents[1]
 
 
@@ -118,7 +120,8 @@ def variables(backend, **more):
 def workers(script, environments, *arguments, timeout=150.0, grace=10.0, start=None):
     """Runs a script once per environment, all at a time. Returns what each of them printed.
 
-    When one fails, the others have `grace` seconds to fail too, and when the time is up all are killed. `start` makes a
+    When one fails, the others have `grace` seconds to fail too, and when the time is up all are killed; both are longer
+    on a busy machine. `start` makes a
     process of a script, its arguments, its environment and the file for what it prints; by default a new interpreter.
 
     Raises:
@@ -134,11 +137,11 @@ def workers(script, environments, *arguments, timeout=150.0, grace=10.0, start=N
             stack.callback(process.wait)
             stack.callback(_signal, process, signal.SIGKILL)
             processes.append(process)
-        limit = time.monotonic() + timeout
+        limit = time.monotonic() + patient(timeout)
         failed = False
         while any(process.exit_status is None for process in processes) and time.monotonic() < limit:
             if not failed and any(process.exit_status for process in processes):
-                failed, limit = True, min(limit, time.monotonic() + grace)
+                failed, limit = True, min(limit, time.monotonic() + patient(grace))
             time.sleep(0.05)
         late = [i for i, process in enumerate(processes) if process.exit_status is None]
         for i in late:
@@ -247,7 +250,7 @@ def run(command, timeout, environment):
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=patient(timeout))
     except subprocess.TimeoutExpired:
         # Every process of the session writes its stack first (faulthandler), then dies.
         _signal(process, signal.SIGABRT)

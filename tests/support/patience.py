@@ -7,9 +7,12 @@ work takes longer; `patient` measures by how much.
 import os
 import time
 
-_UNIT = 200_000  # rounds of a loop
+_ROUNDS = 200_000  # a unit of work: as many rounds of a loop
 _USUAL = 0.02  # seconds that they take on a quiet machine, generously
 _MOST = 10.0
+_LASTS = 5.0  # seconds until it is measured again
+
+_measured = (-_LASTS, 1.0)
 
 
 def patient(seconds):
@@ -19,10 +22,14 @@ def patient(seconds):
 
 def slowness():
     """At least 1: how many times longer things take here and now, by a unit of work and by the jobs that wait."""
-    begin = time.perf_counter()
-    total = 0
-    for i in range(_UNIT):
-        total += i
-    measured = (time.perf_counter() - begin) / _USUAL
-    waiting = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
-    return min(max(1.0, measured, waiting), _MOST)
+    global _measured
+    when, found = _measured
+    if time.monotonic() - when >= _LASTS:
+        begin = time.perf_counter()
+        for _ in range(_ROUNDS):
+            pass
+        work = (time.perf_counter() - begin) / _USUAL
+        jobs = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
+        found = min(max(1.0, work, jobs), _MOST)
+        _measured = time.monotonic(), found
+    return found
