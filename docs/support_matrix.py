@@ -1,9 +1,11 @@
 """Writes docs/support.md: what works on which backend with which Keras, as far as tests say so.
 
-    REPORTS=FOLDER tox run -e jax,tensorflow,torch,lowest
+    REPORTS=FOLDER tox run
+    REPORTS=FOLDER tox run -m exhaustive
     python docs/support_matrix.py write FOLDER
 
-makes it of pytest's reports of a whole run, which are in FOLDER under names of the backend and the version of Keras.
+makes it of pytest's reports of a whole run, which are in FOLDER under names of the backend, the version of Keras, and
+what ran: reports of the same backend and version are one column.
 The tests that stand for the features, and no more, are run in an environment of one's own with
 
     KERAS_BACKEND=jax python docs/support_matrix.py run FOLDER
@@ -231,16 +233,23 @@ several processes with "gloo". No number here comes from a GPU or a TPU.
 """
 
 
-def outcomes(file: pathlib.Path) -> dict[str, collections.Counter[str]]:
-    """By test, without and with what it was parametrized with: how often it passed, failed and was skipped."""
-    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for case in ET.parse(file).iter("testcase"):
+def outcomes(*files: pathlib.Path) -> dict[str, collections.Counter[str]]:
+    """By test, without and with what it was parametrized with: how often it passed, failed and was skipped.
+
+    What several reports have counts once: as failed where it failed in any of them.
+    """
+    order = ("skipped", "passed", "failed")
+    worst: dict[tuple[str, str], str] = {}
+    for case in (case for file in files for case in ET.parse(file).iter("testcase")):
         given = re.sub(r"@[^\]]*$", "", case.get("name", ""))  # the group of pytest-xdist
         function, bracket, values = given.partition("[")
-        name = f"{case.get('classname', '').replace('.', '/')}.py::{function}"
+        test = f"{case.get('classname', '').replace('.', '/')}.py::{function}", bracket + values
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        for key in {name, name + bracket + values}:
+        worst[test] = max(outcome, worst.get(test, outcome), key=order.index)
+    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for (name, values), outcome in worst.items():
+        for key in {name, name + values}:
             found[key][outcome] += 1
     return found
 
@@ -259,14 +268,14 @@ def cell(feature: Feature, backend: str, found: dict[str, collections.Counter[st
 
 def page(folder: pathlib.Path) -> str:
     """The page, of all reports in a folder."""
-    columns = []
+    files = collections.defaultdict(list)
     for file in sorted(folder.glob("*.xml")):
-        backend, _, version = file.stem.partition("-")
-        columns.append((list(BACKENDS).index(backend), [-int(p) for p in version.split(".")], backend, version, file))
-    columns.sort()
-    lines = ["| | " + " | ".join(f"{BACKENDS[b]}, Keras {version}" for _, _, b, version, _ in columns) + " |"]
+        backend, version, *_ = file.stem.split("-")
+        files[backend, version].append(file)
+    columns = sorted(files, key=lambda c: (list(BACKENDS).index(c[0]), [-int(part) for part in c[1].split(".")]))
+    lines = ["| | " + " | ".join(f"{BACKENDS[backend]}, Keras {version}" for backend, version in columns) + " |"]
     lines.append("|---|" + "---|" * len(columns))
-    reports = [(backend, outcomes(file)) for _, _, backend, _, file in columns]
+    reports = [(column[0], outcomes(*files[column])) for column in columns]
     for feature in FEATURES:
         lines.append(f"| {feature.name} | " + " | ".join(cell(feature, b, found) for b, found in reports) + " |")
     return HEAD + "\n".join(lines) + "\n"
@@ -276,7 +285,7 @@ def run(folder: pathlib.Path) -> int:
     """Runs the tests of this environment's backend."""
     backend = os.environ.get("KERAS_BACKEND", "jax")
     tests = sorted({test for feature in FEATURES for test in feature.tests.get(backend, [])})
-    command = [sys.executable, "-m", "pytest", "-q", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "--suite", "all", *tests]
     environment = {**os.environ, "KERAS_BACKEND": backend, "REPORTS": str(folder.resolve())}
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 

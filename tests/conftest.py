@@ -61,7 +61,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "xdist_group(name): run in the same process as others of that name")
     runs_here = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if os.environ.get("REPORTS") and not hasattr(config, "workerinput"):
-        names = [BACKEND, metadata.version("keras"), os.environ.get("TOX_ENV_NAME", ""), _suite(config)]
+        run = os.environ.get("RUN_NAME") or os.environ.get("TOX_ENV_NAME", "")
+        names = [BACKEND, metadata.version("keras"), run, _suite(config)]
         config.option.xmlpath = os.path.join(os.environ["REPORTS"], "-".join(name for name in names if name) + ".xml")
     if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None:
         config.option.timeout = float(config.getini("timeout") or 300) * slowness()

@@ -26,7 +26,6 @@ def chains():
 ONE_OF_EACH_CLASS = {type(wrap(o.SGD())): wrapper for wrapper, wrap in catalogue.WRAPPERS.items()}.values()
 INSIDE = ("LossScaleOptimizer of {}", "GradientClipping")
 BY_DEFAULT = [
-    ("{}", "CrossShard of CrossShard"),
     ("{}", "LossScaling static"),
     ("{} of MultiOptimizer", "CrossShard"),
     INSIDE,

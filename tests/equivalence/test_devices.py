@@ -101,7 +101,11 @@ def test_clipping_inside_sees_the_global_gradient(clip):
     [
         pytest.param(lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.5), id="ema"),
         pytest.param(lambda: keras.optimizers.LossScaleOptimizer(problem.sgd_momentum(), initial_scale=4.0), id="lso"),
-        pytest.param(lambda: keras.optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=8.0), id="loss_scale_factor"),
+        pytest.param(
+            lambda: keras.optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=8.0),
+            id="loss_scale_factor",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_composed_optimizers(make):
@@ -110,7 +114,7 @@ def test_composed_optimizers(make):
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras before 3.15 has no MultiOptimizer")
-@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("outside", some([True, False], 2))
 def test_multi_optimizer(outside):
     def multi(wrap):
         rules = {".*bias": wrap(keras.optimizers.SGD(0.05))}

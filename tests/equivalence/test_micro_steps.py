@@ -41,7 +41,7 @@ def trained(case, num_replicas, num_steps, prepared=None, epochs=1, **arguments)
     return found
 
 
-@pytest.mark.parametrize(("num_replicas", "num_steps"), NUMBERS)
+@pytest.mark.parametrize(("num_replicas", "num_steps"), some(NUMBERS, 2, "jax", "tensorflow"))
 def test_windows_equal_larger_batches(num_replicas, num_steps):
     accumulating.check("momentum", num_steps, *trained("momentum", num_replicas, num_steps))
 

@@ -10,7 +10,7 @@ from test_examples import EXAMPLES, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def printed(output, name):
     ("backend", "start", "replicas", "loop"),
     [
         ("jax", [sys.executable], ["--replicas", "4"], "jax_loop.py"),
-        ("tensorflow", [sys.executable], ["--replicas", "2"], None),
+        pytest.param("tensorflow", [sys.executable], ["--replicas", "2"], None, marks=pytest.mark.exhaustive),
         ("torch", TORCHRUN, [], "torch_loop.py"),
     ],
 )

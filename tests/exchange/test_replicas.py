@@ -8,7 +8,7 @@ from support import launch
 BACKENDS = ("jax", "tensorflow", "torch")
 COUNTS = (1, 2, 4)
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.exhaustive]
 
 
 def run(backend, *arguments):

@@ -182,3 +182,14 @@ def test_the_support_matrix_counts_what_passed_and_says_what_failed(tmp_path):
     assert cell("c") == cell("gone") == "not run"
     assert cell("b", remarks={"jax": "in `fit`"}) == "2; in `fit`"
     assert cell() == "no"
+
+    # Reports of one backend and version are one column; what two of them have counts once.
+    feature = script.FEATURES[0]
+    file, _, function = feature.tests["jax"][0].partition("::")
+    for run, names in {"tests-default": "13", "exhaustive-jax-exhaustive": "23"}.items():
+        cases = [f'<testcase classname="{file[:-3].replace("/", ".")}" name="{function}[{name}]"/>' for name in names]
+        report = tmp_path / f"jax-3.15.1-{run}.xml"
+        report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    (tmp_path / "jax-3.15.1.xml").unlink()
+    title, _, first, *_ = script.page(tmp_path).removeprefix(script.HEAD).splitlines()
+    assert title == "| | JAX, Keras 3.15.1 |" and first == f"| {feature.name} | 3 |"

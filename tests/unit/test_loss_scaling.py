@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 from support import catalogue, problem, tracing
+from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.replica import framework
@@ -49,10 +50,15 @@ def fit(model, x, y, **arguments):
 
 @pytest.mark.parametrize(
     ("way", "inner", "bad"),
-    [
-        *[("in CrossShard", inner, np.inf) for inner in EVERYTHING_THAT_MOVES],
-        *[(way, "decay, average and schedule", np.nan) for way in WAYS if way != "in CrossShard"],
-    ],
+    some(
+        [
+            *[("in CrossShard", inner, np.inf) for inner in EVERYTHING_THAT_MOVES],
+            *[(way, "decay, average and schedule", np.nan) for way in WAYS if way != "in CrossShard"],
+        ],
+        3,
+        "jax",
+        "tensorflow",
+    ),
 )
 def test_a_skipped_step_changes_nothing_but_the_scale(way, inner, bad):
     """Under `fit`: with an overflow in every third step the rest is as if those steps had not been."""
@@ -83,6 +89,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale(way, inner, bad):
     assert all(np.isfinite(w).all() for w in bad_model.get_weights())
 
 
+CROSS = pytest.mark.exhaustive("jax", "tensorflow")
 EAGER_AND_COMPILED = [{"run_eagerly": True}, {"jit_compile": True}]
 
 
@@ -144,8 +151,12 @@ def test_a_loss_in_half_precision_is_scaled_in_float32():
     [
         pytest.param(lambda inner: ks.LossScaling(inner), id="LossScaling"),
         pytest.param(lambda inner: ks.CrossShard(ks.LossScaling(inner)), id="CrossShard"),
-        pytest.param(lambda inner: ks.Tower(ks.CrossShard(ks.LossScaling(inner, "LogMax"))), id="Tower"),
-        pytest.param(lambda inner: ks.GradientClipping(ks.LossScaling(inner, 128.0), 1e6), id="GradientClipping"),
+        pytest.param(lambda inner: ks.Tower(ks.CrossShard(ks.LossScaling(inner, "LogMax"))), id="Tower", marks=CROSS),
+        pytest.param(
+            lambda inner: ks.GradientClipping(ks.LossScaling(inner, 128.0), 1e6),
+            id="GradientClipping",
+            marks=CROSS,
+        ),
         pytest.param(lambda inner: ks.CrossShard(o.LossScaleOptimizer(inner)), id="stock"),
         pytest.param(lambda inner: ks.MixedPrecision(inner, 128.0), id="MixedPrecision"),
     ],

@@ -134,7 +134,11 @@ def test_keras_own_accumulation_counts_batches_as_the_docs_say():
     assert float(optimizer.learning_rate) == 0.25  # after one update, schedule(1) would be 0.5
 
 
-@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, ks.CrossShard], ids=["alone", "CrossShard"])
+@pytest.mark.parametrize(
+    "wrap",
+    some([lambda optimizer: optimizer, ks.CrossShard], [ks.CrossShard], "jax", "tensorflow"),
+    ids=["alone", "CrossShard"],
+)
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -4,6 +4,7 @@ import pytest
 from keras import ops
 from support import golden, problem
 from support.inner import TF1Momentum
+from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt import numerics
@@ -401,7 +402,7 @@ def test_a_batch_of_unknown_size_is_checked_when_it_runs():
     golden.assert_close(v, [-4.0])
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", some([False, True], 2, "jax", "tensorflow"))
 def test_a_smaller_last_batch_is_refused_before_anything_moves(jit_compile):
     if BACKEND == "torch" and jit_compile:
         pytest.skip("slow; test_torch_compile")
