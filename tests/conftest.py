@@ -66,6 +66,8 @@ def pytest_configure(config):
         config.option.xmlpath = os.path.join(os.environ["REPORTS"], "-".join(name for name in names if name) + ".xml")
     if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None:
         config.option.timeout = float(config.getini("timeout") or 300) * slowness()
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # the order is below
     if runs_here:  # and not only in workers
         _start_backend()
     if config.option.cpu:
@@ -124,6 +126,8 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)
+    if hasattr(config, "workerinput"):  # what takes longest first, so that no worker waits for another in the end
+        items.sort(key=lambda item: item.path.parent.name != "multiprocess")
 
 
 def _is_exhaustive(item):

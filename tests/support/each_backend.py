@@ -19,7 +19,17 @@ def main():
     for name, folders in RUNS.items():
         print(f"\n{'=' * 30} {name} {'=' * 30}", flush=True)
         begin = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", *folders, *sys.argv[1:]]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "2",
+            "--dist",
+            "loadgroup",
+            *folders,
+            *sys.argv[1:],
+        ]
         environment = {**os.environ, "KERAS_BACKEND": "jax" if folders else name, "RUN_NAME": name}
         status = subprocess.run(command, env=environment).returncode
         results.append((name, (time.monotonic() - begin) / 60, status))
