@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import launch
 from support.patience import patient
+from support.suites import some
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
 
@@ -71,13 +72,21 @@ def trained(folder, kind, *deaths):
     return dict(np.load(folder / "end.npz")), printed
 
 
-def test_a_restarted_job_ends_with_the_weights_of_one_that_nobody_killed(tmp_path):
-    expected, _ = trained(tmp_path / "alone", "whole")
-    for kind, deaths, begun in (("whole", (8, 17), "epoch 3"), ("sharded", (13,), "epoch 2")):
-        found, printed = trained(tmp_path / kind, kind, *deaths)
-        assert printed.count("begins with epoch") == (len(deaths) + 1) * 2, printed
-        assert f"begins with {begun}" in printed, printed
-        # Two ranks' sums are the same in any order, so that even the bits are, whoever holds which part.
-        assert found.keys() == expected.keys() and len(found) > 10
-        for name, array in expected.items():
-            np.testing.assert_array_equal(found[name], array, err_msg=name)
+@pytest.fixture(scope="module")
+def nobody_killed(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("restart") / "alone", "whole")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "deaths", "begun"),
+    some([("whole", (8, 17), "epoch 3"), ("sharded", (13,), "epoch 2")], lambda case: case[0] == "sharded"),
+    ids=["whole", "sharded"],
+)
+def test_a_restarted_job_ends_with_the_weights_of_one_that_nobody_killed(nobody_killed, kind, deaths, begun, tmp_path):
+    found, printed = trained(tmp_path / kind, kind, *deaths)
+    assert printed.count("begins with epoch") == (len(deaths) + 1) * 2, printed
+    assert f"begins with {begun}" in printed, printed
+    # Two ranks' sums are the same in any order, so that even the bits are, whoever holds which part.
+    assert found.keys() == nobody_killed.keys() and len(found) > 10
+    for name, array in nobody_killed.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)

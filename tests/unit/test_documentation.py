@@ -151,6 +151,25 @@ def matrix():
 
 
 @pytest.mark.neutral
+def test_hooks_and_workflow_run_what_the_tests_run():
+    pinned = dict(line.split("==") for line in read("constraints.txt").splitlines() if "==" in line)
+    hooks = re.findall(r"additional_dependencies: \[(\w+)==([\d.]+)\]", read(".pre-commit-config.yaml"))
+    assert hooks and all(pinned.get(name, version) == version for name, version in hooks)
+    environments = set(
+        re.findall(r"[\w-]+", " ".join(re.findall(r"environment: \[(.*)\]", read(".github/workflows/ci.yml"))))
+    )
+    by_default = set(re.findall(r"[\w-]+", re.search(r"^env_list = (.*)$", read("tox.ini"), re.MULTILINE)[1]))
+    labelled = set(re.findall(r"[\w-]+", re.search(r"^    exhaustive = (.*)$", read("tox.ini"), re.MULTILINE)[1]))
+    each = {"jax", "tensorflow", "torch", "together"}  # what `tests` does in one environment
+    assert environments == (by_default - {"tests"}) | each | labelled
+    assert set(re.findall(r"(exhaustive-\w+):\d+", read(".ci/run"))) == labelled
+
+
+def read(name):
+    return (pages.ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.neutral
 def test_the_support_matrix_has_tests_that_exist_and_its_page_is_of_it():
     script = matrix()
     for feature in script.FEATURES:
