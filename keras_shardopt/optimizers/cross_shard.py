@@ -365,6 +365,7 @@ class CrossShard(TwoPhases, DividedState):
         if not self.built and framework.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self.__dict__["_described"] = described(self, variables)
+            framework.draw_apart()
             if framework.makes_variables_together():
                 self._compare_with_peers()
         if self._accumulates and not self.built and not self._accumulators.is_built:
@@ -623,6 +624,10 @@ class CrossShard(TwoPhases, DividedState):
             return transformed_gradients(grads, variables, replicas.num_replicas, arrival, unit, clipnorm, transform)
 
         grads = transformed(None, self.replica_transform)
+        chosen, trained = variables, None
+        if not replicas.runs_one_program and len(variables) < len(self._trainable_variables):
+            # All ranks send the same, also where some have frozen layers, so that they can notice.
+            grads, variables, trained = self._with_frozen(grads, variables)
         # Before clipping, which makes all gradients NaN where one is, and after what may have put that right.
         looks = self._culprit is not None and (is_local or self._looks_at_own_gradients)
         found = first_not_finite(grads, variables) if looks else None
@@ -634,13 +639,40 @@ class CrossShard(TwoPhases, DividedState):
         if self.compression is not None and is_local:
             replicas = Compressed(replicas, self.compression, divides=arrival is Arrival.LOCAL)
         if self._shards is not None and is_local:
-            return self._shards.reduce(grads, variables, replicas, self.reduction, arrival, found)
+            grads, verdict = self._shards.reduce(grads, variables, replicas, self.reduction, arrival, found, trained)
+            return self._without_frozen(grads, verdict, variables, chosen)
         verdict = None
         if self._culprit is None:
-            grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups)
+            grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups, trained)
         else:
-            grads, verdict = reduce_and_judge(grads, variables, replicas, self.reduction, arrival, groups, found)
-        return (grads if self._shards is None else self._shards.slices_of(grads, variables)), verdict
+            grads, verdict = reduce_and_judge(
+                grads, variables, replicas, self.reduction, arrival, groups, found, trained
+            )
+        grads = grads if self._shards is None else self._shards.slices_of(grads, variables)
+        return self._without_frozen(grads, verdict, variables, chosen)
+
+    def _with_frozen(
+        self, grads: Gradients, variables: Sequence[Variable]
+    ) -> tuple[list[Tensor | None], list[Variable], list[bool]]:
+        """Gradients of all trainable variables, None where none is given; the variables; and which are given."""
+        given = {self._position(variable): grad for variable, grad in zip(variables, grads)}
+        every = range(len(self._trainable_variables))
+        return [given.get(i) for i in every], list(self._trainable_variables), [i in given for i in every]
+
+    def _without_frozen(
+        self, grads: Gradients, verdict: Tensor | None, variables: Sequence[Variable], chosen: Sequence[Variable]
+    ) -> tuple[Gradients, Tensor | None]:
+        """The reverse of `_with_frozen`, of gradients and a verdict on them."""
+        if variables is chosen:
+            return grads, verdict
+        positions = [self._position(variable) for variable in chosen]
+        if verdict is not None:
+            places = [UNKNOWN] * (len(variables) + 1)
+            for place, position in enumerate(positions):
+                places[position] = place
+            name = ops.take(ops.convert_to_tensor(places, "int32"), verdict[2] % len(places), axis=0)
+            verdict = ops.stack([verdict[0], verdict[1], name])
+        return [grads[i] for i in positions], verdict
 
     def _buckets_among(self, replicas: ReplicaBackend) -> Any:
         """What reduces gradients while they are computed; None where each is reduced by itself, after all of them."""

@@ -33,6 +33,7 @@ from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, Sing
 from keras_shardopt.replica.torch_fused import fused, may_fuse
 from keras_shardopt.replica.torch_group import close_group, meet, open_group, taking_part
 from keras_shardopt.replica.torch_overlap import Buckets, can_bucket
+from keras_shardopt.replica.torch_random import draw_apart, note_seed
 
 BUCKET_BYTES = 25 * 2**20
 """Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
@@ -188,6 +189,7 @@ class Ranks(ReplicaBackend):
         # Which other models are alive is each rank's own affair, so these follow only where all ranks agree.
         if all(signature[2] == theirs[0][2] for signature in theirs):
             self._take_from_root(others, groups)
+        draw_apart(self)  # also where a program has seeded PyTorch's generator since it was last said
         group, size = self._group(groups)
         num_equal = torch.tensor(float(equal), device=weights[0].device)
         with taking_part():
@@ -534,6 +536,12 @@ class Torch(Framework):
         torch.set_rng_state(on_cpu)
         if on_devices and len(on_devices) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(on_devices)
+        note_seed()
+
+    def draw_apart(self) -> None:
+        replicas = self.replicas("")
+        if isinstance(replicas, Ranks):
+            draw_apart(replicas)
 
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):

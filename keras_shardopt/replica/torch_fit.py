@@ -12,6 +12,7 @@ Private names of Keras touched here (a test holds each of them):
     `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
     `Trainer._flatten_metrics_in_order` - the form in which `train_on_batch` returns logs.
+    `Optimizer._trainable_variables` - what the optimizer was built on.
     `Model._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
     `get_metrics_result` of the class in `keras.src.backend.torch.trainer` (Keras 3.16 and later) - sums metrics over
         the ranks, at every step.
@@ -118,7 +119,9 @@ class _Session:
             reducer._check_parts()
         optimizer = self.model.optimizer
         shared = getattr(optimizer, "_shared_variables", optimizer.variables)
-        self.ranks.start_together(self.model.trainable_variables, shared)
+        # Also those that are frozen by now, perhaps on some ranks only: the first reduction finds that, and names them.
+        trained = optimizer._trainable_variables if optimizer.built else self.model.trainable_variables
+        self.ranks.start_together(trained, shared)
         for reducer in self._reducers_of(self.model.optimizer):
             # Not once more after the first forward pass, whose moving statistics would become rank 0's.
             reducer._have_started(self.ranks)

@@ -25,6 +25,7 @@ MAY_IMPORT_A_FRAMEWORK = {
     "keras_shardopt.replica.torch_fused": {"torch"},
     "keras_shardopt.replica.torch_overlap": {"torch"},
     "keras_shardopt.replica.torch_group": {"torch"},
+    "keras_shardopt.replica.torch_random": {"torch"},
 }
 # From the top down. A module imports from its own layer or below.
 LAYERS = [
