@@ -190,7 +190,6 @@ MODELS = {
     "loss_weights": ({}, {"loss_weights": [1.0, 0.5]}, "`loss_weights`", "[1.0, 0.5]"),
     "activation": ({}, {"dense": {"activation": "relu"}}, "`activation` of layer 1, `conv2d`", "'relu'"),
     "regularizer": ({}, {"dense": {"kernel_regularizer": "l2"}}, "`kernel_regularizer` of layer 1, `conv2d`", "L2"),
-    "data format": ({}, {"dense": {"data_format": "channels_first", "padding": "same"}}, None, None),
     "dtype": ({}, {"dense": {"dtype": "mixed_bfloat16"}}, "`dtype` of layer 1, `conv2d`", "mixed_bfloat16"),
     "rate": ([layers.Dropout(0.1)], [layers.Dropout(0.2)], "`rate` of layer 2, `dropout`", "0.2"),
     "momentum": (
@@ -211,32 +210,25 @@ def description(given):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_differs_in_models_is_named(name):
-    if keras.config.image_data_format() != "channels_last":
-        pytest.skip("about the default format")
     one, other, thing, value = MODELS[name]
-    if name == "data format":
-        thing, value = "`image_data_format`", "channels_first"
-        found = [described(SGD(0.1), [])]
-        keras.config.set_image_data_format("channels_first")
-        found.append(described(SGD(0.1), []))
-        keras.config.set_image_data_format("channels_last")
-        assert differing(*found) == ["`keras.config.image_data_format()`"]
-        return
     found = [description(one), description(other)]
     assert thing in differing(*found), differing(*found)
     assert value in found[1][thing] and value not in found[0].get(thing, "")
     assert all(len(text) < 200 for text in found[1].values())
 
 
-def test_the_dtype_policy_is_compared():
+@pytest.mark.parametrize(
+    ("setting", "value"), [("dtype_policy", "mixed_bfloat16"), ("image_data_format", "channels_first")]
+)
+def test_settings_of_keras_are_compared(setting, value):
     one = described(SGD(0.1), [])
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_bfloat16")
+    before, change = getattr(keras.config, setting)(), getattr(keras.config, f"set_{setting}")
+    change(value)
     try:
         other = described(SGD(0.1), [])
     finally:
-        keras.config.set_dtype_policy(before)
-    assert differing(one, other) == ["`keras.config.dtype_policy()`"]
+        change(before)
+    assert differing(one, other) == [f"`keras.config.{setting}()`"]
 
 
 def test_right_programs_agree():
