@@ -127,7 +127,7 @@ def _describe(optimizer: Any, found: Description, paths: dict[str, str]) -> None
 def _describe_model(optimizer: Any, variables: Sequence[Variable], found: Description) -> None:
     """Adds the layers and losses of the model that is trained, if there is one."""
     models = models_with(variables)
-    compiled = next((model for model in models if _is_compiled_with(model, optimizer)), None)
+    compiled = _compiled_with(optimizer, models)
     if compiled is not None:
         found["`loss`"] = _short(_loss_in_words(getattr(compiled, "loss", None)))
         weights = getattr(getattr(compiled, "_compile_loss", None), "_user_loss_weights", None)
@@ -145,8 +145,19 @@ def _describe_model(optimizer: Any, variables: Sequence[Variable], found: Descri
             found[f"`{argument}`{_OF_LAYER}{i}, `{name}`"] = _short(_in_words(value, {}))
 
 
-def _is_compiled_with(model: Any, optimizer: Any) -> bool:
-    return any(optimizer is part for held in optimizers_of(model) for part in (held, *inside(held)))
+def losses_that_add_up(optimizer: Any, variables: Sequence[Variable]) -> list[Any]:
+    """The losses with `reduction="sum"` of the model that is compiled with this optimizer."""
+    model = _compiled_with(optimizer, models_with(variables))
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    return [loss for loss in losses if getattr(loss, "reduction", None) == "sum"]
+
+
+def _compiled_with(optimizer: Any, models: Sequence[Any]) -> Any:
+    """The first of these models that has this optimizer, perhaps inside another one; or None."""
+    for model in models:
+        if any(optimizer is part for held in optimizers_of(model) for part in (held, *inside(held))):
+            return model
+    return None
 
 
 def _loss_in_words(loss: Any) -> str:

@@ -13,7 +13,7 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
-from keras_shardopt.agreement import check_agreement, described
+from keras_shardopt.agreement import check_agreement, described, losses_that_add_up
 from keras_shardopt.divided_state import DividedState
 from keras_shardopt.finite import UNKNOWN, first_not_finite, judge, num_flags, reduce_and_judge
 from keras_shardopt.numerics import is_next_value
@@ -507,6 +507,18 @@ class CrossShard(TwoPhases, DividedState):
             self._shards.check_start(int(ops.convert_to_numpy(self.iterations)))
         self.__dict__["_agrees"] = True
 
+    def _warn_of_sums(self, num_replicas: int) -> None:
+        """Warns of a loss that is a sum over its replica's rows, where nobody computes that of the whole batch."""
+        if self.reduction == "sum" or current_part() is not None:
+            return
+        for loss in losses_that_add_up(self, self._trainable_variables)[:1]:
+            warnings.warn(
+                f"A loss that adds up over rows has gradients that add up over replicas, and their mean is "
+                f"{num_replicas} times too small. Received: {type(loss).__name__}(reduction='sum') with {self!r}. "
+                'Use `CrossShard(..., reduction="sum")`, or call `keras_shardopt.prepare(model)` before `fit`.',
+                stacklevel=2,
+            )
+
     def _check_parts(self) -> None:
         """Makes sure, where state is divided, that its parts still belong together. All processes call it together.
 
@@ -543,6 +555,7 @@ class CrossShard(TwoPhases, DividedState):
         share = 1.0
         self._check_peers(replicas)
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
+            framework.uncompiled(self._warn_of_sums, replicas.num_replicas)
             share = replicas.start_together(self._trainable_variables, self._shared_variables, self._groups(replicas))
             self.__dict__["_peers"] = replicas
         if self.__dict__["_computed"]:

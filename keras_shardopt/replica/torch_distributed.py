@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
 from keras_shardopt.replica.torch_fused import fused, may_fuse
-from keras_shardopt.replica.torch_group import close_group, meet, open_group, taking_part
+from keras_shardopt.replica.torch_group import close_group, gather_objects, meet, open_group, taking_part, tell
 from keras_shardopt.replica.torch_overlap import Buckets, can_bucket
 from keras_shardopt.replica.torch_random import draw_apart, note_seed
 
@@ -176,7 +176,7 @@ class Ranks(ReplicaBackend):
         state = [_tensor(v) for v in optimizer_variables]
         others = self._model_and_seed_state(weights)
         mine = (_signature(weights), _signature(state), _signature(others))
-        theirs = _gather_objects(mine)
+        theirs = gather_objects(mine, "takes the weights of rank 0")
         for what, position in (("trainable variables", 0), ("optimizer variables", 1)):
             for rank, signature in enumerate(theirs):
                 if signature[position] != theirs[0][position]:
@@ -506,6 +506,7 @@ class Torch(Framework):
     def largest_difference(self, variables: Sequence[Variable]) -> float:
         if isinstance(self.replicas(""), SingleReplica) or not variables:
             return 0.0
+        tell("compares weights")
         flat = torch.cat([_tensor(v).detach().reshape(-1).to(torch.float64) for v in variables])
         largest, smallest = flat.clone(), flat
         with taking_part():
@@ -515,7 +516,7 @@ class Torch(Framework):
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         mine = _fingerprints([_tensor(v).detach() for v in variables])
-        everyones = self.gather_objects(mine)
+        everyones = gather_objects(mine, "compares all variables")
         counts = [len(row) for row in everyones]
         if len(set(counts)) > 1:
             raise ValueError(
@@ -525,7 +526,10 @@ class Torch(Framework):
         return np.stack(everyones)
 
     def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
-        self.replicas("").start_together(variables, optimizer_variables)
+        replicas = self.replicas("")
+        if isinstance(replicas, Ranks):
+            tell("takes the weights of rank 0 in a callback (`SyncReplicas`, `BackupAndRestore`)")
+        replicas.start_together(variables, optimizer_variables)
 
     def random_state(self) -> Any:
         devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -546,14 +550,14 @@ class Torch(Framework):
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):
             return [value]
-        return _gather_objects(value)
+        caller = sys._getframe(1).f_code.co_name
+        return gather_objects(value, _CALLS.get(caller, "exchanges values"))
 
 
-def _gather_objects(value: Any) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    with taking_part():
-        dist.all_gather_object(everyones, value)
-    return everyones
+_CALLS = {  # of functions that ask for objects
+    "check_agreement": "compares what it trains before its first update",
+    "_check_all_were_given_alike": "calls `shard_data`",
+}
 
 
 _CHUNK = 2**16
@@ -602,7 +606,7 @@ def _odd_factors(num_factors: int, device: Any, seed: int = 1) -> Tensor:
 
 def _agree_on_seed() -> None:
     """Lets models built from here on start equal: all ranks take rank 0's Keras seed unless they agree already."""
-    seeds = _gather_objects(rng_utils.get_random_seed())
+    seeds = gather_objects(rng_utils.get_random_seed(), "enters `data_parallel()`")
     if seeds[0] is None or any(seed != seeds[0] for seed in seeds):
         chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]
         with taking_part():

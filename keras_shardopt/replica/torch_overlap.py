@@ -43,6 +43,8 @@ _MIN_BUCKETS = 4
 _SMALL_BYTES = 2**20
 """unless they would become smaller than this."""
 
+_CALL = "reduces the gradients of an update"
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -356,7 +358,7 @@ class Buckets:
 
     def _send(self) -> None:
         bucket = self._buckets[self._num_sent]
-        with taking_part(self._under_way):
+        with taking_part(self._under_way, _CALL):
             self._under_way.append(dist.all_reduce(bucket.flat, dist.ReduceOp.SUM, async_op=True))
         self._num_sent += 1
 
@@ -370,7 +372,7 @@ class Buckets:
         while self._num_sent < len(self._buckets):
             self._send()
         for number in range(len(self._under_way)):
-            with taking_part(self._under_way):
+            with taking_part(self._under_way, _CALL):
                 self._under_way[number].wait()
         self._under_way = []
         has = present

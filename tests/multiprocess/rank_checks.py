@@ -380,6 +380,30 @@ def groups_start_together_each_on_its_own(scope):
         np.testing.assert_allclose(weight, start + first - 1 / length, rtol=1e-5, atol=1e-6)
 
 
+@check
+def a_loss_that_adds_up_is_warned_of_once_where_the_mean_is_wrong(scope):
+    def warned(reduction, loss, prepared=False):
+        model = problem.model()
+        model.compile(ks.CrossShard("sgd", reduction=reduction), loss)
+        if prepared:
+            ks.prepare(model)
+        x, y = my_rows(scope, num_steps=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.fit(x, y, batch_size=len(x) // 2, shuffle=False, verbose=0)
+        return [str(w.message) for w in caught if "adds up over rows" in str(w.message)]
+
+    def adding():
+        return keras.losses.MeanSquaredError(reduction="sum")
+
+    (message,) = warned("mean", adding())
+    assert f"{scope.num_replicas} times too small" in message and 'CrossShard(..., reduction="sum")' in message
+    assert warned("sum", adding()) == []
+    assert warned("mean", "mse") == []
+    assert warned("mean", adding(), prepared=True) == []
+
+
 class Noise(keras.layers.Layer):
     """Draws from a generator of its own, and from Keras' global one, and keeps what a layer makes of ones."""
 
