@@ -362,10 +362,11 @@ class CrossShard(TwoPhases, DividedState):
     def build(self, variables: Sequence[Variable]) -> None:
         """See `OptimizerWrapper.build`."""
         variables = list(variables)
+        if not self.built:
+            framework.draw_apart()
         if not self.built and framework.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self.__dict__["_described"] = described(self, variables)
-            framework.draw_apart()
             if framework.makes_variables_together():
                 self._compare_with_peers()
         if self._accumulates and not self.built and not self._accumulators.is_built:

@@ -748,7 +748,7 @@ class Framework:
         del state
 
     def draw_apart(self) -> None:
-        """Lets each process draw other random numbers, where all were seeded alike. Called when weights are there.
+        """Lets each replica draw other random numbers, where all are seeded alike. Called when weights are there.
 
         The default does nothing, which is right wherever the framework sees to it.
         """

@@ -543,9 +543,10 @@ class Torch(Framework):
         note_seed()
 
     def draw_apart(self) -> None:
-        replicas = self.replicas("")
-        if isinstance(replicas, Ranks):
-            draw_apart(replicas)
+        if dist.is_available() and dist.is_initialized():
+            replicas = self.replicas("")
+            if isinstance(replicas, Ranks):
+                draw_apart(replicas)
 
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):

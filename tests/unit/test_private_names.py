@@ -164,6 +164,12 @@ def test_what_a_step_of_the_torch_trainer_does():
     assert torch._C._current_graph_task_id() == -1
 
 
+def test_the_loss_weights_of_compile():
+    model = problem.model()
+    model.compile("sgd", loss="mse", loss_weights=[0.5])
+    assert model._compile_loss._user_loss_weights == [0.5]
+
+
 @pytest.mark.backends("torch")
 def test_seed_state_on_torch():
     from keras.src.backend.common import global_state
@@ -196,6 +202,17 @@ def test_random_numbers_on_torch_take_their_seeds_from_one_function(monkeypatch)
         assert all(bool(keras.ops.all(keras.ops.isfinite(value))) for value in values)
     assert drawn == [5, 5, seeds, seeds, None, None]
     np.testing.assert_array_equal(keras.random.uniform((3,), seed=5).numpy(), expected.numpy())
+
+
+@pytest.mark.backends("tensorflow")
+def test_random_numbers_on_tensorflow_take_their_seeds_from_one_function(monkeypatch):
+    from keras.src.backend.tensorflow import image, random
+
+    assert image.draw_seed is random.draw_seed
+    expected = keras.random.uniform((3,), seed=6)
+    real = random.draw_seed
+    monkeypatch.setattr(random, "draw_seed", lambda seed: real(seed) + [1, 0])
+    np.testing.assert_array_equal(keras.random.uniform((3,), seed=5), expected)
 
 
 @pytest.mark.backends("tensorflow")
