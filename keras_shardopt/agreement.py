@@ -153,8 +153,8 @@ def losses_that_add_up(optimizer: Any, variables: Sequence[Variable]) -> list[An
 
 
 def _compiled_with(optimizer: Any, models: Sequence[Any]) -> Any:
-    """The first of these models that has this optimizer, perhaps inside another one; or None."""
-    for model in models:
+    """The smallest of these models that has this optimizer, perhaps inside another one; or None."""
+    for model in reversed(models):
         if any(optimizer is part for held in optimizers_of(model) for part in (held, *inside(held))):
             return model
     return None
