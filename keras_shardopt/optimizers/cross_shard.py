@@ -184,7 +184,8 @@ class CrossShard(TwoPhases, DividedState):
             would be wrong with a part of the gradients, or is inside a `MultiOptimizer`; on TensorFlow also one that
             must see variables whole, or a strategy other than `MirroredStrategy`.
             At the first step: if each replica's own gradients are needed where they are reduced already;
-            on every process, if processes differ in their variables, optimizers, arguments or versions.
+            on every process, if processes differ in their variables, layers, losses, optimizers, arguments or versions.
+            Later, on every rank of PyTorch: if some have frozen other layers than others.
 
     Example:
         >>> import keras, keras_shardopt as ks

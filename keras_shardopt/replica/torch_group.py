@@ -226,7 +226,8 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
     seconds = ANSWER_SECONDS + max(0.0, min(PATIENCE_SECONDS, rest))
     calls, received = _in_words(group, seconds, call)
     if len(set(calls.values())) > 1:
-        return f"{_SAME_CALLS} Received: {_by_rank(calls)}{_within(group.timeout)}. {_STOP_TOGETHER} {cause}"
+        longer = "Where one of them only takes longer, use `data_parallel(timeout=...)`."
+        return f"{_SAME_CALLS} Received: {_by_rank(calls)}{_within(group.timeout)}. {_STOP_TOGETHER} {longer} {cause}"
     received = f"{received}, asked by rank {group.rank} of {group.size}{_within(group.timeout)}"
     return f"{rule} Received: {received}. {cause} {remedy}"
 
