@@ -516,7 +516,8 @@ class Torch(Framework):
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         mine = _fingerprints([_tensor(v).detach() for v in variables])
-        everyones = gather_objects(mine, "compares all variables")
+        is_open = dist.is_available() and dist.is_initialized()
+        everyones = gather_objects(mine, "compares all variables") if is_open else [mine]
         counts = [len(row) for row in everyones]
         if len(set(counts)) > 1:
             raise ValueError(
