@@ -1,7 +1,11 @@
 """What processes that train together must have in common, and the error where they do not.
 
-Each process describes in words what it is about to train: versions, variables, optimizers and their arguments. They
-compare a digest of that, and only where digests differ the words, so that every process can name what is different.
+Each process describes in words what it is about to train: versions, variables, optimizers and their arguments, and
+where a model of these variables is known, its layers and losses. They compare a digest of that, and only where digests
+differ the words, so that every process can name what is different.
+
+Private names of Keras touched here (a test holds them):
+    `Trainer._compile_loss`, `CompileLoss._user_loss_weights` - the `loss_weights` given to `compile`.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ import keras
 import numpy as np
 
 from keras_shardopt._typing import Variable
+from keras_shardopt.models import layers_of, models_with, optimizers_of
 from keras_shardopt.replica import framework
 from keras_shardopt.slots import without_counters
-from keras_shardopt.wrapper import parts
+from keras_shardopt.wrapper import inside, parts
 
 Description = dict[str, str]
 
@@ -26,8 +31,8 @@ Description = dict[str, str]
 def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
     """What is to be trained, as pairs of a thing and its value, both in words.
 
-    What may differ between right programs is left out: the names of optimizers, and the counters that Keras adds to
-    the names of layers, of which only the order counts.
+    What may differ between right programs is left out: the names of optimizers, the counters that Keras adds to the
+    names of layers, of which only the order counts, and seeds and initializers, as all start with the same weights.
     """
     names = without_counters([_path(variable) for variable in variables])
     package = sys.modules["keras_shardopt"]  # imports point the other way
@@ -40,10 +45,16 @@ def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
     # Reading a rate, which is a variable, must not become a part of a traced step.
     with framework.outside_trace():
         _describe(optimizer, found, paths)
+        for setting in ("dtype_policy", "floatx", "image_data_format", "epsilon"):
+            value = getattr(keras.config, setting)()
+            found[f"`keras.config.{setting}()`"] = repr(getattr(value, "name", value))
+        _describe_model(optimizer, variables, found)
     return found
 
 
 _VARIABLE = "trainable variable "
+_LAYER = "layer "
+_OF_LAYER = " of layer "
 
 
 def check_agreement(mine: Description) -> None:
@@ -62,11 +73,14 @@ def check_agreement(mine: Description) -> None:
         differing, everyones = ["order"], [{"order": repr(list(theirs))} for theirs in everyones]
     # Where one is missing or changes places, all that follow differ too, which says nothing.
     variables = [thing for thing in differing if thing.startswith(_VARIABLE)]
-    named = [thing for thing in differing if thing not in variables[1:]]
+    layers = [thing for thing in differing if thing.startswith(_LAYER)]
+    named = [thing for thing in differing if thing not in (*variables[1:], *layers[1:])]
+    if layers:
+        named = [thing for thing in named if _OF_LAYER not in thing]
     listed = [f"{thing}: {_by_process([theirs.get(thing, 'none') for theirs in everyones])}" for thing in named]
     more = f"; and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
     raise ValueError(
-        "All processes must train the same variables with the same optimizer and the same versions. Nothing has been "
+        "All processes must train the same model with the same optimizer and the same versions. Nothing has been "
         f"updated yet. Received {'; '.join(listed[:_MOST_NAMES])}{more}. "
         "Run the same script with the same arguments, and the same installation, in every process."
     )
@@ -108,6 +122,85 @@ def _describe(optimizer: Any, found: Description, paths: dict[str, str]) -> None
             found[f"`{argument}` of {where}"] = _in_words(value, paths)
     for part in parts(optimizer):
         _describe(part, found, paths)
+
+
+def _describe_model(optimizer: Any, variables: Sequence[Variable], found: Description) -> None:
+    """Adds the layers and losses of the model that is trained, if there is one."""
+    models = models_with(variables)
+    compiled = _compiled_with(optimizer, models)
+    if compiled is not None:
+        found["`loss`"] = _short(_loss_in_words(getattr(compiled, "loss", None)))
+        weights = getattr(getattr(compiled, "_compile_loss", None), "_user_loss_weights", None)
+        found["`loss_weights`"] = _short(_in_words(weights, {}))
+    # Where nobody knows, the smallest: one process may have put the model into another one of its own.
+    wanted = {id(variable) for variable in variables}
+    holding = [model for model in models if wanted <= {id(v) for v in model.variables}]
+    model = compiled or (holding[-1] if holding else None)
+    # Models inside it have nothing of their own, or nothing that could be told from their layers.
+    layers = [] if model is None else [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
+    for i, (layer, name) in enumerate(zip(layers, without_counters([layer.name for layer in layers]))):
+        kind = type(layer)
+        found[f"{_LAYER}{i}"] = f"`{name}` of {kind.__module__}.{kind.__qualname__}"
+        for argument, value in _config_of(layer).items():
+            found[f"`{argument}`{_OF_LAYER}{i}, `{name}`"] = _short(_in_words(value, {}))
+
+
+def losses_that_add_up(optimizer: Any, variables: Sequence[Variable]) -> list[Any]:
+    """The losses with `reduction="sum"` of the model that is compiled with this optimizer."""
+    model = _compiled_with(optimizer, models_with(variables))
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    return [loss for loss in losses if getattr(loss, "reduction", None) == "sum"]
+
+
+def _compiled_with(optimizer: Any, models: Sequence[Any]) -> Any:
+    """The smallest of these models that has this optimizer, perhaps inside another one; or None."""
+    for model in reversed(models):
+        if any(optimizer is part for held in optimizers_of(model) for part in (held, *inside(held))):
+            return model
+    return None
+
+
+def _loss_in_words(loss: Any) -> str:
+    if isinstance(loss, dict):
+        return f"{{{', '.join(f'{key!r}: {_loss_in_words(value)}' for key, value in loss.items())}}}"
+    if isinstance(loss, (list, tuple)):
+        return f"[{', '.join(map(_loss_in_words, loss))}]"
+    if isinstance(loss, keras.losses.Loss):
+        return f"{type(loss).__name__}({_in_words(_config_of(loss), {})})"
+    return _in_words(loss, {})
+
+
+def _config_of(thing: Any) -> dict[str, Any]:
+    """The arguments of a layer or loss, but for those that may differ."""
+    try:
+        config = thing.get_config()
+    except Exception as error:  # anything: it is a function of the user's, and its failing is not our business
+        return {"get_config": type(error).__name__}
+    return _comparable(config) if isinstance(config, dict) else {}
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, dict):
+        if "DTypePolicy" in str(value.get("class_name")):
+            return value  # whose name is what it is
+        return {key: _comparable(item) for key, item in value.items() if not _may_differ(key)}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    return value
+
+
+def _may_differ(key: Any) -> bool:
+    return key in ("name", "seed", "build_config") or (isinstance(key, str) and key.endswith("initializer"))
+
+
+def _short(text: str) -> str:
+    """A text that fits into an error, and differs where the whole text does."""
+    if len(text) <= _MOST_LETTERS:
+        return text
+    return f"{text[:_MOST_LETTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+_MOST_LETTERS = 120
 
 
 def _in_words(value: Any, paths: dict[str, str]) -> str:

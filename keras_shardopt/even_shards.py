@@ -170,13 +170,14 @@ class EvenShards:
         reduction: Reduction,
         arrival: Arrival,
         found: Tensor | None,
+        trained: Sequence[bool] | None = None,
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """As `Shards.reduce`. All gradients go to all replicas: these have no reduce-scatter."""
         verdict = None
         if found is None:
-            reduced = global_gradients(grads, variables, replicas, reduction, arrival)
+            reduced = global_gradients(grads, variables, replicas, reduction, arrival, None, trained)
         else:
-            reduced, verdict = reduce_and_judge(grads, variables, replicas, reduction, arrival, None, found)
+            reduced, verdict = reduce_and_judge(grads, variables, replicas, reduction, arrival, None, found, trained)
         return self.slices_of(reduced, variables), verdict
 
     # -- the update ----------------------------------------------------------------------------------------------

@@ -81,13 +81,14 @@ def reduce_and_judge(
     arrival: Arrival,
     groups: Groups | None,
     found: Tensor | None,
+    trained: Sequence[bool] | None = None,
 ) -> tuple[list[Tensor | None], Tensor]:
     """Reduces gradients as `global_gradients` does, and says whether they are finite, in the same reduction.
 
     With groups there is one more, of a few numbers: groups have gradients of their own, but are to skip together.
 
     `found` is what `first_not_finite` says of this replica's own gradients, perhaps before they were clipped; None if
-    there are none, as all are reduced already.
+    there are none, as all are reduced already. `trained` is as in `global_gradients`.
 
     Returns:
         The gradients; and an int32 tensor of shape `[3]`, equal on all replicas: greater than 0 if a gradient is not
@@ -100,7 +101,7 @@ def reduce_and_judge(
 
     travels = found is not None and groups is None
     reduced, told = global_gradients_and_flags(
-        grads, variables, replicas, reduction, arrival, groups, mine if travels else None
+        grads, variables, replicas, reduction, arrival, groups, mine if travels else None, trained
     )
     # Also of the sum, which may overflow where no term does.
     position = first_not_finite(reduced, variables)

@@ -23,6 +23,7 @@ from keras_shardopt.numerics import (
     map_values,
 )
 from keras_shardopt.replica.base import Arrival, ReplicaBackend
+from keras_shardopt.replica.same_variables import check_same_variables, marks
 
 Reduction = Literal["mean", "sum"]
 
@@ -206,6 +207,7 @@ def global_gradients(
     reduction: Reduction = "mean",
     arrival: Arrival | None = None,
     groups: Groups | None = None,
+    trained: Sequence[bool] | None = None,
 ) -> list[Tensor | None]:
     r"""Reduces the gradients of all replicas (of a group) to the one that every replica (of it) then applies.
 
@@ -223,11 +225,16 @@ def global_gradients(
         reduction: "mean" or "sum".
         arrival: how the gradients arrive; None asks `replicas`. With groups, it must be local or prescaled.
         groups: lists of replica ids that together name every replica once; None for all in one.
+        trained: for each variable whether this replica trains it; None for all of them. Each replica gives all
+            variables that any trains.
 
     Returns:
         A list like `grads`, equal on all replicas (of a group).
+
+    Raises:
+        ValueError: on every replica (of a group), if not all train the same variables.
     """
-    return global_gradients_and_flags(grads, variables, replicas, reduction, arrival, groups, None)[0]
+    return global_gradients_and_flags(grads, variables, replicas, reduction, arrival, groups, None, trained)[0]
 
 
 def global_gradients_and_flags(
@@ -238,6 +245,7 @@ def global_gradients_and_flags(
     arrival: Arrival | None,
     groups: Groups | None,
     flags: Callable[[str], Tensor] | None,
+    trained: Sequence[bool] | None = None,
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """As `global_gradients`, with some numbers that travel along.
 
@@ -255,18 +263,25 @@ def global_gradients_and_flags(
             for grad, variable in zip(grads, variables)
         ], None
     reduced: list[Tensor | None] = list(grads)
-    next_values = [i for i, v in enumerate(variables) if grads[i] is not None and is_next_value(v)]
-    for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max", groups)):
-        reduced[i] = value
     plain = [i for i, v in enumerate(variables) if not is_next_value(v)]
     op = collective(arrival, reduction)
     factor = rescaling(reduction, replicas.num_replicas, groups) if arrival is Arrival.LOCAL_PRESCALED else 1
     travelling = None if flags is None or not plain else flags(dtype_of(variables[plain[0]]))
     results, travelled = _reduce_some(
-        [grads[i] for i in plain], [variables[i] for i in plain], replicas, op, groups, travelling
+        [grads[i] for i in plain],
+        [variables[i] for i in plain],
+        replicas,
+        op,
+        groups,
+        travelling,
+        trained=None if trained is None else [trained[i] for i in plain],
     )
     for i, result in zip(plain, results):
         reduced[i] = None if result is None else _scaled(result, factor)
+    # Last, when it is clear that all replicas have the same of them.
+    next_values = [i for i, v in enumerate(variables) if grads[i] is not None and is_next_value(v)]
+    for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max", groups)):
+        reduced[i] = value
     return reduced, travelled
 
 
@@ -299,6 +314,7 @@ def _reduce_some(
     groups: Groups | None,
     flags: Tensor | None = None,
     trains: bool = True,
+    trained: Sequence[bool] | None = None,
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """Reduces gradients of which some are None, and flags. A replica that has ended training says `trains=False`."""
     if replicas.runs_one_program:
@@ -311,11 +327,11 @@ def _reduce_some(
         return result, None if flags is None else sums[-1]
     # Each replica ran its own program: a branch taken on one and not on another leaves None where others have a
     # gradient, and a list that is shorter on one replica pairs the wrong tensors or hangs. So all send zeros for
-    # None, and along with them which gradients they have.
+    # None, and along with them which gradients they have, and which variables they train.
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
         return [], flags
-    told = [*[grad is not None for grad in grads], trains, not trains]
+    told = [*[grad is not None for grad in grads], *marks(trained), trains, not trains]
     presence = ops.convert_to_tensor(told, dtype=filled[0].dtype)
     if flags is not None:
         presence = ops.concatenate([presence, ops.cast(flags, dtype_of(presence))])
@@ -330,6 +346,7 @@ def _reduce_some(
         num_members = replicas.num_replicas if groups is None else len(groups[0])
         factor = num_members if op == "mean" else 1
         check_all_train(trains, found[-2] * factor, found[-1] * factor, num_members)
+    check_same_variables(trained, found[len(grads) : -2], variables, replicas, groups, may_look)
     return [grad if has else None for grad, has in zip(sums, found > 0)], flags
 
 

@@ -27,6 +27,7 @@ from keras_shardopt.numerics import dense, dtype_of, is_next_value
 from keras_shardopt.partition import Piece
 from keras_shardopt.reduction import Reduction, check_all_train, collective, global_gradients, rescaling
 from keras_shardopt.replica import Arrival, ReplicaBackend, framework, hold_slices
+from keras_shardopt.replica.same_variables import check_same_variables, marks
 from keras_shardopt.wrapper import OptimizerWrapper, inside, leaves
 
 MEETING_SECONDS = 60.0
@@ -223,10 +224,12 @@ class Shards:
         reduction: Reduction,
         arrival: Arrival,
         found: Tensor | None,
+        trained: Sequence[bool] | None = None,
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """As `global_gradients` for this replica's slices; others get theirs.
 
         `found` is what `first_not_finite` says of this replica's own gradients; None if nobody wants to know.
+        `trained` says for each variable whether this replica trains it; None for all of them.
 
         Returns:
             A list like `grads`, of the shapes of the stand-ins; and a verdict as `reduce_and_judge` returns it, or
@@ -236,9 +239,6 @@ class Shards:
             return self.slices_of(global_gradients(grads, variables, replicas, reduction, arrival), variables), None
         positions = [self._positions[self._key(variable)] for variable in variables]
         result = dict.fromkeys(positions)
-        nexts = [k for k, i in enumerate(positions) if i not in self._owners and grads[k] is not None]
-        for k, value in zip(nexts, replicas.all_reduce([grads[k] for k in nexts], "max") if nexts else []):
-            result[positions[k]] = value
         own = dict(zip(positions, grads))
         size, num_variables = self.num_replicas, len(variables)
 
@@ -247,10 +247,15 @@ class Shards:
 
         op = collective(arrival, reduction)
         factor = rescaling(reduction, size, None) if arrival is Arrival.LOCAL_PRESCALED else 1
-        slices, travelled = self._exchange(own, replicas, op, None if found is None else told)
+        chosen = None if trained is None else dict(zip(positions, trained))
+        slices, travelled = self._exchange(own, replicas, op, None if found is None else told, trained=chosen)
         for i, value in slices.items():
             if i in result:
                 result[i] = value if factor == 1 else ops.multiply(value, factor)
+        # Last, when it is clear that all replicas have the same of them.
+        nexts = [k for k, i in enumerate(positions) if i not in self._owners and grads[k] is not None]
+        for k, value in zip(nexts, replicas.all_reduce([grads[k] for k in nexts], "max") if nexts else []):
+            result[positions[k]] = value
         reduced = [result[i] for i in positions]
         if found is None or travelled is None:
             return reduced, None
@@ -288,10 +293,12 @@ class Shards:
         op: ReduceOp,
         told: Callable[[str], Tensor] | None,
         trains: bool = True,
+        trained: dict[int, bool] | None = None,
     ) -> tuple[dict[int, Tensor | None], Tensor | None]:
         """Reduces gradients by position, each replica its slices. What is told, and who has which, goes to all."""
         indices = sorted(self._owners)
-        has = [*[grads.get(i) is not None for i in indices], trains, not trains]
+        mine_train = None if trained is None else [trained.get(i, False) for i in indices]
+        has = [*[grads.get(i) is not None for i in indices], *marks(mine_train), trains, not trains]
         slices: dict[int, Tensor | None] = {}
         counts = None
         for number, group in enumerate(self._groups):
@@ -306,12 +313,14 @@ class Shards:
             return {}, None
         counts, travelled = counts[: len(has)], None if told is None else counts[len(has) :]
         may_look = replicas.is_at_hand(counts) or not trains
-        if all(has[:-2]) and not may_look:
+        if all(has[: len(indices)]) and not may_look:
             return slices, travelled
         found = ops.convert_to_numpy(ops.cast(counts, "float32"))
         if may_look:
             factor = self.num_replicas if op == "mean" else 1
             check_all_train(trains, found[-2] * factor, found[-1] * factor, self.num_replicas)
+        named = [self.variables[i] for i in indices]
+        check_same_variables(mine_train, found[len(indices) : -2], named, replicas, None, may_look)
         return {i: slices[i] if present else None for i, present in zip(indices, found > 0)}, travelled
 
     def _reduce_group(

@@ -13,7 +13,7 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
-from keras_shardopt.agreement import check_agreement, described
+from keras_shardopt.agreement import check_agreement, described, losses_that_add_up
 from keras_shardopt.divided_state import DividedState
 from keras_shardopt.finite import UNKNOWN, first_not_finite, judge, num_flags, reduce_and_judge
 from keras_shardopt.numerics import is_next_value
@@ -184,7 +184,8 @@ class CrossShard(TwoPhases, DividedState):
             would be wrong with a part of the gradients, or is inside a `MultiOptimizer`; on TensorFlow also one that
             must see variables whole, or a strategy other than `MirroredStrategy`.
             At the first step: if each replica's own gradients are needed where they are reduced already;
-            on every process, if processes differ in their variables, optimizers, arguments or versions.
+            on every process, if processes differ in their variables, layers, losses, optimizers, arguments or versions.
+            Later, on every rank of PyTorch: if some have frozen other layers than others.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -362,6 +363,8 @@ class CrossShard(TwoPhases, DividedState):
     def build(self, variables: Sequence[Variable]) -> None:
         """See `OptimizerWrapper.build`."""
         variables = list(variables)
+        if not self.built:
+            framework.draw_apart()
         if not self.built and framework.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self.__dict__["_described"] = described(self, variables)
@@ -506,6 +509,18 @@ class CrossShard(TwoPhases, DividedState):
             self._shards.check_start(int(ops.convert_to_numpy(self.iterations)))
         self.__dict__["_agrees"] = True
 
+    def _warn_of_sums(self, num_replicas: int) -> None:
+        """Warns of a loss that is a sum over its replica's rows, where nobody computes that of the whole batch."""
+        if self.reduction == "sum" or current_part() is not None:
+            return
+        for loss in losses_that_add_up(self, self._trainable_variables)[:1]:
+            warnings.warn(
+                f"A loss that adds up over rows has gradients that add up over replicas, and their mean is "
+                f"{num_replicas} times too small. Received: {type(loss).__name__}(reduction='sum') with {self!r}. "
+                'Use `CrossShard(..., reduction="sum")`, or call `keras_shardopt.prepare(model)` before `fit`.',
+                stacklevel=2,
+            )
+
     def _check_parts(self) -> None:
         """Makes sure, where state is divided, that its parts still belong together. All processes call it together.
 
@@ -542,6 +557,7 @@ class CrossShard(TwoPhases, DividedState):
         share = 1.0
         self._check_peers(replicas)
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
+            framework.uncompiled(self._warn_of_sums, replicas.num_replicas)
             share = replicas.start_together(self._trainable_variables, self._shared_variables, self._groups(replicas))
             self.__dict__["_peers"] = replicas
         if self.__dict__["_computed"]:
@@ -623,6 +639,10 @@ class CrossShard(TwoPhases, DividedState):
             return transformed_gradients(grads, variables, replicas.num_replicas, arrival, unit, clipnorm, transform)
 
         grads = transformed(None, self.replica_transform)
+        chosen, trained = variables, None
+        if not replicas.runs_one_program and len(variables) < len(self._trainable_variables):
+            # All ranks send the same, also where some have frozen layers, so that they can notice.
+            grads, variables, trained = self._with_frozen(grads, variables)
         # Before clipping, which makes all gradients NaN where one is, and after what may have put that right.
         looks = self._culprit is not None and (is_local or self._looks_at_own_gradients)
         found = first_not_finite(grads, variables) if looks else None
@@ -634,13 +654,40 @@ class CrossShard(TwoPhases, DividedState):
         if self.compression is not None and is_local:
             replicas = Compressed(replicas, self.compression, divides=arrival is Arrival.LOCAL)
         if self._shards is not None and is_local:
-            return self._shards.reduce(grads, variables, replicas, self.reduction, arrival, found)
+            grads, verdict = self._shards.reduce(grads, variables, replicas, self.reduction, arrival, found, trained)
+            return self._without_frozen(grads, verdict, variables, chosen)
         verdict = None
         if self._culprit is None:
-            grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups)
+            grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups, trained)
         else:
-            grads, verdict = reduce_and_judge(grads, variables, replicas, self.reduction, arrival, groups, found)
-        return (grads if self._shards is None else self._shards.slices_of(grads, variables)), verdict
+            grads, verdict = reduce_and_judge(
+                grads, variables, replicas, self.reduction, arrival, groups, found, trained
+            )
+        grads = grads if self._shards is None else self._shards.slices_of(grads, variables)
+        return self._without_frozen(grads, verdict, variables, chosen)
+
+    def _with_frozen(
+        self, grads: Gradients, variables: Sequence[Variable]
+    ) -> tuple[list[Tensor | None], list[Variable], list[bool]]:
+        """Gradients of all trainable variables, None where none is given; the variables; and which are given."""
+        given = {self._position(variable): grad for variable, grad in zip(variables, grads)}
+        every = range(len(self._trainable_variables))
+        return [given.get(i) for i in every], list(self._trainable_variables), [i in given for i in every]
+
+    def _without_frozen(
+        self, grads: Gradients, verdict: Tensor | None, variables: Sequence[Variable], chosen: Sequence[Variable]
+    ) -> tuple[Gradients, Tensor | None]:
+        """The reverse of `_with_frozen`, of gradients and a verdict on them."""
+        if variables is chosen:
+            return grads, verdict
+        positions = [self._position(variable) for variable in chosen]
+        if verdict is not None:
+            places = [UNKNOWN] * (len(variables) + 1)
+            for place, position in enumerate(positions):
+                places[position] = place
+            name = ops.take(ops.convert_to_tensor(places, "int32"), verdict[2] % len(places), axis=0)
+            verdict = ops.stack([verdict[0], verdict[1], name])
+        return [grads[i] for i in positions], verdict
 
     def _buckets_among(self, replicas: ReplicaBackend) -> Any:
         """What reduces gradients while they are computed; None where each is reduced by itself, after all of them."""

@@ -747,6 +747,12 @@ class Framework:
         """Takes back what `random_state` returned."""
         del state
 
+    def draw_apart(self) -> None:
+        """Lets each replica draw other random numbers, where all are seeded alike. Called when weights are there.
+
+        The default does nothing, which is right wherever the framework sees to it.
+        """
+
     def gather_objects(self, value: Any) -> list[Any]:
         """The values of all processes, which may be of different lengths, in the order of the processes.
 

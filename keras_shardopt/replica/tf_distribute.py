@@ -440,6 +440,12 @@ class TensorFlow(Framework):
             if hasattr(value, "distribute_strategy")
         )
 
+    def draw_apart(self) -> None:
+        from keras_shardopt.replica import tf_random
+
+        if tf.distribute.has_strategy():
+            tf_random.draw_apart()
+
     def gather_objects(self, value: Any) -> list[Any]:
         strategy = tf.distribute.get_strategy()
         world = _world_of(strategy)

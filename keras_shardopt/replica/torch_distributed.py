@@ -31,8 +31,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
 from keras_shardopt.replica.torch_fused import fused, may_fuse
-from keras_shardopt.replica.torch_group import close_group, meet, open_group, taking_part
+from keras_shardopt.replica.torch_group import close_group, gather_objects, meet, open_group, taking_part, tell
 from keras_shardopt.replica.torch_overlap import Buckets, can_bucket
+from keras_shardopt.replica.torch_random import draw_apart, note_seed
 
 BUCKET_BYTES = 25 * 2**20
 """Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
@@ -175,7 +176,7 @@ class Ranks(ReplicaBackend):
         state = [_tensor(v) for v in optimizer_variables]
         others = self._model_and_seed_state(weights)
         mine = (_signature(weights), _signature(state), _signature(others))
-        theirs = _gather_objects(mine)
+        theirs = gather_objects(mine, "takes the weights of rank 0")
         for what, position in (("trainable variables", 0), ("optimizer variables", 1)):
             for rank, signature in enumerate(theirs):
                 if signature[position] != theirs[0][position]:
@@ -188,6 +189,7 @@ class Ranks(ReplicaBackend):
         # Which other models are alive is each rank's own affair, so these follow only where all ranks agree.
         if all(signature[2] == theirs[0][2] for signature in theirs):
             self._take_from_root(others, groups)
+        draw_apart(self)  # also where a program has seeded PyTorch's generator since it was last said
         group, size = self._group(groups)
         num_equal = torch.tensor(float(equal), device=weights[0].device)
         with taking_part():
@@ -504,6 +506,7 @@ class Torch(Framework):
     def largest_difference(self, variables: Sequence[Variable]) -> float:
         if isinstance(self.replicas(""), SingleReplica) or not variables:
             return 0.0
+        tell("compares weights")
         flat = torch.cat([_tensor(v).detach().reshape(-1).to(torch.float64) for v in variables])
         largest, smallest = flat.clone(), flat
         with taking_part():
@@ -513,7 +516,8 @@ class Torch(Framework):
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         mine = _fingerprints([_tensor(v).detach() for v in variables])
-        everyones = self.gather_objects(mine)
+        is_open = dist.is_available() and dist.is_initialized()
+        everyones = gather_objects(mine, "compares all variables") if is_open else [mine]
         counts = [len(row) for row in everyones]
         if len(set(counts)) > 1:
             raise ValueError(
@@ -523,7 +527,10 @@ class Torch(Framework):
         return np.stack(everyones)
 
     def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
-        self.replicas("").start_together(variables, optimizer_variables)
+        replicas = self.replicas("")
+        if isinstance(replicas, Ranks):
+            tell("takes the weights of rank 0 in a callback (`SyncReplicas`, `BackupAndRestore`)")
+        replicas.start_together(variables, optimizer_variables)
 
     def random_state(self) -> Any:
         devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -534,18 +541,25 @@ class Torch(Framework):
         torch.set_rng_state(on_cpu)
         if on_devices and len(on_devices) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(on_devices)
+        note_seed()
+
+    def draw_apart(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            replicas = self.replicas("")
+            if isinstance(replicas, Ranks):
+                draw_apart(replicas)
 
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):
             return [value]
-        return _gather_objects(value)
+        caller = sys._getframe(1).f_code.co_name
+        return gather_objects(value, _CALLS.get(caller, "exchanges values"))
 
 
-def _gather_objects(value: Any) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    with taking_part():
-        dist.all_gather_object(everyones, value)
-    return everyones
+_CALLS = {  # of functions that ask for objects
+    "check_agreement": "compares what it trains before its first update",
+    "_check_all_were_given_alike": "calls `shard_data`",
+}
 
 
 _CHUNK = 2**16
@@ -594,7 +608,7 @@ def _odd_factors(num_factors: int, device: Any, seed: int = 1) -> Tensor:
 
 def _agree_on_seed() -> None:
     """Lets models built from here on start equal: all ranks take rank 0's Keras seed unless they agree already."""
-    seeds = _gather_objects(rng_utils.get_random_seed())
+    seeds = gather_objects(rng_utils.get_random_seed(), "enters `data_parallel()`")
     if seeds[0] is None or any(seed != seeds[0] for seed in seeds):
         chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]
         with taking_part():

@@ -12,6 +12,7 @@ Private names of Keras touched here (a test holds each of them):
     `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
     `Trainer._flatten_metrics_in_order` - the form in which `train_on_batch` returns logs.
+    `Optimizer._trainable_variables` - what the optimizer was built on.
     `Model._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
     `get_metrics_result` of the class in `keras.src.backend.torch.trainer` (Keras 3.16 and later) - sums metrics over
         the ranks, at every step.
@@ -35,6 +36,7 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras_shardopt._typing import Tensor
 from keras_shardopt.replica.base import Part, SingleReplica, ending_together, part_of_batch
 from keras_shardopt.replica.torch_distributed import Ranks, Torch
+from keras_shardopt.replica.torch_group import tell
 from keras_shardopt.replica.trainer import arguments_of, call_silently, num_rows, stand_in
 from keras_shardopt.whole_batch import mean_losses, share_losses
 
@@ -63,23 +65,14 @@ def prepare(model: Any, framework: Torch, reducers_of: Callable[[Any], list[Any]
 _SESSION = "_keras_shardopt_session"
 
 
-class _Phase(enum.IntEnum):
+class _Phase(enum.Enum):
     """What a rank is about to do when it meets the others."""
 
-    BUILD = 1
-    TRAIN_BATCH = 2
-    TEST_BATCH = 3
-    END_OF_EPOCH = 4
-    END_OF_FIT = 5
-
-
-_DOES = {
-    _Phase.BUILD: "builds the model",
-    _Phase.TRAIN_BATCH: "trains",
-    _Phase.TEST_BATCH: "evaluates",
-    _Phase.END_OF_EPOCH: "ends an epoch",
-    _Phase.END_OF_FIT: "leaves `fit`",
-}
+    BUILD = "builds a prepared model"
+    TRAIN_BATCH = "trains a prepared model"
+    TEST_BATCH = "evaluates a prepared model"
+    END_OF_EPOCH = "ends an epoch of a prepared model"
+    END_OF_FIT = "leaves `fit` of a prepared model"
 
 
 class _Session:
@@ -118,7 +111,9 @@ class _Session:
             reducer._check_parts()
         optimizer = self.model.optimizer
         shared = getattr(optimizer, "_shared_variables", optimizer.variables)
-        self.ranks.start_together(self.model.trainable_variables, shared)
+        # Also those that are frozen by now, perhaps on some ranks only: the first reduction finds that, and names them.
+        trained = optimizer._trainable_variables if optimizer.built else self.model.trainable_variables
+        self.ranks.start_together(trained, shared)
         for reducer in self._reducers_of(self.model.optimizer):
             # Not once more after the first forward pass, whose moving statistics would become rank 0's.
             reducer._have_started(self.ranks)
@@ -131,17 +126,7 @@ class _Session:
             ValueError: on every rank, if they are in different phases.
         """
         assert self.ranks is not None
-        padded = [phase, *message, 0, 0][:3]
-        (gathered,) = self.ranks.all_gather([torch.tensor(padded, device=_device())])
-        messages = gathered.view(-1, 3).tolist()
-        phases = [_Phase(told[0]) for told in messages]
-        if len(set(phases)) > 1:
-            listed = ", ".join(f"rank {rank} {_DOES[phase]}" for rank, phase in enumerate(phases))
-            raise ValueError(
-                "All ranks must make the same calls, with the same `epochs` and validation, and stop together. "
-                f"Received: {listed}. Let what stops training depend on an epoch's logs, which are equal on all ranks."
-            )
-        return [told[1:] for told in messages]
+        return tell(phase.value, *map(int, message))
 
     def next_batch(self, data: Any, phase: _Phase) -> Any:
         """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
@@ -174,10 +159,6 @@ class _Session:
         """What the first rank that has something gives to all."""
         assert self.ranks is not None
         return self.ranks.broadcast_object(data, next(rank for rank, has in enumerate(owners) if has))
-
-
-def _device() -> Any:
-    return keras.ops.zeros(()).device
 
 
 _running: contextvars.ContextVar[_Session | None] = contextvars.ContextVar("running", default=None)

@@ -4,6 +4,10 @@ When a rank dies or stalls, the collective that needs it fails on some of the ot
 with an error that names a socket. So the first rank that notices closes its connections, which makes the collectives
 of all others fail too; then each leaves a sign in the store in which the ranks met, and looks for those of the others.
 
+Ranks that make different calls must not send each other tensors of different sizes, as "gloo" then ends the process. So
+before ranks begin something together, each tells the others what, in a message of one size and in a group of their own
+(`tell`): a rank that does so never meets the gradients of one that does not.
+
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store in which the
 ranks of the default group have met, whoever has opened it. (test_private_names.py holds it.)
 """
@@ -17,9 +21,11 @@ import os
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
@@ -46,6 +52,9 @@ _open: _Group | None = None
 _store: dist.Store | None = None
 _num_groups = 0
 
+# What messages travel in: None for the default group. Nothing else may hold it, as it must end with that.
+_messages: Any = None
+
 
 def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta | None) -> None:
     """Opens the default process group of the ranks that torchrun started.
@@ -59,7 +68,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
     Raises:
         RuntimeError: if some rank does not come in time.
     """
-    global _open, _store, _num_groups
+    global _open, _store, _num_groups, _messages
     limit = {} if timeout is None else {"timeout": timeout}
     _num_groups += 1
     try:
@@ -71,6 +80,8 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"keras_shardopt/{attempt}/{_num_groups}", _store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
+        # On the host, whatever the tensors are on: so nobody waits for a device.
+        _messages = dist.new_group(backend="gloo", **limit)
         _open = _Group(store, timeout)
     except RuntimeError as error:
         raise RuntimeError(
@@ -82,8 +93,8 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 
 def close_group() -> None:
     """Closes the default process group, if it is still open."""
-    global _open
-    _open = None
+    global _open, _messages
+    _open = _messages = None
     _num_meetings.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -118,12 +129,73 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
     _num_meetings[purpose] = number + 1
 
 
+# The name since PyTorch 2.13, which warns about the older one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_NUM_LETTERS = 120
+
+
+def tell(call: str, *numbers: int) -> list[list[int]]:
+    """Tells all ranks what this one is about to do together with them, and up to two numbers.
+
+    Args:
+        call: what it does, in words that are equal where it is the same: "rank 0 ...".
+        numbers: ints.
+
+    Returns:
+        The numbers of each rank, filled up with zeros.
+
+    Raises:
+        ValueError: on every rank, if some are about to do something else.
+    """
+    rows = _told([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
+    if len({kind for kind, *_ in rows}) > 1:
+        # All have noticed, and so all make this exchange.
+        letters = call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)
+        calls = [bytes(row).decode(errors="replace").strip() for row in _told(list(letters), call)]
+        raise ValueError(f"{_SAME_CALLS} Received: {_by_rank(dict(enumerate(calls)))}. {_STOP_TOGETHER}")
+    return [told for _, *told in rows]
+
+
+_SAME_CALLS = (
+    "All ranks must make the same calls, with the same `epochs`, callbacks and validation, prepare the same models, "
+    "and stop together."
+)
+_STOP_TOGETHER = "Let what stops training depend on an epoch's logs after `prepare`, which are equal on all ranks."
+
+
+def gather_objects(value: Any, call: str) -> list[Any]:
+    """The values of all ranks, which may be of different lengths. `call` is as in `tell`."""
+    tell(call)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    with taking_part(call=call):
+        dist.all_gather_object(everyones, value, group=_messages)
+    return everyones
+
+
+def _told(numbers: list[int], call: str) -> list[list[int]]:
+    """The numbers of all ranks, which tell equally many."""
+    # In a group that somebody else has opened everything travels on its device.
+    on_device = _messages is None and dist.get_backend() == "nccl"
+    mine = torch.tensor(numbers, device="cuda" if on_device else "cpu")
+    everyones = mine.new_empty(mine.numel() * dist.get_world_size())
+    with taking_part(call=call):
+        _all_gather(everyones, mine, group=_messages)
+    rows: list[list[int]] = everyones.view(-1, len(numbers)).tolist()
+    return rows
+
+
+def _by_rank(calls: dict[int, str]) -> str:
+    return ", ".join(f"rank {rank} {call}" for rank, call in sorted(calls.items()))
+
+
 @contextlib.contextmanager
-def taking_part(under_way: list[Any] | None = None) -> Iterator[None]:
+def taking_part(under_way: list[Any] | None = None, call: str = "exchanges tensors") -> Iterator[None]:
     """Put around every collective, and nothing else: what fails in it fails because of another rank.
 
     Args:
         under_way: the collectives that the caller has begun, in a list that is emptied when one fails.
+        call: what they are for: "rank 0 ...".
 
     Raises:
         RuntimeError: if the collective fails, with the ranks that are missing where they can be told.
@@ -136,10 +208,10 @@ def taking_part(under_way: list[Any] | None = None) -> Iterator[None]:
         if under_way is not None:
             under_way.clear()
         traceback.clear_frames(error.__traceback__)
-        raise RuntimeError(_explained(error, time.monotonic() - start)) from error
+        raise RuntimeError(_explained(error, time.monotonic() - start, call)) from error
 
 
-def _explained(error: RuntimeError, waited: float) -> str:
+def _explained(error: RuntimeError, waited: float, call: str) -> str:
     rule = "All ranks must take part in each step, and one of them is gone or stuck."
     cause = f"The exchange failed with: {_first_line(error)}."
     remedy = (
@@ -152,38 +224,44 @@ def _explained(error: RuntimeError, waited: float) -> str:
     group = _open
     rest = math.inf if group.timeout is None else group.timeout.total_seconds() - waited
     seconds = ANSWER_SECONDS + max(0.0, min(PATIENCE_SECONDS, rest))
-    received = f"{_in_words(group, seconds)}, asked by rank {group.rank} of {group.size}{_within(group.timeout)}"
+    calls, received = _in_words(group, seconds, call)
+    if len(set(calls.values())) > 1:
+        longer = "Where one of them only takes longer, use `data_parallel(timeout=...)`."
+        return f"{_SAME_CALLS} Received: {_by_rank(calls)}{_within(group.timeout)}. {_STOP_TOGETHER} {longer} {cause}"
+    received = f"{received}, asked by rank {group.rank} of {group.size}{_within(group.timeout)}"
     return f"{rule} Received: {received}. {cause} {remedy}"
 
 
-def _in_words(group: _Group, seconds: float) -> str:
-    """Who is missing, as far as it can be told in some seconds."""
+def _in_words(group: _Group, seconds: float, call: str) -> tuple[dict[int, str], str]:
+    """What the ranks do, if all answer, and who is missing, as far as it can be told in some seconds."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # The connections too: ranks further along a ring wait for this one, and would not look for signs in time.
         close_group()
-    found: list[set[int]] = []
+    found: list[dict[int, str]] = []
     # In a thread that may be left behind: a rank that serves the store and was stopped never answers.
-    asking = threading.Thread(target=_ask, args=(group, seconds, found), daemon=True)
+    asking = threading.Thread(target=_ask, args=(group, seconds, call, found), daemon=True)
     asking.start()
     asking.join(seconds + 0.5)
     if not found:
-        return "no answer from rank 0, which holds the store" if _rank_0_serves() else "no answer from torchrun's store"
-    missing = sorted(set(range(group.size)) - found[-1])
+        who = "rank 0, which holds the store" if _rank_0_serves() else "torchrun's store"
+        return {}, f"no answer from {who}"
+    missing = sorted(set(range(group.size)) - set(found[-1]))
     if not missing:
-        return "an answer from every rank, but too late or over a broken connection"
-    return f"no answer from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        return found[-1], "an answer from every rank, but too late or over a broken connection"
+    return {}, f"no answer from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
 
 
-def _ask(group: _Group, seconds: float, found: list[set[int]]) -> None:
-    """Leaves this rank's sign, and adds to `found` the ranks that have left theirs, until all or the time is up."""
+def _ask(group: _Group, seconds: float, call: str, found: list[dict[int, str]]) -> None:
+    """Leaves this rank's sign, and adds to `found` what the ranks do that have left theirs, until all or time is up."""
     limit = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
-        group.store.set(f"sign/{group.rank}", "1")
-        signs = {group.rank}
+        group.store.set(f"sign/{group.rank}", call)
+        signs = {group.rank: call}
         while True:
-            others = set(range(group.size)) - signs
-            signs |= {rank for rank in others if group.store.check([f"sign/{rank}"])}
-            found.append(set(signs))
+            for rank in set(range(group.size)) - set(signs):
+                if group.store.check([f"sign/{rank}"]):
+                    signs[rank] = group.store.get(f"sign/{rank}").decode()
+            found.append(dict(signs))
             # The rank that serves the store stays, or it would be gone before all have looked.
             have_all = len(signs) == group.size and not (group.rank == 0 and _rank_0_serves())
             if have_all or time.monotonic() > limit:

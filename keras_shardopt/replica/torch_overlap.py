@@ -31,9 +31,10 @@ import torch.distributed as dist
 from torch.autograd import Variable as _Autograd
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.replica.same_variables import NUM_MARKS, check_same_variables, marks
 from keras_shardopt.replica.torch_group import taking_part
 
-_NUM_FLAGS = 5
+_NUM_FLAGS = NUM_MARKS + 5
 """How many numbers travel beside those that say which gradients there are."""
 
 _MIN_BUCKETS = 4
@@ -41,6 +42,8 @@ _MIN_BUCKETS = 4
 
 _SMALL_BYTES = 2**20
 """unless they would become smaller than this."""
+
+_CALL = "reduces the gradients of an update"
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -111,7 +114,7 @@ class Buckets:
             # The backward pass before has ended with an error. Others wait for the rest of its gradients, and then
             # do it all once more, along with what this rank sends next.
             self._was_late = True
-            self._reduced([False] * len(self._variables))
+            self._reduced([False] * len(self._variables), None)
         self._forget()
 
     def _forget(self) -> None:
@@ -259,11 +262,11 @@ class Buckets:
             for i in bucket.places:
                 if i not in self._seen:
                     self._put(i, own[i])
-        found = self._reduced([grad is not None for grad in own])
+        found = self._reduced([grad is not None for grad in own], self._trainable)
         if found is None:  # somewhere one came after it was sent
             # All of it anew, and from now on at the end: here if this rank was late, or else on that one.
             self._overlaps = not self._was_late
-            found = self._reduced_at_the_end(own, self._counts)
+            found = self._reduced_at_the_end(own, self._counts, self._trainable)
         self._seen = {}
         for parameter, grad in zip(self._parameters, found):
             parameter.grad = grad
@@ -285,17 +288,18 @@ class Buckets:
             weight: a factor for this rank's gradients.
 
         Raises:
-            ValueError: on all ranks, if not all have made equally many updates; if other gradients come than the
-                backward pass has reduced.
+            ValueError: on all ranks, if not all have made equally many updates, or train the same variables; if other
+                gradients come than the backward pass has reduced.
         """
         places = [self._places[id(variable)] for variable in variables]
         finished, self._finished = self._finished, None
         if finished is None:
             own: list[Tensor | None] = [None] * len(self._variables)
+            trained = [False] * len(self._variables)
             for i, grad in zip(places, grads):
-                own[i] = grad
+                own[i], trained[i] = grad, True
             self._begin()
-            finished = self._reduced_at_the_end(own, counts and weight != 0, weight)
+            finished = self._reduced_at_the_end(own, counts and weight != 0, trained, weight)
         elif any(grad is not finished[i] for i, grad in zip(places, grads)):
             raise ValueError(
                 "The gradients of this step were reduced while they were computed, and others have come. "
@@ -313,7 +317,7 @@ class Buckets:
             ValueError: on all ranks, if some have ended and others have not.
         """
         self._begin()
-        self._reduced_at_the_end([None] * len(self._variables), True, trains=False)
+        self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
 
     # -- what both do ----------------------------------------------------------------------------------------------
 
@@ -335,7 +339,12 @@ class Buckets:
         return self._takes_mean or bucket.results is not bucket.views
 
     def _reduced_at_the_end(
-        self, own: Gradients, counts: bool, weight: float = 1.0, trains: bool = True
+        self,
+        own: Gradients,
+        counts: bool,
+        trained: Sequence[bool] | None,
+        weight: float = 1.0,
+        trains: bool = True,
     ) -> list[Tensor | None]:
         """Sends all, as often as some rank wants that."""
         self._counts = counts
@@ -344,24 +353,26 @@ class Buckets:
             self._num_sent, self._was_late = 0, False
             for i, grad in enumerate(own):
                 self._put(i, grad, weight)
-            found = self._reduced([grad is not None for grad in own], trains)
+            found = self._reduced([grad is not None for grad in own], trained, trains)
         return found
 
     def _send(self) -> None:
         bucket = self._buckets[self._num_sent]
-        with taking_part(self._under_way):
+        with taking_part(self._under_way, _CALL):
             self._under_way.append(dist.all_reduce(bucket.flat, dist.ReduceOp.SUM, async_op=True))
         self._num_sent += 1
 
-    def _reduced(self, present: list[bool], trains: bool = True) -> list[Tensor | None] | None:
+    def _reduced(
+        self, present: list[bool], trained: Sequence[bool] | None, trains: bool = True
+    ) -> list[Tensor | None] | None:
         """Sends what is not sent yet, and waits for all; None if some rank wants to do it all once more."""
         is_odd = self._num_taken % 2
-        told = [*present, trains, not trains, self._was_late, trains and is_odd, trains and not is_odd]
+        told = [*present, *marks(trained), trains, not trains, self._was_late, trains and is_odd, trains and not is_odd]
         self._flags.copy_(torch.tensor(told, dtype=self._flags.dtype))
         while self._num_sent < len(self._buckets):
             self._send()
         for number in range(len(self._under_way)):
-            with taking_part(self._under_way):
+            with taking_part(self._under_way, _CALL):
                 self._under_way[number].wait()
         self._under_way = []
         has = present
@@ -382,6 +393,8 @@ class Buckets:
                         "backward pass that ended with an error. Use `CrossShard(..., overlap=False)`."
                     )
                 return None
+            counts, marked = counts[: len(present)], counts[len(present) :]
+            check_same_variables(trained, marked, self._variables, self._ranks, None, looks)
             has = [count > 0 for count in counts]
         for bucket in self._buckets:
             if bucket.results is not bucket.views:

@@ -361,7 +361,8 @@ def one_reduction_per_update_within_a_group(scope):
     optimizer.apply(grads, model.trainable_variables)
     sizes = counted(lambda: optimizer.apply(grads, model.trainable_variables))
     # With which gradients there are, and whether the rank goes on or ends.
-    assert sizes == [sum(g.numel() for g in grads) + len(grads) + 2], sizes
+    flags = len(grads) + 20 + 2  # which there are, marks of what is trained, and who goes on
+    assert sizes == [sum(g.numel() for g in grads) + flags], sizes
 
 
 @check
@@ -378,6 +379,106 @@ def groups_start_together_each_on_its_own(scope):
     length = sum(g.numel() for g in grads) ** 0.5
     for weight, start in zip(model.get_weights(), problem.start_weights()):
         np.testing.assert_allclose(weight, start + first - 1 / length, rtol=1e-5, atol=1e-6)
+
+
+@check
+def a_loss_that_adds_up_is_warned_of_once_where_the_mean_is_wrong(scope):
+    def warned(reduction, loss, prepared=False):
+        model = problem.model()
+        model.compile(ks.CrossShard("sgd", reduction=reduction), loss)
+        if prepared:
+            ks.prepare(model)
+        x, y = my_rows(scope, num_steps=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.fit(x, y, batch_size=len(x) // 2, shuffle=False, verbose=0)
+        return [str(w.message) for w in caught if "adds up over rows" in str(w.message)]
+
+    def adding():
+        return keras.losses.MeanSquaredError(reduction="sum")
+
+    (message,) = warned("mean", adding())
+    assert f"{scope.num_replicas} times too small" in message and 'CrossShard(..., reduction="sum")' in message
+    assert warned("sum", adding()) == []
+    assert warned("mean", "mse") == []
+    assert warned("mean", adding(), prepared=True) == []
+
+
+class Noise(keras.layers.Layer):
+    """Draws from a generator of its own, and from Keras' global one, and keeps what a layer makes of ones."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.seeds, self.seen = layer, keras.random.SeedGenerator(3), []
+
+    def call(self, inputs, training=False):
+        if not training or isinstance(inputs, keras.KerasTensor) or inputs.device.type == "meta":
+            return inputs
+        drawn = [keras.random.normal((2, 3), seed=seed) for seed in (self.seeds, None)]
+        drawn.append(self.layer(torch.ones(6, 7), training=True))
+        self.seen += [keras.ops.convert_to_numpy(each).ravel() for each in drawn]
+        return inputs
+
+
+def noise_of(way, layer):
+    keras.utils.set_random_seed(8)
+    noise = Noise(layer())
+    model = keras.Sequential([keras.Input((5,)), noise, keras.layers.Dense(3)])
+    model.compile("sgd" if way == "alone" else ks.CrossShard("sgd"), "mse")
+    if way == "prepared":
+        ks.prepare(model)
+    for _ in range(2):
+        model.fit(np.ones((6, 5)), np.ones((6, 3)), batch_size=2, shuffle=False, verbose=0)
+    return list(noise.seen), model
+
+
+@check
+def ranks_draw_other_numbers_from_equal_seeds(scope):
+    def default():
+        return keras.layers.Dropout(0.5)
+
+    def seeded():
+        return keras.layers.Dropout(0.5, seed=4)
+
+    for layer in (default, seeded):
+        alone, _ = noise_of("alone", layer)
+        for way in ("unprepared", "prepared"):
+            mine, model = noise_of(way, layer)
+            assert len(mine) == 3 * 6
+            again, _ = noise_of(way, layer)
+            assert all((a == b).all() for a, b in zip(mine, again)), "not reproducible"
+            if scope.is_chief:  # what one process draws
+                assert all((a == b).all() for a, b in zip(mine, alone))
+            everyones = framework.gather_objects(mine)
+            for number, drawn in enumerate(zip(*everyones)):
+                for i, some in enumerate(drawn):
+                    assert not any((some == other).all() for other in drawn[:i]), (layer, way, number, i)
+            assert framework.largest_difference(model.variables) == 0  # seeds too: what files hold
+            # Weights of what is built later, and seeds that are numbers.
+            later = keras.layers.Dense(4)
+            later.build((None, 9))
+            values = keras.Variable(keras.random.normal((4,), seed=7))
+            assert framework.largest_difference([later.kernel, values]) == 0
+
+
+@check
+def a_layer_frozen_on_one_rank_is_named_in_its_group(scope):
+    model = problem.model()
+    optimizer = ks.CrossShard(problem.sgd_momentum(), group_assignment=GROUPS)
+    optimizer.build(model.trainable_variables)
+    x, y = my_rows(scope)
+    update = lambda: optimizer.apply(gradients(model, x, y), model.trainable_variables)  # noqa: E731
+    update()
+    model.layers[0].trainable = scope.replica_id != 1
+    group = next(group for group in GROUPS if scope.replica_id in group)
+    before = model.get_weights()
+    if 1 in group:
+        refused(update, ValueError, "`mlp/hidden/kernel`, `mlp/hidden/bias` not trained on replica 1")
+        assert all((a == b).all() for a, b in zip(before, model.get_weights()))
+    else:
+        update()
+        assert not any((a == b).all() for a, b in zip(before, model.get_weights()))
 
 
 @check

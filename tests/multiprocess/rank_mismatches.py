@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.replica import framework, torch_group
 
 warnings.filterwarnings("ignore")
 
@@ -122,6 +122,83 @@ def trains(rank, model=layers, optimizer=lambda: ks.CrossShard(SGD(0.1)), versio
     return message, all((a == b).all() for a, b in zip(before, after))
 
 
+def with_dropout(rate):
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dropout(rate, name="dropout"), keras.layers.Dense(4)])
+
+
+X = np.ones((4, 4))
+
+
+def fit(model, **arguments):
+    model.fit(X, X, batch_size=2, verbose=0, **arguments)
+
+
+def fit_prepared(model):
+    fit(ks.prepare(model))
+
+
+def evaluate_prepared(model):
+    ks.prepare(model).evaluate(X, X, verbose=0)
+
+
+def fit_with_sync_replicas(model):
+    fit(model, callbacks=[ks.callbacks.SyncReplicas()])
+
+
+def fit_twice(model):
+    fit(model)
+    fit(model)
+
+
+def fit_and_fit_prepared(model):
+    fit(model)
+    fit_prepared(model)
+
+
+def fit_and_compare(model):
+    fit(model)
+    check = ks.callbacks.CheckReplicas()
+    check.set_model(model)
+    check.check()
+
+
+# What most ranks call, what one calls, and what every rank says of both.
+TRAINS = "trains a prepared model"
+BEGINS = "compares what it trains before its first update"
+CALLS = {
+    "prepare on one rank": (fit, fit_prepared, (BEGINS, "builds a prepared model")),
+    "prepare on all but one": (fit_prepared, fit, ("builds a prepared model", BEGINS)),
+    "evaluate on one rank": (
+        fit_prepared,
+        evaluate_prepared,
+        ("trains a prepared model", "evaluates a prepared model"),
+    ),
+    "SyncReplicas on one rank": (fit, fit_with_sync_replicas, ("takes the weights of rank 0", "in a callback")),
+}
+REDUCES = "reduces the gradients of an update"
+CALLS_THAT_MEET_GRADIENTS = {
+    "prepare on one rank later": (fit_twice, fit_and_fit_prepared, (REDUCES, TRAINS)),
+    "CheckReplicas on one rank": (fit_twice, fit_and_compare, (REDUCES, "compares all variables")),
+}
+
+
+def different_calls(name, scope, usual, other, words, kind):
+    keras.backend.clear_session()
+    model = layers()
+    model.compile(ks.CrossShard(SGD(0.1)), "mse")
+    odd = 1
+    try:
+        (other if scope.replica_id == odd else usual)(model)
+    except kind as error:
+        message = str(error)
+    else:
+        raise AssertionError(f"{name}: nothing raised")
+    assert "must make the same calls" in message, (name, message)
+    for rank, word in enumerate((words[0], words[1], words[0])):
+        assert f"rank {rank} " in message and word in message, (name, message)
+    return name
+
+
 def make_more_layers_than_others():
     """What moves Keras' counters: layers, models and optimizers that have nothing to do with training."""
     for _ in range(3):
@@ -174,6 +251,20 @@ def main():
         dist.all_gather_object = gather
         assert len(calls) == 2, calls  # the digest, and what `start_together` asks
         passed.append("compared once")
+
+        # A model that differs in what no variable shows.
+        keras.backend.clear_session()
+        message, _ = trains(rank, model=lambda: with_dropout(0.1 + 0.1 * (rank == 1)))
+        assert "`rate` of layer 1, `dropout`: 0.1 on processes 0 and 2, 0.2 on process 1" in message, message
+        passed.append("rate of a layer")
+
+        for name, (usual, other, words) in CALLS.items():
+            passed.append(different_calls(name, scope, usual, other, words, ValueError))
+    for name, (usual, other, words) in CALLS_THAT_MEET_GRADIENTS.items():
+        # The ranks wait for each other until the time is up, and then the group is gone.
+        torch_group.ANSWER_SECONDS = 8.0
+        with ks.data_parallel(timeout=3) as scope:
+            passed.append(different_calls(name, scope, usual, other, words, RuntimeError))
     if rank == 0:
         pathlib.Path(sys.argv[1]).write_text(json.dumps(passed))
 

@@ -292,6 +292,68 @@ def a_frozen_layer_stays(scope):
     assert_same(*found, 1e-6)
 
 
+WAYS = {
+    "overlap": {"bucket_mib": TINY},
+    "at the end": {"overlap": False},
+    "compressed": {"compression": "bfloat16"},
+    "compressed at the end": {"compression": "float16", "overlap": False},
+    "skipping": {"on_nonfinite": "skip"},
+    "accumulating": {"gradient_accumulation_steps": 2},
+    "accumulating and skipping": {"gradient_accumulation_steps": 2, "on_nonfinite": "skip"},
+    "divided": {"shard_state": True},
+    "divided and skipping": {"shard_state": True, "on_nonfinite": "skip"},
+    "clipping": {"replica_clipnorm": 1e6},
+}
+
+
+@check
+def a_layer_that_one_rank_freezes_is_named_on_every_rank(scope):
+    frozen_on = scope.num_replicas - 1
+    for way, arguments in WAYS.items():
+        for prepared in (False, True) if way in ("overlap", "at the end") else (False,):
+            model = trained(scope, arguments, num_steps=2)
+            if prepared:
+                ks.prepare(model)
+            (x, y), size = my_rows(scope, 2)
+            names = [v.path for v in model.layers[1].trainable_variables]
+            if scope.replica_id == frozen_on:
+                model.layers[1].trainable = False
+            before = model.get_weights()
+            try:
+                model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+            except ValueError as error:
+                message = str(error)
+            else:
+                raise AssertionError(f"not refused: {way}")
+            words = ", ".join(f"`{name}`" for name in names) + f" not trained on replica {frozen_on}"
+            assert "must train the same variables" in message and words in message, (way, message)
+            assert "all trained on replica 0" in message, (way, message)
+            assert all((a == b).all() for a, b in zip(before, model.get_weights())), way
+            dist.barrier()
+
+
+@check
+def a_layer_that_all_ranks_freeze_stays_and_the_rest_trains(scope):
+    found = []
+    for way in ("overlap", "at the end", "accumulating and skipping", "divided and skipping"):
+        arguments = WAYS[way]
+        model = trained(scope, arguments, num_steps=2)
+        model.layers[1].trainable = False
+        before = model.get_weights()
+        (x, y), size = my_rows(scope, 4)
+        with recorded() as calls:
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        after = model.get_weights()
+        assert [bool((a == b).all()) for a, b in zip(before, after)] == [False] * 2 + [True] * 2 + [False] * 2, way
+        assert scope.largest_difference(model) == 0
+        if not way.startswith(("overlap", "divided")):
+            assert len(calls) == 1 + 4 // arguments.get("gradient_accumulation_steps", 1), (way, calls)
+        if not way.startswith("accumulating"):
+            found.append(model)
+    for model in found[1:]:
+        assert_same(model, found[0], 1e-6)
+
+
 @check
 def parts_of_unequal_sizes(scope):
     found = []

@@ -20,12 +20,25 @@ warnings.filterwarnings("ignore")
 EPOCHS, STEPS = 6, 5
 
 
+class Noise(keras.layers.Layer):
+    """Draws from a generator of its own, and from Keras' global one."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator()
+
+    def call(self, inputs, training=False):
+        for seed in (self.seeds, None) if training else ():
+            inputs = inputs + 0.1 * keras.random.normal(keras.ops.shape(inputs), seed=seed)
+        return inputs
+
+
 def main():
     folder, deaths = pathlib.Path(sys.argv[1]), [int(step) for step in sys.argv[3:]]
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     keras.utils.set_random_seed(5)
     with ks.data_parallel(timeout=60) as scope:
-        model = keras.Sequential(restarting.layers())
+        model = keras.Sequential(restarting.layers(Noise()))
         model.compile(ks.CrossShard(ks.LossScaling(restarting.adam()), shard_state=sys.argv[2] == "sharded"), "mse")
     ks.prepare(model)
     # The second rank has a row less, so that the parts are unequal; `fit` shuffles each rank's own.

@@ -13,6 +13,7 @@ from support.suites import some
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
 
 NUM_DIFFERENCES = 23
+NUM_CALLS = 6
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,18 @@ def passed(tmp_path_factory):
 
 
 def test_every_difference_is_named_on_every_rank_before_the_first_update(passed):
-    assert len(passed) == NUM_DIFFERENCES + 2
+    assert len(passed) == NUM_DIFFERENCES + 3 + NUM_CALLS
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("prepare on one rank", "prepare on all but one", "evaluate on one rank", "SyncReplicas on one rank"),
+        *("prepare on one rank later", "CheckReplicas on one rank"),
+    ],
+)
+def test_different_calls_are_named_on_every_rank(passed, name):
+    assert name in passed
 
 
 @pytest.mark.parametrize("name", ["right programs", "compared once"])

@@ -19,12 +19,14 @@ MAY_IMPORT_A_FRAMEWORK = {
     "keras_shardopt.replica.torch_distributed": {"torch"},
     "keras_shardopt.replica.tf_fit": {"tensorflow"},
     "keras_shardopt.replica.tf_step": {"tensorflow"},
+    "keras_shardopt.replica.tf_random": {"tensorflow"},
     "keras_shardopt.replica.jax_step": {"jax"},
     "keras_shardopt.replica.jax_fit": {"jax"},
     "keras_shardopt.replica.torch_fit": {"torch"},
     "keras_shardopt.replica.torch_fused": {"torch"},
     "keras_shardopt.replica.torch_overlap": {"torch"},
     "keras_shardopt.replica.torch_group": {"torch"},
+    "keras_shardopt.replica.torch_random": {"torch"},
 }
 # From the top down. A module imports from its own layer or below.
 LAYERS = [

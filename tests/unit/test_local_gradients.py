@@ -117,17 +117,17 @@ def _prescaling_forgotten(grads, variables, num_replicas, arrival, *rest):
     return real_transformed(grads, variables, num_replicas, Arrival.LOCAL, *rest)
 
 
-def _clipped_after_the_reduction(grads, variables, replicas, reduction, arrival, groups):
+def _clipped_after_the_reduction(grads, variables, replicas, reduction, arrival, groups, *_):
     reduced = real_global(grads, variables, replicas, reduction, arrival, groups)
     return real_transformed(reduced, variables, 1, Arrival.LOCAL, 1.0, CLIPNORM)
 
 
-def _divided_by_all_instead_of_the_group(grads, variables, replicas, reduction, arrival, groups):
+def _divided_by_all_instead_of_the_group(grads, variables, replicas, reduction, arrival, groups, *_):
     reduced = real_global(grads, variables, replicas, reduction, arrival, groups)
     return [g * (len(groups[0]) / replicas.num_replicas) for g in reduced]
 
 
-def _groups_forgotten(grads, variables, replicas, reduction, arrival, groups):
+def _groups_forgotten(grads, variables, replicas, reduction, arrival, groups, *_):
     return real_global(grads, variables, replicas, reduction, arrival)
 
 

@@ -164,6 +164,12 @@ def test_what_a_step_of_the_torch_trainer_does():
     assert torch._C._current_graph_task_id() == -1
 
 
+def test_the_loss_weights_of_compile():
+    model = problem.model()
+    model.compile("sgd", loss="mse", loss_weights=[0.5])
+    assert model._compile_loss._user_loss_weights == [0.5]
+
+
 @pytest.mark.backends("torch")
 def test_seed_state_on_torch():
     from keras.src.backend.common import global_state
@@ -173,6 +179,40 @@ def test_seed_state_on_torch():
     assert rng_utils.get_random_seed() == 1234
     keras.random.normal((2,))
     assert tuple(global_state.get_global_attribute("global_seed_generator").state.shape) == (2,)
+
+
+@pytest.mark.backends("torch")
+def test_random_numbers_on_torch_take_their_seeds_from_one_function(monkeypatch):
+    from keras.src.backend.torch import image, random
+    from keras.src.random import seed_generator
+
+    assert random.draw_seed is not None and image.draw_seed is random.draw_seed
+    drawn = []
+
+    def draw_seed(seed):
+        drawn.append(seed)
+        first, second = seed_generator.draw_seed(seed)
+        return int(first) + 2**32 + 1, int(second)  # whole numbers will do, of any size
+
+    expected = keras.random.uniform((3,), seed=6)
+    monkeypatch.setattr(random, "draw_seed", draw_seed)
+    seeds = keras.random.SeedGenerator(4)
+    for seed in (5, seeds, None):
+        values = [keras.random.normal((3,), seed=seed), keras.random.gamma((3,), 1.0, seed=seed)]
+        assert all(bool(keras.ops.all(keras.ops.isfinite(value))) for value in values)
+    assert drawn == [5, 5, seeds, seeds, None, None]
+    np.testing.assert_array_equal(keras.random.uniform((3,), seed=5).numpy(), expected.numpy())
+
+
+@pytest.mark.backends("tensorflow")
+def test_random_numbers_on_tensorflow_take_their_seeds_from_one_function(monkeypatch):
+    from keras.src.backend.tensorflow import image, random
+
+    assert image.draw_seed is random.draw_seed
+    expected = keras.random.uniform((3,), seed=6)
+    real = random.draw_seed
+    monkeypatch.setattr(random, "draw_seed", lambda seed: real(seed) + [1, 0])
+    np.testing.assert_array_equal(keras.random.uniform((3,), seed=5), expected)
 
 
 @pytest.mark.backends("tensorflow")

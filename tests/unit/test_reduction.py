@@ -5,6 +5,7 @@ from support.fake_replicas import FakeWorld
 
 from keras_shardopt.reduction import global_gradients
 from keras_shardopt.replica.base import Arrival, SingleReplica
+from keras_shardopt.replica.same_variables import marks
 
 SHAPES = [(3, 2), (5,), ()]
 
@@ -118,3 +119,51 @@ def test_next_values_that_are_global_stay_as_they_are(arrival):
     world = FakeWorld(2, arrives=arrival)
     for grads in world.run(lambda r: global_gradients([keras.ops.array([3.0, 4.0])], weights, r, "sum")):
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(grads[0]), [3.0, 4.0])
+
+
+FROZEN = {
+    "on one": [[True] * 3, [True] * 3, [True, False, True]],
+    "on all but one": [[False, True, True], [True] * 3, [False, True, True]],
+    "others on each": [[True, True, False], [True, False, True], [False, True, True]],
+    "all of them": [[True] * 3, [False] * 3, [True] * 3],
+}
+
+
+def reduced_with_frozen(trained, reduction="mean"):
+    """What each replica gets, or the message of its error, if it trains what `trained` says and gives the rest None."""
+
+    def reduce(replicas):
+        mine = trained[replicas.replica_id]
+        grads = [keras.ops.ones(shape) if given else None for shape, given in zip(SHAPES, mine)]
+        try:
+            return global_gradients(grads, WEIGHTS, replicas, reduction, Arrival.LOCAL, None, mine)
+        except ValueError as error:
+            return str(error)
+
+    return FakeWorld(len(trained), runs_one_program=False).run(reduce)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("case", FROZEN)
+def test_what_some_replicas_have_frozen_is_named_on_all(monkeypatch, case, reduction):
+    for i, weight in enumerate(WEIGHTS):
+        monkeypatch.setattr(weight, "path", f"w{i}", raising=False)
+    for message in reduced_with_frozen(FROZEN[case], reduction):
+        assert "must train the same variables" in message
+        for replica, trained in enumerate(FROZEN[case]):
+            names = ", ".join(f"`w{i}`" for i, given in enumerate(trained) if not given)
+            words = f"{names} not trained" if names else "all trained"
+            assert f"{words} on replica {replica}" in message
+
+
+def test_what_all_replicas_have_frozen_has_no_gradient():
+    for grads in reduced_with_frozen([[True, False, True]] * 5):
+        assert grads[1] is None
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(grads[0]), np.ones(SHAPES[0]))
+
+
+def test_marks_of_different_sets_of_variables_differ():
+    sets = [tuple(bool(i >> k & 1) for k in range(7)) for i in range(128)]
+    found = [tuple(marks(each)) for each in sets]
+    assert len(set(found)) == 128 and {sum(each) for each in found} == {10}
+    assert marks(None) == marks([True] * 300)

@@ -1,0 +1,37 @@
+"""Random numbers that differ between the replicas of a strategy, drawn from seeds that are equal on all of them.
+
+Each replica has a copy of a seed generator's state, and all copies are equal, so that replicas would draw the same
+dropout mask and the same noise for the first row of each. So inside a replica a multiple of its number is added to
+every seed that is drawn from a generator. States stay as they are: files hold what one device would have. Replica 0
+draws what a single device draws. A seed that is a number is left alone.
+
+Private names of Keras touched here (a test holds each of them):
+    `draw_seed` in `keras.src.backend.tensorflow.random` and `.image` - gives them the seed of what they draw.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import image as tf_image
+from keras.src.backend.tensorflow import random as tf_random
+
+_BETWEEN_REPLICAS = 0x9E3779B1
+
+_draw_seed_in_keras = tf_random.draw_seed
+
+
+def draw_apart() -> None:
+    """From now on replicas draw other numbers than each other. Doing it twice changes nothing."""
+    tf_random.draw_seed = tf_image.draw_seed = _draw_seed
+
+
+def _draw_seed(seed: Any) -> Any:
+    """Stands in for Keras' function of that name."""
+    drawn = _draw_seed_in_keras(seed)
+    replica = tf.distribute.get_replica_context()
+    if isinstance(seed, int) or replica is None or replica.num_replicas_in_sync == 1:
+        return drawn
+    other = tf.cast(replica.replica_id_in_sync_group, "int64") * _BETWEEN_REPLICAS
+    return drawn + tf.cast(tf.stack([other, tf.zeros_like(other)]), drawn.dtype)
