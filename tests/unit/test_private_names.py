@@ -74,6 +74,18 @@ def test_the_arrays_of_an_optimizer_are_in_a_group_with_attributes(tmp_path):
     store.close()
 
 
+def test_names_of_layers_are_those_of_their_classes():
+    from keras.src.utils.naming import to_snake_case
+
+    class Cross2DBlock(keras.layers.Dense):
+        pass
+
+    for kind in (keras.layers.Dense, keras.layers.Conv1D, keras.layers.GRU, Cross2DBlock):
+        names = [kind(*[1] * (1 + (kind is keras.layers.Conv1D))).name for _ in range(2)]
+        name = to_snake_case(kind.__name__)
+        assert names[1].startswith(f"{name}_") and names[1].removeprefix(f"{name}_").isdigit(), names
+
+
 def test_how_keras_writes_a_checkpoint():
     callback = keras.callbacks.ModelCheckpoint
     assert list(inspect.signature(callback._save_model).parameters) == ["self", "epoch", "batch", "logs"]
