@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from keras.src.saving.saving_lib import H5IOStore
-from support import checks, problem
+from support import checks, gan, problem
 from support.checks import Dropping, check, refused
 
 import keras_shardopt as ks
@@ -539,6 +539,29 @@ def fit_trains_as_one_process_does(scope):
         cut = [a[: len(a) - rows * (scope.replica_id == 0)] for a in mine]
         fit = lambda: short.fit(*cut, batch_size=rows, shuffle=False, verbose=0)  # noqa: E731
         refused(fit, ValueError, "must make the same number of updates")
+
+
+@check
+def a_model_with_two_optimizers_of_its_own(scope):
+    """The GAN of the Keras guide: each rank has rows of its own; state in parts is saved from wherever it is held."""
+    folder = pathlib.Path(sys.argv[1]).parent
+    size, rank = scope.num_replicas, scope.replica_id
+    alone = gan.fit(gan.compiled())
+    model = ks.prepare(gan.compiled(gan.one_divided))
+    rows = np.array_split(np.arange(gan.BATCH_SIZE), [2] + [gan.BATCH_SIZE // size] * (size - 2))[rank]  # uneven, too
+    gan.fit(model, rows=rows, callbacks=[ks.callbacks.CheckReplicas(every=2), ks.callbacks.StopOnNonFinite()])
+    assert gan.difference(model, alone) <= problem.TOLERANCE, gan.difference(model, alone)
+    assert scope.largest_difference(model) == 0
+    path = folder / f"gan{size}.weights.h5"
+    ks.save_weights(model, path)
+    for one in (ks.prepare(gan.compiled(gan.one_divided)), gan.compiled()):
+        gan.load(one, path)
+        one.d_optimizer.build(one.discriminator.trainable_variables)
+        one.g_optimizer.build(one.generator.trainable_variables)
+        assert gan.difference(one, model) == 0
+    # One that averages nothing, beside one that does.
+    mixed = gan.compiled(lambda inner, first: ks.CrossShard(inner) if first else inner)
+    refused(lambda: ks.prepare(mixed), ValueError, "every optimizer")
 
 
 @check
