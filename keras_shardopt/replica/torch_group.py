@@ -138,14 +138,15 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
         _leave_word(words)
         raise RuntimeError(words)
     _num_meetings[purpose] = number + 1
+    _leave_word(None)
 
 
-def _leave_word(words: str) -> None:
-    """Lets ranks whose collectives fail later say why."""
-    if _open is not None:
+def _leave_word(words: str | None) -> None:
+    """Lets ranks whose collectives fail later say why; None where all are together again."""
+    if _open is not None and (words is not None or _open.has_left_word):
         with contextlib.suppress(RuntimeError):
-            _open.store.set(_WORD, words)
-            _open.has_left_word = True
+            _open.store.delete_key(_WORD) if words is None else _open.store.set(_WORD, words)
+            _open.has_left_word = words is not None
 
 
 _WORD = "keras_shardopt/word"

@@ -3,9 +3,12 @@
 Arguments: the file to which rank 0 writes the names of the checks that passed, and the names to run.
 """
 
+import datetime
 import pathlib
 import sys
+import time
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
@@ -18,7 +21,7 @@ from support.checks import Dropping, check, refused
 import keras_shardopt as ks
 from keras_shardopt import divided_state, sharding
 from keras_shardopt.optimizers import gradient_clipping
-from keras_shardopt.replica import framework, torch_distributed
+from keras_shardopt.replica import framework, torch_distributed, torch_group
 
 warnings.filterwarnings("ignore")
 NUM_STEPS = 3
@@ -431,6 +434,27 @@ def a_rank_that_saves_alone_is_told_so_in_time(scope):
     store = {} if scope.is_chief else Dropping()
     optimizer.save_own_variables(store)  # together it works as ever
     assert len(store) == (len(optimizer.variables) if scope.is_chief else 0)
+
+
+@check
+def a_rank_that_saves_alone_and_leaves_tells_the_others(scope):
+    optimizer = both(scope, ELEMENTWISE["adam"])[0]
+    rank, size = scope.replica_id, scope.num_replicas
+    with mock.patch.object(
+        torch_group.distributed_c10d, "_get_default_store", side_effect=dist.DistNetworkError("reset by peer")
+    ):
+        words = f"All ranks must save together. Received on rank {rank}: the rank that holds the connections has ended"
+        refused(lambda: saved(optimizer), RuntimeError, words)
+    torch_group._open.timeout = datetime.timedelta(seconds=1)  # as `data_parallel(timeout=1)` does
+    start = time.monotonic()
+    if rank == 0:
+        refused(lambda: saved(optimizer), RuntimeError, "1 s after the one on rank 0. With `shard_state=True` each")
+        torch_group.close_group()  # as when the program ends
+    else:
+        words = "Before that: All ranks must save together. Received: no call on rank"
+        refused(lambda: framework.largest_difference(optimizer._trainable_variables), RuntimeError, words)
+    assert time.monotonic() - start < 20
+    torch_group.open_group("gloo", rank, size, None)
 
 
 @check

@@ -86,6 +86,22 @@ def test_names_of_layers_are_those_of_their_classes():
         assert names[1].startswith(f"{name}_") and names[1].removeprefix(f"{name}_").isdigit(), names
 
 
+def test_the_saver_goes_through_all_without_a_store():
+    from keras.src.saving import saving_lib
+
+    model = problem.model()
+    model.first, model.a = keras.optimizers.SGD(), [keras.optimizers.Adam()]
+    model.compile("sgd", "mse")
+
+    class Visited(list):
+        add = list.append
+
+    visited = Visited()
+    saving_lib._save_state(model, None, None, "", visited)
+    places = [visited.index(id(optimizer)) for optimizer in (model.a[0], model.first, model.optimizer)]
+    assert places == sorted(places)
+
+
 def test_how_keras_writes_a_checkpoint():
     callback = keras.callbacks.ModelCheckpoint
     assert list(inspect.signature(callback._save_model).parameters) == ["self", "epoch", "batch", "logs"]

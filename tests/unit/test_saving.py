@@ -286,6 +286,8 @@ def test_errors_travel_by_their_kind():
     for kind in ("UnicodeDecodeError", "OfSomeLibrary", "print"):
         error = saving._error(kind, "x")
         assert type(error) is RuntimeError and str(error) == f"{kind}: x"
+        assert str(saving._error(kind, "")) == kind
+    assert type(saving._error("OSError", "")) is OSError and str(saving._error("OSError", "")) == ""
 
 
 # -- the callback ----------------------------------------------------------------------------------------------------
