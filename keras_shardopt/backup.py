@@ -8,6 +8,7 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -24,10 +25,11 @@ from keras.src.random import seed_generator
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
 from keras_shardopt.atomic import Unfinished
+from keras_shardopt.models import optimizers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 from keras_shardopt.replica import framework
-from keras_shardopt.saving import needs_all, raise_together, saved_together, steadily, take_part
-from keras_shardopt.wrapper import OptimizerWrapper
+from keras_shardopt.saving import needs_all_processes, raise_together, saved_together, steadily, take_part
+from keras_shardopt.wrapper import OptimizerWrapper, kind_of
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -128,13 +130,14 @@ class BackupAndRestore(keras.callbacks.Callback):
             raise problem
         if header is None:
             return
+        _build(model, header.get("built_on", []))
+        self._check_fits(header)
         seed = _global_seed(header["has_global_seed"])
         if arrays is not None:
             framework.assign_copies([*_variables(model), *seed], arrays["variable"])
         framework.start_equal([*model.variables, *seed], _optimizer_variables(model))
-        if _stores_whole(model):
-            for part, name in saved_together(model.optimizer):
-                part.load_own_variables(_from_chief(None if arrays is None else arrays[name]))
+        for part, name in saved_together(model, _is_stored_whole):
+            part.load_own_variables(_from_chief(None if arrays is None else arrays.get(name, [])))
         num_processes, process_id = framework.process()
         if len(header["random_states"]) == num_processes:
             _set_random_state(header["random_states"][process_id])
@@ -185,6 +188,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             "random_states": random_states,
             "has_global_seed": bool(seed),
             "shapes": [list(v.shape) for v in variables],
+            "optimizers": [kind_of(optimizer) for optimizer in optimizers_of(model)],
+            "built_on": _built_on(model),
         }
         os.makedirs(self.backup_dir, exist_ok=True)
         unfinished = Unfinished(self._path)
@@ -194,9 +199,8 @@ class BackupAndRestore(keras.callbacks.Callback):
                 stored = _Entries(archive, "variable")
                 for i, variable in enumerate([*variables, *seed]):
                     stored[str(i)] = keras.ops.convert_to_numpy(variable)
-                if _stores_whole(model):
-                    for part, name in saved_together(model.optimizer):
-                        part.save_own_variables(_Entries(archive, name))
+                for part, name in saved_together(model, _is_stored_whole):
+                    part.save_own_variables(_Entries(archive, name))
             unfinished.finish(keep_as=self._previous_path if self.double_checkpoint else None)
         finally:
             unfinished.discard()
@@ -208,51 +212,83 @@ class BackupAndRestore(keras.callbacks.Callback):
             try:
                 with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
                     header = json.loads(stored["header"].tobytes())
-                    arrays = {
-                        kind: [stored[f"{kind}{i}"] for i in range(sum(n.startswith(kind) for n in stored.files))]
-                        for kind in ("variable", *_TOGETHER)
-                    }
+                    kinds = collections.Counter(name.rstrip("0123456789") for name in stored.files if name != "header")
+                    arrays = {kind: [stored[f"{kind}{i}"] for i in range(num)] for kind, num in kinds.items()}
+                    return {**header, "path": path, "kinds": sorted(kinds)}, {"variable": [], **arrays}
             except FileNotFoundError:
                 continue
             except Exception as error:  # a file that is no archive, or a damaged one, fails in many ways
-                problem = problem or OSError(f"The backup {path!r} cannot be read: {error}")
-                continue
-            shapes = [list(v.shape) for v in _variables(self.model)]
-            is_in_parts = _stores_whole(self.model)
-            if bool(arrays[_TOGETHER[0]]) != is_in_parts:
-                raise ValueError(
-                    "`backup_dir` must hold a backup of the same model and optimizer. "
-                    f"Received: {path!r}, with a state that was {'whole' if is_in_parts else 'in parts'} on each "
-                    f"replica, where the optimizer's is {'in parts' if is_in_parts else 'whole'}. Go on from a file "
-                    "of `keras_shardopt.save_model`, or delete the backup to begin anew."
-                )
-            if header["shapes"] != shapes:
-                raise ValueError(
-                    "`backup_dir` must hold a backup of the same model and optimizer. "
-                    f"Received: {path!r}, with variables of the shapes {header['shapes']}, where the model and its "
-                    f"optimizer have {shapes}. Use another directory, or delete it to begin anew."
-                )
-            return header, arrays
+                words = str(error) or type(error).__name__
+                problem = problem or OSError(f"The backup {path!r} cannot be read: {words}")
         if problem is not None:
             raise problem
         return None, None
 
+    def _check_fits(self, header: dict[str, Any]) -> None:
+        """Refuses a backup of another model or optimizer; on all processes, which have the same header."""
+        model, path = self.model, header["path"]
+        whole = {name for _, name in saved_together(model, _is_stored_whole) if not name.endswith(_WRAPPER_STATE)}
+        stored = {kind for kind in header["kinds"] if kind != "variable" and not kind.endswith(_WRAPPER_STATE)}
+        kinds = [kind_of(optimizer) for optimizer in optimizers_of(model)]
+        shapes = [list(v.shape) for v in _variables(model)]
+        if stored != whole:
+            is_in_parts = bool(whole - stored)
+            raise ValueError(
+                "`backup_dir` must hold a backup of the same model and optimizer. "
+                f"Received: {path!r}, with a state that was {'whole' if is_in_parts else 'in parts'} on each "
+                f"replica, where the optimizer's is {'in parts' if is_in_parts else 'whole'}. Go on from a file "
+                "of `keras_shardopt.save_model`, or delete the backup to begin anew."
+            )
+        if header.get("optimizers", kinds) != kinds:
+            raise ValueError(
+                "`backup_dir` must hold a backup of the same model and optimizer. "
+                f"Received: {path!r}, with state of {', '.join(header['optimizers'])}, where the model has "
+                f"{', '.join(kinds)}. Use another directory, or delete it to begin anew."
+            )
+        if header["shapes"] != shapes:
+            raise ValueError(
+                "`backup_dir` must hold a backup of the same model and optimizer. "
+                f"Received: {path!r}, with variables of the shapes {header['shapes']}, where the model and its "
+                f"optimizer have {shapes}. Use another directory, or delete it to begin anew."
+            )
+
+
+_WRAPPER_STATE = "wrapper_state"
+
+
+def _built_on(model: Any) -> list[list[int] | None]:
+    """For each of a model's optimizers the places of the variables that it was built on; None if it was not."""
+    places = {id(v): i for i, v in enumerate(model.variables)}
+    found: list[list[int] | None] = []
+    for optimizer in optimizers_of(model):
+        built_on = [places.get(id(v)) for v in getattr(optimizer, "_trainable_variables", [])]
+        is_whole = optimizer.built and None not in built_on
+        found.append([i for i in built_on if i is not None] if is_whole else None)
+    return found
+
+
+def _build(model: Any, built_on: list[list[int] | None]) -> None:
+    """Builds optimizers that are no `model.optimizer`, on which only a training step of one's own builds them."""
+    variables = model.variables
+    for optimizer, places in zip(optimizers_of(model), built_on):
+        if places is not None and not optimizer.built:
+            optimizer.build([variables[i] for i in places])
+
 
 def _for_all(error: Exception) -> Exception:
     """An error in a form that reaches all processes, which wait for the answer."""
-    return error if isinstance(error, ValueError) else OSError(f"{type(error).__name__}: {error}")
+    if isinstance(error, ValueError) or (isinstance(error, OSError) and type(error).__module__ == "builtins"):
+        return error
+    return OSError(": ".join(words for words in (type(error).__name__, str(error)) if words))
 
 
 def _is_chief() -> bool:
     return framework.process()[1] == 0
 
 
-_TOGETHER = ("state", "wrapper_state")
-
-
-def _stores_whole(model: Any) -> bool:
+def _is_stored_whole(optimizer: Any) -> bool:
     """Whether a backup has the state as files have it; then it fits any number of replicas, also one."""
-    return needs_all(model) or any(part.shard_state for part in cross_shards(model.optimizer))
+    return needs_all_processes(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
 
 
 def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
@@ -281,17 +317,19 @@ def _variables(model: Any) -> list[Variable]:
 
 def _optimizer_variables(model: Any) -> list[Variable]:
     """Those of which every process has a copy."""
-    optimizer = model.optimizer
-    if optimizer is None:
-        return []
-    if _stores_whole(model):  # what no file holds: how many steps were skipped
+    return [variable for optimizer in optimizers_of(model) for variable in _variables_of(optimizer)]
+
+
+def _variables_of(optimizer: Any) -> list[Variable]:
+    if _is_stored_whole(optimizer):  # what no file holds: how many steps were skipped
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
     return optimizer._shared_variables if isinstance(optimizer, OptimizerWrapper) else list(optimizer.variables)
 
 
 def _accumulating(model: Any) -> list[CrossShard]:
-    return [part for part in cross_shards(model.optimizer) if part._accumulates]
+    reducers = [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
+    return [part for part in reducers if part._accumulates]
 
 
 def _global_seed(make: bool) -> list[Variable]:

@@ -12,7 +12,7 @@ import numpy as np
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backup import BackupAndRestore
-from keras_shardopt.models import layers_of
+from keras_shardopt.models import layers_of, optimizers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 from keras_shardopt.replica import framework
 from keras_shardopt.saving import ModelCheckpoint
@@ -75,7 +75,7 @@ class SyncReplicas(keras.callbacks.Callback):
                 )
         model = self.model
         if framework.processes_start_apart:
-            for part in cross_shards(getattr(model, "optimizer", None)):
+            for part in _reducers_in(model):
                 part._check_peers()
                 part._check_parts()
         framework.start_equal(model.variables, _optimizer_variables(model))
@@ -226,7 +226,7 @@ class StopOnNonFinite(keras.callbacks.Callback):
             reducer.check_finite()
 
     def _reducers(self) -> list[CrossShard]:
-        return cross_shards(getattr(self.model, "optimizer", None))
+        return _reducers_in(self.model)
 
 
 class TrainingSummaries(keras.callbacks.Callback):
@@ -371,9 +371,12 @@ def _standing_before(callback: keras.callbacks.Callback) -> list[Any]:
     return []
 
 
+def _reducers_in(model: Any) -> list[CrossShard]:
+    return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
+
+
 def _optimizer_variables(model: Any) -> list[Variable]:
-    optimizer = getattr(model, "optimizer", None)
-    return [] if optimizer is None else list(getattr(optimizer, "_shared_variables", optimizer.variables))
+    return [v for o in optimizers_of(model) for v in getattr(o, "_shared_variables", o.variables)]
 
 
 def _compared(model: Any) -> list[Variable]:
@@ -384,8 +387,7 @@ def _compared(model: Any) -> list[Variable]:
 
 
 def _groups(model: Any, num_replicas: int) -> Groups:
-    optimizer = getattr(model, "optimizer", None)
-    chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
+    chain = [part for optimizer in optimizers_of(model) for part in (optimizer, *inside(optimizer))]
     assigned: list[Groups] = [groups for o in chain if (groups := getattr(o, "group_assignment", None)) is not None]
     return [list(range(num_replicas))] if not assigned or num_replicas == 1 else assigned[0]
 

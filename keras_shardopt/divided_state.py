@@ -14,8 +14,9 @@ from keras_shardopt.sharding import MEETING_SECONDS, MemoryReport, Shards, laid_
 from keras_shardopt.wrapper import Observer, OptimizerWrapper, is_built_among_several
 
 _SAVE_TOGETHER = (
-    "With `shard_state=True` each rank has a part of what is saved. Call `keras_shardopt.save_model(model, path)` (or "
-    "`save_weights`) on every rank; one of them writes."
+    "With `shard_state=True` each rank has a part of what `model.save`, `model.save_weights` and "
+    "`optimizer.save_own_variables` store. Call `keras_shardopt.save_model(model, path)` (or `save_weights`) on every "
+    "rank; one of them writes."
 )
 
 
@@ -131,7 +132,8 @@ class DividedState(OptimizerWrapper):
         """Writes the state just as the inner optimizer alone would. With divided state all replicas call it together.
 
         Raises:
-            RuntimeError: with divided state, if another replica does not call it within a minute.
+            RuntimeError: with divided state, if another replica does not call it within the `timeout` of the
+                `data_parallel` scope; within a minute where there is none.
         """
         if self._shards is None and not (self.shard_state and framework.lays_out_state):
             super().save_own_variables(store)

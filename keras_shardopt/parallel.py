@@ -12,8 +12,10 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
+from keras_shardopt.models import optimizers_of
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.replica import World, framework
+from keras_shardopt.replica.trainer import reducers_in
 
 # The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.
 _lingering: data_parallel | None = None
@@ -203,15 +205,21 @@ def prepare(model: Any) -> Any:
     its own replica's rows, except on JAX without per-replica gradients, where those are all rows. Metrics are combined
     as their variables' `aggregation` says: "sum" for those of Keras.
 
+    A model with a `train_step` of its own may hold several optimizers as attributes, as the GAN of Keras' guide does:
+    each of them is a `CrossShard` then, and the one of `compile` may stay unused. TensorFlow and JAX reduce the
+    gradients of an optimizer that is none by themselves; on ranks of PyTorch it is an error.
+
     Args:
-        model: a `keras.Model`, compiled with an optimizer that is or contains a `CrossShard`.
+        model: a `keras.Model`, compiled with an optimizer that is or contains a `CrossShard`, or with a `train_step` of
+            its own and such optimizers as attributes.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: if `model` is not a `keras.Model`.
-        ValueError: if it is not compiled, or without a `CrossShard`, or with one whose groups train apart.
+        ValueError: if it is not compiled, or without a `CrossShard`, or with one whose groups train apart. On several
+            ranks of PyTorch also if the model holds an optimizer without one.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
@@ -224,18 +232,27 @@ def prepare(model: Any) -> Any:
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
-    if getattr(model, "optimizer", None) is None or not cross_shards(model.optimizer):
+    reducers = reducers_in(model, cross_shards)
+    if not reducers:
         raise ValueError(
             "`model` must be compiled with a `CrossShard`, which averages the gradients of the replicas. "
             f"Received: optimizer={getattr(model, 'optimizer', None)!r}. "
             "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)` before `prepare(model)`."
         )
-    for cross_shard in cross_shards(model.optimizer):
+    for cross_shard in reducers:
         if len(cross_shard.group_assignment or []) > 1:
             raise ValueError(
                 "`model` must be trained by all replicas together, and with `group_assignment` the groups train apart. "
                 f"Received: {cross_shard!r}. Train it without `prepare`, on equal parts of each batch."
             )
-    framework.notice(model.optimizer)
+    for optimizer in optimizers_of(model):
+        if cross_shards(optimizer):
+            framework.notice(optimizer)
+        elif optimizer is not model.optimizer and framework.processes_start_apart and framework.process()[0] > 1:
+            raise ValueError(
+                "Where each process trains a copy of the model, every optimizer that the model holds must average the "
+                f"gradients of the ranks. Received: a {type(optimizer).__name__} beside {reducers[0]!r}. "
+                f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it, too."
+            )
     framework.prepare(model, cross_shards)
     return model

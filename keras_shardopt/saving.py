@@ -6,6 +6,7 @@ so a chief that fails goes on taking part, and tells the others when all are thr
 Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model` - writes a checkpoint; called with what `_get_file_path` and `_should_save_model` get.
     `ModelCheckpoint._get_file_path`, `_should_save_model` - where to, and whether.
+    `keras.src.saving.saving_lib._save_state` - goes through all that is saved, in order; without a store it only goes.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras.src.saving import saving_lib
 
 from keras_shardopt import arguments as check
 from keras_shardopt.atomic import Unfinished
+from keras_shardopt.models import optimizers_of
 from keras_shardopt.replica import framework
 from keras_shardopt.wrapper import OptimizerWrapper, inside
 
@@ -261,7 +264,7 @@ def take_part(model: Any) -> None:
     """What a process that writes nothing does while another one writes `steadily`."""
     if needs_all(model):
         with _among(model):
-            for part, _ in saved_together(model.optimizer):
+            for part, _ in saved_together(model):
                 part.save_own_variables(Dropping())
 
 
@@ -272,16 +275,48 @@ def _copy(source: str, target: str) -> None:
 
 
 def needs_all(model: Any) -> bool:
-    """Whether every process must be there when the state of the model's optimizer is saved."""
-    optimizer = getattr(model, "optimizer", None)  # a model that was not compiled has none
-    chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
+    """Whether every process must be there when the state of one of the model's optimizers is saved."""
+    return any(needs_all_processes(optimizer) for optimizer in optimizers_of(model))
+
+
+def needs_all_processes(optimizer: Any) -> bool:
+    """Whether every process must be there when this optimizer's state is saved."""
+    chain = [optimizer, *inside(optimizer)]
     return any(o._saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))
 
 
-def saved_together(optimizer: Any) -> list[tuple[Any, str]]:
-    """What writes and reads the state of which each replica holds a part, in Keras' order, and a name for each."""
-    own = optimizer.wrapper_state if isinstance(optimizer, OptimizerWrapper) else None
-    return [(part, name) for part, name in ((optimizer, "state"), (own, "wrapper_state")) if part is not None]
+def saved_together(model: Any, which: Callable[[Any], bool] = needs_all_processes) -> list[tuple[Any, str]]:
+    """What writes and reads the state of the optimizers of a model that are chosen, in Keras' order, and names.
+
+    Each of the state of which replicas hold a part needs all processes, so all must go through them in this order.
+    """
+    chosen = [(i, optimizer) for i, optimizer in enumerate(optimizers_of(model)) if which(optimizer)]
+    if len(chosen) > 1:
+        order = _Order()
+        saving_lib._save_state(model, None, None, "", order)
+        chosen.sort(key=lambda each: order.place_of(each[1]))
+    found = []
+    for i, optimizer in chosen:
+        prefix = "" if optimizer is getattr(model, "optimizer", None) else f"optimizer{i}_"
+        own = optimizer.wrapper_state if isinstance(optimizer, OptimizerWrapper) else None
+        found += [(optimizer, f"{prefix}state"), *([] if own is None else [(own, f"{prefix}wrapper_state")])]
+    return found
+
+
+class _Order:
+    """Takes the place of the set of what the saver has been to, and remembers the order."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._places
+
+    def add(self, key: int) -> None:
+        self._places[key] = len(self._places)
+
+    def place_of(self, thing: Any) -> int:
+        return self._places.get(id(thing), len(self._places))
 
 
 class Dropping:
@@ -311,11 +346,12 @@ class _Steady:
 
 @contextlib.contextmanager
 def steadily(model: Any) -> Iterator[None]:
-    """A block in which the optimizer's state is gathered once, and to the end, whatever happens to the file."""
-    if not needs_all(model):
+    """A block in which state in parts is gathered once, and to the end, whatever happens to the file."""
+    parts = [part for part, _ in saved_together(model)]
+    if not parts:
         yield
         return
-    waiting = {id(part): part.save_own_variables for part, _ in saved_together(model.optimizer)}
+    waiting = {id(part): part.save_own_variables for part in parts}
 
     def gather(part: Any, store: Any) -> None:
         real = waiting.pop(id(part))
@@ -330,12 +366,11 @@ def steadily(model: Any) -> Iterator[None]:
             raise steady.problem
 
     # On the instances, past Keras' attribute tracking, for the time of the block.
-    for part, _ in saved_together(model.optimizer):
+    for part in parts:
         part.__dict__["save_own_variables"] = functools.partial(gather, part)
     try:
         yield
     finally:
-        parts = [part for part, _ in saved_together(model.optimizer)]
         for part in parts:
             del part.__dict__["save_own_variables"]
         for part in parts:
@@ -383,10 +418,11 @@ def _words(problem: Exception) -> str:
 
 def _error(kind: str, words: str) -> Exception:
     known = getattr(builtins, kind, None)
+    other = RuntimeError(f"{kind}: {words}" if words else kind)
     try:
-        return known(words) if issubclass(known, Exception) else RuntimeError(f"{kind}: {words}")  # type: ignore
+        return known(words) if issubclass(known, Exception) else other  # type: ignore
     except TypeError:  # no name of a class, or one that wants more than words
-        return RuntimeError(f"{kind}: {words}")
+        return other
 
 
 def _is_chief() -> bool:

@@ -5,6 +5,7 @@ Hides that a slot is found by its name alone: `add_variable_from_reference` make
 Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
     `Optimizer.add_variable_from_reference` - names a slot of a variable by its path, an underscore and a suffix.
+    `keras.src.utils.naming.to_snake_case` - makes the name of a layer of its class; Keras then adds a number.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import keras
+from keras.src.utils.naming import to_snake_case
 
 from keras_shardopt._typing import Variable
 
@@ -79,25 +83,24 @@ def slot_prefix(variable: Variable) -> str:
 
 
 def without_counters(paths: Sequence[str]) -> list[str]:
-    """Paths in which what Keras counts up ("dense_7") is counted from 0 among those of the same name.
+    """Paths without the numbers that Keras adds to the names it makes itself: "dense_7/kernel" is "dense/kernel".
 
-    A program that has made another layer before has other counters, but counts in the same order.
+    Those depend on what else a program has made, and on whether a layer was made by it or from a file. A name made by
+    Keras is that of a layer's class, and may stand within a longer one ("forward_lstm_1"). Numbers that a user has
+    given stay: "block_1" has one, unless there is a layer class `Block`.
     """
-    split = [path.split("/") for path in paths]
-    numbers: dict[str, set[int]] = {}
-    for part in (part for pieces in split for part in pieces):
-        name, number = _counted(part)
-        numbers.setdefault(name, set()).add(number)
-    places = {name: {number: place for place, number in enumerate(sorted(each))} for name, each in numbers.items()}
-
-    def renamed(part: str) -> str:
-        name, number = _counted(part)
-        place = places[name][number]
-        return f"{name}_{place}" if place else name
-
-    return ["/".join(renamed(part) for part in pieces) for pieces in split]
+    counted = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(_automatic_names())})_\d+(?=_|$)")
+    return ["/".join(counted.sub(r"\1", part) for part in path.split("/")) for path in paths]
 
 
-def _counted(part: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(.+)_(\d+)", part)
-    return (part, 0) if found is None else (found[1], int(found[2]))
+def without_numbers(paths: Sequence[str]) -> list[str]:
+    """Paths in which no name ends in a number, whoever has given it."""
+    return ["/".join(re.sub(r"_\d+$", "", part) for part in path.split("/")) for path in paths]
+
+
+def _automatic_names() -> list[str]:
+    """The names that Keras gives to layers and variables, without numbers, the longest first."""
+    kinds: list[type] = [keras.layers.Layer, keras.Variable]
+    for kind in kinds:
+        kinds.extend(type.__subclasses__(kind))
+    return sorted({re.escape(to_snake_case(kind.__name__)) for kind in kinds} - {""}, key=len, reverse=True)

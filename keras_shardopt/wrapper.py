@@ -24,8 +24,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import keras
 import numpy as np
@@ -35,7 +35,7 @@ from keras.src.utils.tracking import DotNotTrackScope
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.replica import framework
-from keras_shardopt.slots import SlotAccess, without_counters
+from keras_shardopt.slots import SlotAccess, without_counters, without_numbers
 
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
 _ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
@@ -453,21 +453,22 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         self._assign_all({str(i): weight for i, weight in enumerate(weights)}, self.variables)
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the state just as the inner optimizer alone would, with a name beside each slot."""
+        """Writes the state just as the inner optimizer alone would, with a name beside each slot, and its class."""
         self.inner.save_own_variables(self._with_names(store))
 
     def _with_names(self, store: Any) -> Any:
         """The store, so that it also notes what the arrays are that this optimizer writes to it."""
-        return store if isinstance(store, _Named) else _Named(store, self._slots_in_state())
+        if isinstance(store, _Named):
+            return store
+        return _Named(store, self._slots_in_state(), kind_of(self) if self.built else None)
 
     def _slots_in_state(self) -> dict[str, str]:
         """Under the key of an array in files what it is: the variable in its layer, and the name of the slot."""
         if not self.built:
             return {}
         variables = self._trainable_variables
-        # Layer and variable: models of the same layers may have other names. Counters of layers depend on what else
-        # the program has made.
-        paths = without_counters(["/".join(str(getattr(v, "path", v.name)).split("/")[-2:]) for v in variables])
+        # Layer and variable: models of the same layers may have other names.
+        paths = ["/".join(str(getattr(v, "path", v.name)).split("/")[-2:]) for v in variables]
         path_of = {key: path for v, path in zip(variables, paths) for key in self._slot_keys(v)}
         names = {id(slot): f"{path_of[key]} {name}" for key, name, slot in self._slots() if key in path_of}
         state = enumerate(self._inner_state)
@@ -480,8 +481,9 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         of a model that was not compiled, the optimizer stays as it is, with a warning, as in Keras.
 
         Raises:
-            ValueError: if the number of the arrays or the shape of one does not fit, or its name, which those have
-                that a wrapper has written to an HDF5 file. Nothing is assigned then.
+            ValueError: if the number of the arrays or the shape of one does not fit; or its name, or the class of the
+                innermost optimizer, which a wrapper notes in an HDF5 file. Numbers that Keras adds to names may
+                differ. Nothing is assigned then.
         """
         if not list(store.keys()):
             warnings.warn(f"The file holds no optimizer state; that of {self!r} stays as it is.", stacklevel=2)
@@ -550,11 +552,18 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
                 )
 
     def _check_names(self, store: Any) -> None:
-        found = _names_in(store)
-        wanted = self._slots_in_state()
-        differing = [key for key, name in wanted.items() if found.get(key, name) != name]
-        if differing:
-            listed = [f"`{found[key]}` where this optimizer has `{wanted[key]}`" for key in differing[:_MOST_NAMES]]
+        """Refuses what names tell apart, where numbers and shapes agree."""
+        notes = _notes_in(store)
+        mine, kind = self._slots_in_state(), kind_of(self)
+        # Files from before the class was noted have numbers of their own in names, also in those given by users.
+        comparable = without_counters if notes.kind else without_numbers
+        keys = [key for key in mine if key in notes.slots]
+        found, wanted = ([_comparable(names[key], comparable) for key in keys] for names in (notes.slots, mine))
+        differing = [key for key, one, other in zip(keys, found, wanted) if one != other]
+        listed = [f"`{notes.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing[:_MOST_NAMES]]
+        if self.built and notes.kind not in (None, kind):
+            listed = [f"state of `{notes.kind}` where this optimizer is `{kind}`", *listed]
+        if listed:
             more = f" and {len(differing) - _MOST_NAMES} more" if len(differing) > _MOST_NAMES else ""
             raise ValueError(
                 "The stored state must be that of the same variables and the same kind of optimizer. "
@@ -618,36 +627,66 @@ def leaf_of(optimizer: Any, variable: Variable) -> Any:
 _MOST_NAMES = 4
 
 
+class _Notes(NamedTuple):
+    """What a file says about the arrays of an optimizer's state."""
+
+    slots: dict[str, str]
+    """By key, for some of them: the variable in its layer, and the name of the slot."""
+
+    kind: str | None
+    """The class of the innermost optimizer."""
+
+
 class _Named:
     """A store that notes beside arrays what they are, in an HDF5 file, as attributes that others ignore."""
 
-    def __init__(self, store: Any, names: dict[str, str]) -> None:
+    def __init__(self, store: Any, slots: dict[str, str], kind: str | None) -> None:
         self._store = store
-        self._names = names
+        self._slots = slots
+        self._kind = kind
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._store[key] = value
         group = getattr(self._store, "_h5_entry_group", {})
-        if key in self._names and key in group:
-            with contextlib.suppress(OSError):  # a disk that is full says so again when the file is closed
-                group[key].attrs["slot"] = self._names[key]
+        notes = {"slot": self._slots.get(key), "optimizer": self._kind if key == "0" else None}
+        for name, note in notes.items() if key in group else ():
+            if note is not None:
+                with contextlib.suppress(OSError):  # a disk that is full says so again when the file is closed
+                    group[key].attrs[name] = note
 
 
 class _Loaded(dict[str, Any]):
-    """The arrays of a store, and their names."""
+    """The arrays of a store, and what the file says about them."""
 
     def __init__(self, store: Any) -> None:
         super().__init__({key: np.array(store[key]) for key in list(store.keys())})
-        self.names = _names_in(store)
+        self.notes = _notes_in(store)
 
 
-def _names_in(store: Any) -> dict[str, str]:
-    """The names that are noted beside arrays."""
+def _notes_in(store: Any) -> _Notes:
     if isinstance(store, _Loaded):
-        return store.names
+        return store.notes
     group = getattr(store, "_h5_entry_group", {})
     attributes = {key: getattr(group[key], "attrs", {}) for key in list(group)}
-    return {key: str(found["slot"]) for key, found in attributes.items() if "slot" in found}
+    kinds = [str(found["optimizer"]) for found in attributes.values() if "optimizer" in found]
+    slots = {key: str(found["slot"]) for key, found in attributes.items() if "slot" in found}
+    return _Notes(slots, kinds[0] if kinds else None)
+
+
+def _comparable(slot: str, comparable: Callable[[Sequence[str]], list[str]]) -> str:
+    """The name of a slot and its variable without what may differ in files of the same model."""
+    path, _, name = slot.rpartition(" ")
+    return f"{comparable([path])[0]} {name}"
+
+
+def kind_of(optimizer: Any) -> str:
+    """The class of the innermost optimizer, or the classes of several, which decides what the arrays of state mean.
+
+    The class's own name only: on PyTorch Keras has classes of the same name in other modules.
+    """
+    found = leaves(optimizer)
+    names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in found))
+    return names if len(found) == 1 else f"{type(innermost(optimizer)).__name__}({names})"
 
 
 class _WrapperState(KerasSaveable):

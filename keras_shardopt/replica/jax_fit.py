@@ -37,7 +37,7 @@ from keras_shardopt._typing import Tensor
 from keras_shardopt.models import layers_of
 from keras_shardopt.replica.base import AllReplicasAtOnce, Part, claim_reduction, part_of_batch
 from keras_shardopt.replica.jax_sharding import MappedAxis, batch_size_of, gather_objects
-from keras_shardopt.replica.trainer import call_silently, num_rows, stand_in
+from keras_shardopt.replica.trainer import call_silently, has_built_in_step, num_rows, reducers_in, stand_in
 from keras_shardopt.whole_batch import share_losses
 
 
@@ -50,9 +50,9 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     if distribution is not None:
         vars(distribution)[_TAKES_UNEVEN] = True
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
-    reducers = reducers_of(model.optimizer)
+    reducers = reducers_in(model, reducers_of)
     # Around it nothing may look at gradients in each micro-step, which would then be one replica's each.
-    if reducers[0]._accumulates and reducers[0] is model.optimizer and _has_built_in_step(model):
+    if reducers[0]._accumulates and reducers[0] is model.optimizer and has_built_in_step(model):
         reducers[0]._stack_accumulators()
     stand_in(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
@@ -160,13 +160,13 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
 
 def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
     """The trainer's step, unless the optimizer wants to see each replica's own gradients."""
-    reducers = model._keras_shardopt_reducers_of(model.optimizer)
+    reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     distribution = keras.distribution.distribution()
     stacks = any(reducer._is_stacked for reducer in reducers)
     needs_local = any(reducer._needs_local_gradients for reducer in reducers)
     if batch_size_of(distribution) == 1 or not (stacks or needs_local):
         return real(state, data)
-    if not _has_built_in_step(model):
+    if not has_built_in_step(model):
         raise ValueError(
             "A `train_step` of your own cannot be taken apart to show the optimizer each replica's gradients. "
             f"Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
@@ -200,10 +200,6 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     )
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
     return logs, (new_weights, new_others, optimizer_state, metrics)
-
-
-def _has_built_in_step(model: Any) -> bool:
-    return type(model).train_step is keras.Model.train_step
 
 
 def _rows_of(replica: Any, all_rows: int, num_replicas: int) -> Any:

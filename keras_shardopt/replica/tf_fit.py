@@ -6,15 +6,17 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_shardopt.models import optimizers_of
 from keras_shardopt.replica.base import Part, part_of_batch
 from keras_shardopt.replica.tf_distribute import ReplicaContext
-from keras_shardopt.replica.trainer import num_rows, stand_in
+from keras_shardopt.replica.trainer import has_built_in_step, num_rows, stand_in
 from keras_shardopt.whole_batch import own_additional_losses, share_losses
 
 
@@ -63,3 +65,39 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
             break
         iterator = None
     real(iterator=iterator, data_batch=data_batch)
+    if data_batch is not None and not has_built_in_step(model):
+        _build_optimizers(model, data_batch)
+
+
+def _build_optimizers(model: Any, data_batch: Any) -> None:
+    """Builds optimizers that a training step of one's own uses, before it runs: replicas cannot make variables in it.
+
+    Which variables each is for is known to the step alone, so that it is traced once, and not run.
+    """
+    strategy = model.distribute_strategy
+    unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
+    variables_of: dict[int, list[Any]] = {}
+
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        variables_of[id(optimizer)] = list(trainable_variables or [])
+
+    def apply_gradients(optimizer: Any, grads_and_vars: Any) -> Any:
+        variables_of[id(optimizer)] = [variable for _, variable in grads_and_vars]
+        return optimizer.iterations
+
+    if strategy.num_replicas_in_sync == 1 or not unbuilt:
+        return
+    for optimizer in unbuilt:  # on the instances, past Keras' attribute tracking
+        vars(optimizer).update(
+            apply=functools.partial(apply, optimizer), apply_gradients=functools.partial(apply_gradients, optimizer)
+        )
+    try:
+        step = tf.function(lambda data: strategy.run(model.train_step, args=(data,)), autograph=False)
+        step.get_concrete_function(data_batch)
+    finally:
+        for optimizer in unbuilt:
+            del vars(optimizer)["apply"], vars(optimizer)["apply_gradients"]
+    with strategy.scope():
+        for optimizer in unbuilt:
+            if variables_of.get(id(optimizer)):
+                optimizer.build(variables_of[id(optimizer)])

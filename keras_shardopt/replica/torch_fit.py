@@ -34,10 +34,11 @@ from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt._typing import Tensor
+from keras_shardopt.models import optimizers_of
 from keras_shardopt.replica.base import Part, SingleReplica, ending_together, part_of_batch
 from keras_shardopt.replica.torch_distributed import Ranks, Torch
 from keras_shardopt.replica.torch_group import tell
-from keras_shardopt.replica.trainer import arguments_of, call_silently, num_rows, stand_in
+from keras_shardopt.replica.trainer import arguments_of, call_silently, num_rows, reducers_in, stand_in
 from keras_shardopt.whole_batch import mean_losses, share_losses
 
 
@@ -83,6 +84,8 @@ class _Session:
         self._reducers_of = reducers_of
         self._last_batch: dict[_Phase, Any] = {}
         self.model = model
+        self._unused: list[tuple[Any, int]] = []
+        """The optimizers that must not update anything, with the number of their updates."""
         self.has_started = False
         """Whether the ranks have begun the running `fit` with equal weights."""
         self.rows: list[int] | None = None
@@ -96,7 +99,7 @@ class _Session:
 
     def check_reduces(self) -> None:
         """Refuses an optimizer, perhaps of another `compile`, that would leave each rank with weights of its own."""
-        if not self._reducers_of(self.model.optimizer):
+        if not reducers_in(self.model, self._reducers_of):
             raise ValueError(
                 "A prepared model must be trained with a `CrossShard`, which averages the gradients of the ranks. "
                 f"Received: optimizer={self.model.optimizer!r}. "
@@ -106,18 +109,33 @@ class _Session:
     def start_together(self) -> None:
         """Lets all ranks begin with rank 0's values, if they train the same."""
         assert self.ranks is not None
-        for reducer in self._reducers_of(self.model.optimizer):
+        reducers = reducers_in(self.model, self._reducers_of)
+        for reducer in reducers:
             reducer._check_peers(self.ranks)
             reducer._check_parts()
-        optimizer = self.model.optimizer
-        shared = getattr(optimizer, "_shared_variables", optimizer.variables)
+        optimizers = optimizers_of(self.model)
+        shared = [v for o in optimizers for v in getattr(o, "_shared_variables", o.variables)]
         # Also those that are frozen by now, perhaps on some ranks only: the first reduction finds that, and names them.
-        trained = optimizer._trainable_variables if optimizer.built else self.model.trainable_variables
-        self.ranks.start_together(trained, shared)
-        for reducer in self._reducers_of(self.model.optimizer):
+        built = [v for o in optimizers if o.built for v in o._trainable_variables]
+        trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values()) if built else None
+        self.ranks.start_together(self.model.trainable_variables if trained is None else trained, shared)
+        plain = [o for o in optimizers if not self._reducers_of(o)]
+        self._unused = [(o, int(o.iterations)) for o in plain]
+        for reducer in reducers:
             # Not once more after the first forward pass, whose moving statistics would become rank 0's.
             reducer._have_started(self.ranks)
         self.has_started = True
+
+    def check_unused(self) -> None:
+        """Refuses a training step that has updated with an optimizer that averages nothing. Once in each `fit`."""
+        unused, self._unused = self._unused, []
+        for optimizer, updates in unused:
+            if int(optimizer.iterations) != updates:
+                raise ValueError(
+                    "Every optimizer that a prepared model is trained with must be a `CrossShard`, which averages the "
+                    f"gradients of the ranks. Received: an update by {type(optimizer).__name__}. "
+                    f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))`."
+                )
 
     def meet(self, phase: _Phase, *message: int) -> list[list[int]]:
         """Tells the other ranks a message, and returns what each of them tells.
@@ -310,7 +328,9 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
         session.check_reduces()
     if session.ranks is not None and session.rows is not None and not session.has_started:
         session.start_together()
-    return _step(model, real, data)
+    logs = _step(model, real, data)
+    session.check_unused()
+    return logs
 
 
 # Not compiled itself, as it talks to other ranks; what it calls is.

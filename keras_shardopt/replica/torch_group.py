@@ -45,6 +45,7 @@ class _Group:
         self.timeout = timeout
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self.has_left_word = False
 
 
 # What is open, the store in which all groups of this program meet, and how many there have been.
@@ -94,39 +95,72 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 def close_group() -> None:
     """Closes the default process group, if it is still open."""
     global _open, _messages
-    _open = _messages = None
+    group, _open, _messages = _open, None, None
     _num_meetings.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if group is not None and group.has_left_word and group.rank == 0 and _rank_0_serves():
+        _ask(group, ANSWER_SECONDS, "has left", [])  # their collectives fail now, and they look for what was said
 
 
 _num_meetings: dict[str, int] = {}
 
 
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """Waits until all ranks have come, without a collective, which would wait for as long as the group allows.
+    """Waits until all ranks have come, without a collective, which others would take for one of their own.
 
-    A rank that leaves because others have not come can come again.
+    A rank that leaves because others have not come can come again. Those whose collectives fail because it has left
+    say so, too.
+
+    Args:
+        purpose: what they come for.
+        seconds: for how long to wait, where the group was opened without a `timeout`.
+        advice: what to do about it.
 
     Raises:
-        RuntimeError: after so many seconds, with the ranks that have not come, and the advice.
+        RuntimeError: after that time, with the ranks that have not come, and the advice; or if the store in which ranks
+            meet is gone.
     """
-    store = distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
+    if _open is not None and _open.timeout is not None:
+        seconds = _open.timeout.total_seconds()
     number = _num_meetings.get(purpose, 0)
     names = [f"keras_shardopt/meeting/{purpose}/{number}/{other}" for other in range(size)]
-    store.set(names[rank], "1")
     limit = time.monotonic() + seconds
-    while missing := [other for other, name in enumerate(names) if other != rank and not store.check([name])]:
-        if time.monotonic() > limit:
-            store.delete_key(names[rank])
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            raise RuntimeError(
-                f"All ranks must {purpose} together. Received: no call on {ranks}, {seconds:g} s after the one on rank "
-                f"{rank}. {advice}"
-            )
-        time.sleep(0.005)
+    try:
+        store = distributed_c10d._get_default_store()
+        store.set(names[rank], "1")
+        while missing := [other for other, name in enumerate(names) if other != rank and not store.check([name])]:
+            if time.monotonic() > limit:
+                store.delete_key(names[rank])
+                break
+            time.sleep(0.005)
+    except RuntimeError as error:  # of the connection to the store, which ends with the rank that serves it
+        raise RuntimeError(
+            f"All ranks must {purpose} together. Received on rank {rank}: the rank that holds the connections has "
+            f"ended ({_first_line(error)}). {advice}"
+        ) from error
+    if missing:
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        words = (
+            f"All ranks must {purpose} together. Received: no call on {ranks}, {seconds:g} s after the one on rank "
+            f"{rank}. {advice}"
+        )
+        _leave_word(words)
+        raise RuntimeError(words)
     _num_meetings[purpose] = number + 1
+    _leave_word(None)
+
+
+def _leave_word(words: str | None) -> None:
+    """Lets ranks whose collectives fail later say why; None where all are together again."""
+    if _open is not None and (words is not None or _open.has_left_word):
+        with contextlib.suppress(RuntimeError):
+            _open.store.delete_key(_WORD) if words is None else _open.store.set(_WORD, words)
+            _open.has_left_word = words is not None
+
+
+_WORD = "keras_shardopt/word"
 
 
 # The name since PyTorch 2.13, which warns about the older one.
@@ -224,22 +258,28 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
     group = _open
     rest = math.inf if group.timeout is None else group.timeout.total_seconds() - waited
     seconds = ANSWER_SECONDS + max(0.0, min(PATIENCE_SECONDS, rest))
-    calls, received = _in_words(group, seconds, call)
+    words: list[str] = []
+    calls, received = _in_words(group, seconds, call, words)
+    before = "".join(f" Before that: {word}" for word in words)
     if len(set(calls.values())) > 1:
         longer = "Where one of them only takes longer, use `data_parallel(timeout=...)`."
-        return f"{_SAME_CALLS} Received: {_by_rank(calls)}{_within(group.timeout)}. {_STOP_TOGETHER} {longer} {cause}"
+        given = f"{_by_rank(calls)}{_within(group.timeout)}"
+        return f"{_SAME_CALLS} Received: {given}. {_STOP_TOGETHER} {longer} {cause}{before}"
     received = f"{received}, asked by rank {group.rank} of {group.size}{_within(group.timeout)}"
-    return f"{rule} Received: {received}. {cause} {remedy}"
+    return f"{rule} Received: {received}. {cause}{before} {remedy}"
 
 
-def _in_words(group: _Group, seconds: float, call: str) -> tuple[dict[int, str], str]:
-    """What the ranks do, if all answer, and who is missing, as far as it can be told in some seconds."""
+def _in_words(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
+    """What the ranks do, if all answer, and who is missing, as far as it can be told in some seconds.
+
+    Adds to `words` what a rank has said before it left.
+    """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # The connections too: ranks further along a ring wait for this one, and would not look for signs in time.
         close_group()
     found: list[dict[int, str]] = []
     # In a thread that may be left behind: a rank that serves the store and was stopped never answers.
-    asking = threading.Thread(target=_ask, args=(group, seconds, call, found), daemon=True)
+    asking = threading.Thread(target=_ask, args=(group, seconds, call, found, words), daemon=True)
     asking.start()
     asking.join(seconds + 0.5)
     if not found:
@@ -251,10 +291,12 @@ def _in_words(group: _Group, seconds: float, call: str) -> tuple[dict[int, str],
     return {}, f"no answer from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
 
 
-def _ask(group: _Group, seconds: float, call: str, found: list[dict[int, str]]) -> None:
+def _ask(group: _Group, seconds: float, call: str, found: list[dict[int, str]], words: list[str] | None = None) -> None:
     """Leaves this rank's sign, and adds to `found` what the ranks do that have left theirs, until all or time is up."""
     limit = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
+        if words is not None and group.store.check([_WORD]):
+            words.append(group.store.get(_WORD).decode())
         group.store.set(f"sign/{group.rank}", call)
         signs = {group.rank: call}
         while True:

@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 
+from keras_shardopt.models import optimizers_of
+
 
 def stand_in(model: Any, name: str, function: Callable[..., Any]) -> None:
     """Lets `model.name(...)` call `function(model, real, ...)`, where `real` is the method that it replaces.
@@ -36,6 +38,22 @@ def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     elif taking_any:
         bound = inspect.signature(real).bind(*args, **{**kwargs, "verbose": 0})
     return real(*bound.args, **bound.kwargs)
+
+
+def reducers_in(model: Any, reducers_of: Callable[[Any], list[Any]]) -> list[Any]:
+    """Each `CrossShard` that updates the model, as far as that is known: Keras' own step uses `model.optimizer` only.
+
+    Args:
+        model: a `keras.Model`.
+        reducers_of: finds each `CrossShard` that an optimizer consists of, from the outside in.
+    """
+    optimizers = [getattr(model, "optimizer", None)] if has_built_in_step(model) else optimizers_of(model)
+    return [reducer for optimizer in optimizers for reducer in reducers_of(optimizer)]
+
+
+def has_built_in_step(model: Any) -> bool:
+    """Whether the model trains with Keras' own `train_step`."""
+    return type(model).train_step is keras.Model.train_step
 
 
 def num_rows(data: Any) -> Any:

@@ -3,22 +3,25 @@
 Arguments: the file to which rank 0 writes the names of the checks that passed, and the names to run.
 """
 
+import datetime
 import pathlib
 import sys
+import time
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
 import torch
 import torch.distributed as dist
 from keras.src.saving.saving_lib import H5IOStore
-from support import checks, problem
+from support import checks, gan, problem
 from support.checks import Dropping, check, refused
 
 import keras_shardopt as ks
 from keras_shardopt import divided_state, sharding
 from keras_shardopt.optimizers import gradient_clipping
-from keras_shardopt.replica import framework, torch_distributed
+from keras_shardopt.replica import framework, torch_distributed, torch_group
 
 warnings.filterwarnings("ignore")
 NUM_STEPS = 3
@@ -434,6 +437,27 @@ def a_rank_that_saves_alone_is_told_so_in_time(scope):
 
 
 @check
+def a_rank_that_saves_alone_and_leaves_tells_the_others(scope):
+    optimizer = both(scope, ELEMENTWISE["adam"])[0]
+    rank, size = scope.replica_id, scope.num_replicas
+    with mock.patch.object(
+        torch_group.distributed_c10d, "_get_default_store", side_effect=dist.DistNetworkError("reset by peer")
+    ):
+        words = f"All ranks must save together. Received on rank {rank}: the rank that holds the connections has ended"
+        refused(lambda: saved(optimizer), RuntimeError, words)
+    torch_group._open.timeout = datetime.timedelta(seconds=1)  # as `data_parallel(timeout=1)` does
+    start = time.monotonic()
+    if rank == 0:
+        refused(lambda: saved(optimizer), RuntimeError, "1 s after the one on rank 0. With `shard_state=True` each")
+        torch_group.close_group()  # as when the program ends
+    else:
+        words = "Before that: All ranks must save together. Received: no call on rank"
+        refused(lambda: framework.largest_difference(optimizer._trainable_variables), RuntimeError, words)
+    assert time.monotonic() - start < 20
+    torch_group.open_group("gloo", rank, size, None)
+
+
+@check
 def the_checks_can_fail(scope):
     """With something left out, weights or files are others. No exchange: ranks would leave at other places."""
     momentum = ELEMENTWISE["momentum"]
@@ -539,6 +563,29 @@ def fit_trains_as_one_process_does(scope):
         cut = [a[: len(a) - rows * (scope.replica_id == 0)] for a in mine]
         fit = lambda: short.fit(*cut, batch_size=rows, shuffle=False, verbose=0)  # noqa: E731
         refused(fit, ValueError, "must make the same number of updates")
+
+
+@check
+def a_model_with_two_optimizers_of_its_own(scope):
+    """The GAN of the Keras guide: each rank has rows of its own; state in parts is saved from wherever it is held."""
+    folder = pathlib.Path(sys.argv[1]).parent
+    size, rank = scope.num_replicas, scope.replica_id
+    alone = gan.fit(gan.compiled())
+    model = ks.prepare(gan.compiled(gan.one_divided))
+    rows = np.array_split(np.arange(gan.BATCH_SIZE), [2] + [gan.BATCH_SIZE // size] * (size - 2))[rank]  # uneven, too
+    gan.fit(model, rows=rows, callbacks=[ks.callbacks.CheckReplicas(every=2), ks.callbacks.StopOnNonFinite()])
+    assert gan.difference(model, alone) <= problem.TOLERANCE, gan.difference(model, alone)
+    assert scope.largest_difference(model) == 0
+    path = folder / f"gan{size}.weights.h5"
+    ks.save_weights(model, path)
+    for one in (ks.prepare(gan.compiled(gan.one_divided)), gan.compiled()):
+        gan.load(one, path)
+        one.d_optimizer.build(one.discriminator.trainable_variables)
+        one.g_optimizer.build(one.generator.trainable_variables)
+        assert gan.difference(one, model) == 0
+    # One that averages nothing, beside one that does.
+    mixed = gan.compiled(lambda inner, first: ks.CrossShard(inner) if first else inner)
+    refused(lambda: ks.prepare(mixed), ValueError, "every optimizer")
 
 
 @check

@@ -107,7 +107,7 @@ def test_a_crash_while_writing_leaves_the_backup_before(tmp_path, monkeypatch, a
         raise OSError("disk full")
 
     monkeypatch.setattr(np.lib.format, "write_array", write_array)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="^disk full$"):
         trained(tmp_path)
     assert (tmp_path / "backup.npz").read_bytes() == before
     monkeypatch.undo()
@@ -124,6 +124,14 @@ def test_a_damaged_backup_falls_back_on_the_one_before(tmp_path, alone):
     assert sorted(os.listdir(tmp_path)) == ["backup.npz", "previous.npz"]
 
 
+def test_the_newest_backup_is_read_first(tmp_path, alone):
+    trained(tmp_path, interrupted=True, double_checkpoint=True)
+    assert sorted(os.listdir(tmp_path)) == ["backup.npz", "previous.npz"]
+    resumed, epochs = trained(tmp_path, double_checkpoint=True)
+    assert epochs == EPOCHS - 2  # of the older one it would be one more, with the same end
+    assert_same(resumed, alone)
+
+
 def test_a_damaged_backup_without_another_is_an_error(tmp_path):
     (tmp_path / "backup.npz").write_bytes(b"PK")
     with pytest.raises(OSError, match="cannot be read"):
@@ -138,6 +146,31 @@ def test_a_backup_of_another_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`backup_dir` must hold a backup of the same model"):
         model.fit(*problem.data(1), callbacks=[ks.callbacks.BackupAndRestore(tmp_path)], verbose=0)
     assert_same(model.get_weights(), before)
+
+
+def test_a_backup_of_another_optimizer_is_refused(tmp_path):
+    """Of the same shapes, which alone would tell nothing."""
+
+    def backup_of(optimizer):
+        model = problem.model()
+        model.compile(ks.CrossShard(optimizer), "mse")
+        model.optimizer.build(model.trainable_variables)
+        backup = ks.callbacks.BackupAndRestore(tmp_path)
+        backup.set_model(model)
+        return backup
+
+    backup_of(problem.sgd_momentum()).on_epoch_end(0)
+    backup_of(problem.sgd_momentum()).on_train_begin()
+    with pytest.raises(ValueError, match="with state of SGD, where the model has Lion"):
+        backup_of(keras.optimizers.Lion()).on_train_begin()
+
+
+def test_errors_keep_their_class_and_say_it_once():
+    from keras_shardopt import backup
+
+    for error in (OSError("full"), OSError(), PermissionError("no"), ValueError()):
+        assert backup._for_all(error) is error
+    assert [str(backup._for_all(error)) for error in (EOFError(), KeyError("x"))] == ["EOFError", "KeyError: 'x'"]
 
 
 def test_an_unbuilt_model_is_refused(tmp_path):

@@ -1,10 +1,14 @@
 """State that does not fit is an error that names what differs, where Keras alone warns or says nothing."""
 
+import subprocess
+import sys
+import warnings
+
 import keras
 import numpy as np
 import pytest
 from keras import optimizers as o
-from support import catalogue
+from support import catalogue, corpus, launch
 from support.suites import some
 
 import keras_shardopt as ks
@@ -100,6 +104,84 @@ def test_what_keras_counts_up_is_no_other_name(tmp_path):
     made_otherwise.load_weights(tmp_path / "a.weights.h5")
 
 
+def test_numbers_that_a_user_has_given_are_names(tmp_path):
+    saved = made(wrapped(o.Adam), ("tower_1", "tower_2"), (5, 5))
+    saved.save_weights(tmp_path / "a.weights.h5")
+    made(wrapped(o.Adam), ("tower_1", "tower_2"), (5, 5)).load_weights(tmp_path / "a.weights.h5")
+    with pytest.raises(ValueError, match="`tower_1/kernel momentum` where this optimizer has `tower_2/kernel mom"):
+        made(wrapped(o.Adam), ("tower_2", "tower_1"), (5, 5)).load_weights(tmp_path / "a.weights.h5")
+
+
+class Other(o.Adam):
+    """Of the user's own."""
+
+
+SAME_NAMES = {
+    "momentum": (lambda: o.SGD(0.1, momentum=0.9), o.Lion),
+    "derived": (o.Adam, o.AdamW),
+    "of the user's own": (o.Adam, Other),
+}
+
+
+@pytest.mark.parametrize("build", [True, False], ids=["built", "not yet"])
+@pytest.mark.parametrize("pair", SAME_NAMES)
+def test_another_class_whose_slots_have_the_same_names(tmp_path, pair, build):
+    for make, other in (SAME_NAMES[pair], SAME_NAMES[pair][::-1]):
+        saved = made(wrapped(make))
+        saved.save_weights(tmp_path / "a.weights.h5")
+        names = [type(one()).__name__ for one in (make, other)]
+        model = made(wrapped(other), build=build)
+        before = state(model)
+        words = f"state of `{names[0]}` where this optimizer is `{names[1]}`"
+        with pytest.raises(ValueError, match=words):
+            model.load_weights(tmp_path / "a.weights.h5")
+            model.optimizer.build(model.trainable_variables)
+        if build:
+            for one, two in zip(before, state(model)):
+                np.testing.assert_array_equal(one, two)
+        # Keras reads it, whatever is noted, and what Keras has written has no note.
+        plain = made(make())
+        plain.load_weights(tmp_path / "a.weights.h5")
+        for one, two in zip(state(saved), state(plain)):
+            np.testing.assert_array_equal(one, two)
+        plain.save_weights(tmp_path / "plain.weights.h5")
+        model.load_weights(tmp_path / "plain.weights.h5") if build else None
+
+
+def test_the_class_of_several_optimizers(tmp_path):
+    if not hasattr(o, "MultiOptimizer"):
+        pytest.skip("needs a Keras with MultiOptimizer")
+
+    def several(first, second):
+        return lambda: o.MultiOptimizer(o.OptimizerMap(first, {"out": second}))
+
+    sgd = lambda: o.SGD(0.1, momentum=0.9)  # noqa: E731
+    made(wrapped(several(o.Lion(), sgd()))).save_weights(tmp_path / "a.weights.h5")
+    made(wrapped(several(o.Lion(), sgd()))).load_weights(tmp_path / "a.weights.h5")
+    with pytest.raises(ValueError, match=r"MultiOptimizer\((\w+), (\w+)\)` where this optimizer is `Multi.*\(\2, \1\)"):
+        made(wrapped(several(sgd(), o.Lion()))).load_weights(tmp_path / "a.weights.h5")
+
+
+def test_files_without_a_class_still_load(tmp_path):
+    """As written before classes were noted, with numbers in names that count within the model."""
+    import h5py
+
+    saved = made(wrapped(o.Adam), ("block_3", "block_8"), (5, 5))
+    saved.save_weights(tmp_path / "a.weights.h5")
+    with h5py.File(tmp_path / "a.weights.h5", "r+") as file:
+        arrays = file["optimizer/vars"]
+        assert arrays["0"].attrs["optimizer"] == "Adam"
+        del arrays["0"].attrs["optimizer"]
+        for array in arrays.values():
+            if "slot" in array.attrs:
+                array.attrs["slot"] = array.attrs["slot"].replace("block_3", "block").replace("block_8", "block_1")
+    for make in (o.Adam, o.AdamW):
+        model = made(wrapped(make), ("block_3", "block_8"), (5, 5))
+        model.load_weights(tmp_path / "a.weights.h5")
+        for one, two in zip(state(saved), state(model)):
+            np.testing.assert_array_equal(one, two)
+
+
 def chain(*wrappers):
     def make():
         optimizer = o.Adam()
@@ -129,3 +211,39 @@ def test_names_are_those_of_any_chain(tmp_path, source, target):
     model.load_weights(tmp_path / "a.weights.h5")
     for one, two in zip(state(saved), state(model)):
         np.testing.assert_array_equal(one, two)
+
+
+# -- what Keras loads for the inner optimizer ------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.build... was called on layer")  # the blocks of keras.io have none
+@pytest.mark.parametrize("name", corpus.MODELS)
+def test_files_of_ordinary_models(tmp_path, name):
+    make = corpus.MODELS[name]
+    plain = corpus.filled(make(), corpus.adam())
+    plain.save(tmp_path / "plain.keras")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Skipping variable loading")  # where Keras cannot load the state
+        num_arrays = len(keras.saving.load_model(tmp_path / "plain.keras").optimizer.variables)
+    saved = corpus.filled(make(), ks.CrossShard(corpus.adam()))
+    ks.save_model(saved, tmp_path / "a.keras")
+    ks.save_weights(saved, tmp_path / "a.weights.h5")
+    loaded = keras.saving.load_model(tmp_path / "a.keras")
+    assert corpus.numbers(loaded) == corpus.expected(num_arrays)
+    for file in ("a.weights.h5", "plain.keras"):
+        other = corpus.filled(make(), ks.CrossShard(corpus.adam()))
+        other.optimizer.set_weights([np.zeros(v.shape, v.dtype) for v in other.optimizer.variables])
+        other.load_weights(tmp_path / file)
+        assert corpus.numbers(other) == corpus.expected(num_arrays), file
+    loaded.load_weights(tmp_path / "a.weights.h5")  # names from a file beside names from this program
+    assert corpus.numbers(loaded) == corpus.expected(num_arrays)
+
+
+@pytest.mark.backends("jax")  # nothing here is of one backend
+def test_files_of_ordinary_models_in_another_process(tmp_path):
+    keras.layers.Dense(1)  # so that counters are others there
+    for i, make in enumerate(corpus.MODELS.values()):
+        ks.save_model(corpus.filled(make(), ks.CrossShard(corpus.adam())), tmp_path / f"{i}.keras")
+    command = [sys.executable, corpus.__file__, str(tmp_path), *corpus.MODELS]
+    done = subprocess.run(command, env=launch.variables("jax"), capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == list(corpus.MODELS), done.stderr

@@ -74,6 +74,34 @@ def test_the_arrays_of_an_optimizer_are_in_a_group_with_attributes(tmp_path):
     store.close()
 
 
+def test_names_of_layers_are_those_of_their_classes():
+    from keras.src.utils.naming import to_snake_case
+
+    class Cross2DBlock(keras.layers.Dense):
+        pass
+
+    for kind in (keras.layers.Dense, keras.layers.Conv1D, keras.layers.GRU, Cross2DBlock):
+        names = [kind(*[1] * (1 + (kind is keras.layers.Conv1D))).name for _ in range(2)]
+        name = to_snake_case(kind.__name__)
+        assert names[1].startswith(f"{name}_") and names[1].removeprefix(f"{name}_").isdigit(), names
+
+
+def test_the_saver_goes_through_all_without_a_store():
+    from keras.src.saving import saving_lib
+
+    model = problem.model()
+    model.first, model.a = keras.optimizers.SGD(), [keras.optimizers.Adam()]
+    model.compile("sgd", "mse")
+
+    class Visited(list):
+        add = list.append
+
+    visited = Visited()
+    saving_lib._save_state(model, None, None, "", visited)
+    places = [visited.index(id(optimizer)) for optimizer in (model.a[0], model.first, model.optimizer)]
+    assert places == sorted(places)
+
+
 def test_how_keras_writes_a_checkpoint():
     callback = keras.callbacks.ModelCheckpoint
     assert list(inspect.signature(callback._save_model).parameters) == ["self", "epoch", "batch", "logs"]

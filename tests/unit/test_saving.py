@@ -286,6 +286,8 @@ def test_errors_travel_by_their_kind():
     for kind in ("UnicodeDecodeError", "OfSomeLibrary", "print"):
         error = saving._error(kind, "x")
         assert type(error) is RuntimeError and str(error) == f"{kind}: x"
+        assert str(saving._error(kind, "")) == kind
+    assert type(saving._error("OSError", "")) is OSError and str(saving._error("OSError", "")) == ""
 
 
 # -- the callback ----------------------------------------------------------------------------------------------------
@@ -413,31 +415,179 @@ def test_backups_of_state_in_parts(tmp_path, monkeypatch):
         assert isinstance(error, ValueError) and "in parts on each replica" in str(error)
 
 
+# -- the file itself -------------------------------------------------------------------------------------------------
+
+
+@both
+def test_a_file_keeps_its_mode(tmp_path, name):
+    SAVE[name](trained(), tmp_path / name)
+    for mode in (0o600, 0o640, 0o664):
+        os.chmod(tmp_path / name, mode)
+        SAVE[name](trained(seed=2), tmp_path / name)
+        assert stat.S_IMODE(os.stat(tmp_path / name).st_mode) == mode
+    assert_same(values(loaded(tmp_path / name)), values(trained(seed=2)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_a_file_keeps_its_owner(tmp_path, monkeypatch):
+    path = tmp_path / "model.weights.h5"
+    ks.save_weights(trained(), path)
+    os.chown(path, 12345, 23456)
+    os.chmod(path, 0o2640)
+    ks.save_weights(trained(seed=2), path)
+    found = os.stat(path)
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (12345, 23456, 0o2640)
+
+    # Where it is not permitted, the group that it gets has no more than everybody had.
+    def chown(*arguments):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    for before, after in ((0o660, 0o600), (0o664, 0o644), (0o640, 0o600), (0o604, 0o604)):
+        os.chown(path, 12345, 23456)
+        os.chmod(path, before)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "chown", chown)
+            ks.save_weights(trained(), path)
+        found = os.stat(path)
+        assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (0, 0, after)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give folders away")
+def test_a_new_file_has_the_group_that_its_folder_hands_on(tmp_path):
+    os.chown(tmp_path, -1, 23456)
+    os.chmod(tmp_path, 0o2775)
+    ks.save_weights(trained(), tmp_path / "ours.weights.h5")
+    trained().save_weights(tmp_path / "their.weights.h5")
+    found = [os.stat(tmp_path / name) for name in ("ours.weights.h5", "their.weights.h5")]
+    assert [each.st_gid for each in found] == [23456] * 2
+    assert found[0].st_mode == found[1].st_mode
+
+
+def test_nobody_else_reads_what_is_not_finished(tmp_path):
+    unfinished = atomic.Unfinished(str(tmp_path / "model.keras"))
+    assert stat.S_IMODE(os.stat(os.path.dirname(unfinished.path)).st_mode) == 0o700
+    unfinished.discard()
+    assert os.listdir(tmp_path) == []
+
+
+def test_content_reaches_the_disk_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+    """The order in which a crash of the machine leaves the file before or the new one, each whole."""
+    done = []
+    real_sync, real_replace = os.fsync, os.replace
+
+    def sync(descriptor):
+        found = os.fstat(descriptor)
+        done.append(("sync", found.st_ino, found.st_size if stat.S_ISREG(found.st_mode) else "folder"))
+        real_sync(descriptor)
+
+    def replace(source, target):
+        done.append(("name", os.stat(source).st_ino, os.path.basename(target)))
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    folder = os.stat(tmp_path).st_ino
+    path, previous = tmp_path / "model.keras", tmp_path / "previous.keras"
+    before = None
+    for number in range(2):
+        unfinished = atomic.Unfinished(str(path))
+        with open(unfinished.path, "wb") as file:
+            file.write(b"x" * (number + 1))
+        unfinished.finish(keep_as=str(previous) if number else None)
+        new = os.stat(path).st_ino
+        kept = [("name", before, "previous.keras")] if number else []
+        assert done == [("sync", new, number + 1), *kept, ("name", new, "model.keras"), ("sync", folder, "folder")]
+        done.clear()
+        before = new
+    assert (path.read_bytes(), previous.read_bytes()) == (b"xx", b"x")
+
+
 # -- what is left behind ---------------------------------------------------------------------------------------------
 
+# A process that begins to write a file, and shows the process number that it is told. It is in no hurry.
+SAVING = """
+import importlib.util, os, sys, time
+os.getpid = lambda: int(sys.argv[3])
+spec = importlib.util.spec_from_file_location("atomic", sys.argv[1])
+atomic = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(atomic)
+unfinished = atomic.Unfinished(sys.argv[2])
+open(unfinished.path, "w").write("half")
+print(os.path.basename(os.path.dirname(unfinished.path)), flush=True)
+sys.stdin.read()
+unfinished.finish()
+"""
 
-def test_only_what_was_left_behind_is_removed(tmp_path, monkeypatch):
-    host, mine = atomic._HOST, os.getpid()
+
+@contextlib.contextmanager
+def saving_process(path, number):
+    command = [sys.executable, "-S", "-c", SAVING, atomic.__file__, str(path), str(number)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_save_under_way_stays_whatever_its_process_number(tmp_path):
+    """As in another container, of which the process numbers are others: that one is this one's, or nobody's here."""
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
     ended.wait()
-    gone = ended.pid
+    for number in (os.getpid(), ended.pid):
+        with saving_process(tmp_path / "first.keras", number) as (process, scratch):
+            ks.save_weights(trained(), tmp_path / "second.weights.h5")
+            assert sorted(os.listdir(tmp_path)) == [scratch, "second.weights.h5"]
+            process.communicate("go on")
+            assert process.returncode == 0
+        assert (tmp_path / "first.keras").read_text() == "half"
+        (tmp_path / "first.keras").unlink()
+
+
+def test_what_a_killed_process_leaves_goes_at_once(tmp_path):
+    with saving_process(tmp_path / "first.keras", os.getpid()) as (process, scratch):
+        process.kill()
+        process.wait()
+        assert os.listdir(tmp_path) == [scratch]
+        ks.save_weights(trained(), tmp_path / "second.weights.h5")
+        assert os.listdir(tmp_path) == ["second.weights.h5"]
+
+
+def grow_old(path):
+    for each in (*path.iterdir(), path):
+        os.utime(each, (0, 0))
+
+
+def test_where_a_lock_tells_nothing_age_does(tmp_path, monkeypatch):
     names = {
-        f".keras_shardopt-{host}-{gone}-0123abcd.unfinished": False,  # its process is dead
-        f".keras_shardopt-{host}-{mine}-0123abcd.unfinished": False,  # of this number, but not of this program
-        f".keras_shardopt-{host}-{os.getppid()}-0123abcd.unfinished": True,  # alive
-        ".keras_shardopt-elsewhere-1-0123abcd.unfinished": True,  # who knows
-        ".keras_shardopt-long-ago-1-0123abcd.unfinished": False,
-        ".keras_shardopt-x.unfinished": True,
-        "something.unfinished": True,
+        f".keras_shardopt-{atomic._KERNEL}-0123abcd.unfinished": (True, False),  # without a lock
+        ".keras_shardopt-elsewhere-0123abcd.unfinished": (True, False),  # on another machine
+        ".keras_shardopt-host-4711-0123abcd.unfinished": (True, False),  # of an older version
+        ".keras_shardopt-x.unfinished": (True, True),
+        "something.unfinished": (True, True),
     }
-    for name in names:
+    for i, name in enumerate(names):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.keras").write_text("half")
-    old = tmp_path / ".keras_shardopt-long-ago-1-0123abcd.unfinished"
-    for path in (old / "model.keras", old):
-        os.utime(path, (0, 0))
-    other = atomic.Unfinished(str(tmp_path / "other.keras"))  # being written by this very program
-    ks.save_model(trained(), tmp_path / "model.keras")
-    stay = {name for name, stays in names.items() if stays} | {"model.keras", os.path.basename(other._scratch)}
-    assert set(os.listdir(tmp_path)) == stay
-    other.discard()
+        if i == 1:
+            (tmp_path / name / ".lock").write_text("")  # which may be held there
+    held = atomic.Unfinished(str(tmp_path / "held.keras"))  # by this very process
+    for is_old in (False, True):
+        if is_old:
+            for name in [*names, os.path.basename(os.path.dirname(held.path))]:
+                grow_old(tmp_path / name)
+        atomic.Unfinished(str(tmp_path / "model.keras")).discard()
+        stay = {name for name, stays in names.items() if stays[is_old]}
+        assert set(os.listdir(tmp_path)) == stay | {os.path.basename(os.path.dirname(held.path))}
+    held.discard()
+
+
+def test_where_no_locks_can_be_had(tmp_path, monkeypatch):
+    """As on some network file systems."""
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks available")))
+    first = atomic.Unfinished(str(tmp_path / "first.keras"))
+    pathlib.Path(first.path).write_text("half")
+    ks.save_weights(trained(), tmp_path / "second.weights.h5")
+    first.finish()
+    assert sorted(os.listdir(tmp_path)) == ["first.keras", "second.weights.h5"]
