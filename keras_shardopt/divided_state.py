@@ -52,6 +52,7 @@ class DividedState(OptimizerWrapper):
         if self._shards is not None:
             self._shards.adopt(self)
         elif self.shard_state and framework.lays_out_state:
+            framework.check_can_lay_out(self._trainable_variables)
             own = {id(v) for v in self._variables}
             framework.lay_out([v for v in self.variables if id(v) not in own])
 

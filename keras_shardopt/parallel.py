@@ -31,8 +31,8 @@ class data_parallel:
     | PyTorch | the process group of the ranks that `torchrun` started: "nccl" with CUDA, else "gloo" |
 
     Without accelerators the devices are all logical CPU devices; with a single device or process the scope sets up
-    nothing. Where a TensorFlow strategy scope or a process group is open already, it is used as it is; on JAX the
-    distribution is replaced until the scope is left.
+    nothing. Where a TensorFlow strategy scope or a process group is open already, it is used as it is; on JAX a
+    `DataParallel` is replaced until the scope is left, and a distribution with layouts of its own is an error.
 
     `model.fit` may be called inside the block or after it. Leaving the block restores what it changed, except where
     JAX and PyTorch still need it for `fit`: if a `CrossShard` made inside is alive, the distribution or process
@@ -44,8 +44,9 @@ class data_parallel:
 
     Args:
         num_replicas: int >= 1 or None. How many replicas; None (default) takes all devices. On a machine without
-            accelerators that many CPU devices are made, which must happen before TensorFlow or JAX has started. On
-            PyTorch it must equal the number of processes.
+            accelerators that many CPU devices are made, which must happen before TensorFlow or JAX has started. (For
+            JAX with several devices on few cores the environment variable `NPROC` is then set too, unless it is
+            already: XLA would run out of threads.) On PyTorch it must equal the number of processes.
         timeout: float > 0 in seconds, `datetime.timedelta`, or None. For ranks of PyTorch: how long a rank waits for
             the others before it raises; None (default) is PyTorch's own limit (30 minutes with "gloo", 10 with
             "nccl"). A rank that dies is noticed at once. JAX and TensorFlow take their limits where their processes
@@ -53,7 +54,7 @@ class data_parallel:
 
     Raises:
         ValueError: if `num_replicas` is less than 1, more than there are devices, or not the number of processes; if
-            `timeout` is out of range, or cannot be set any more.
+            `timeout` is out of range, or cannot be set any more; on JAX, if a `ModelParallel` is active.
         TypeError: if `num_replicas` is not an int, or `timeout` not a duration.
         RuntimeError: if TensorFlow runs already with fewer CPU devices; if a rank does not come. Later, from what
             needs all ranks, if one has died or stalled: on every other rank, with the number of that rank.

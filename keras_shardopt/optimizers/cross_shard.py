@@ -144,8 +144,8 @@ class CrossShard(TwoPhases, DividedState):
             gathered, which is 1.5 times the bytes of one all-reduce. There each replica keeps one more copy of its
             slices of the weights, sums of an `Embedding`'s gradients are dense, as with accumulation, and an optimizer
             that must see a variable whole (or is Ftrl, whose last digits are too noisy) is refused when it is built.
-            `memory_report()` tells what each replica holds. Not under TensorFlow's other strategies, and not inside
-            `shard_map` and `pmap`.
+            `memory_report()` tells what each replica holds. Not under TensorFlow's other strategies, not inside
+            `shard_map` and `pmap`, and not on a mesh of JAX's own without an active `keras.distribution`.
         compression: None (default), "float16" or "bfloat16". The dtype in which float32 and float64 gradients are sent
             and added up, with half the bytes; each is divided by the number of replicas $N$ first. The mean is off by
             at most $(N + 1) u$ times the mean of the $\lvert g_r \rvert$, with $u = 2^{-8}$ for "bfloat16" and
@@ -554,6 +554,8 @@ class CrossShard(TwoPhases, DividedState):
                 f"{replicas.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
                 ", or use `shard_state=False`."
             )
+        elif self.shard_state:
+            framework.check_can_lay_out(variables)
         share = 1.0
         self._check_peers(replicas)
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:

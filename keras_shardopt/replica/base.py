@@ -513,6 +513,10 @@ class Framework:
         """Divides these variables among the replicas, as far as their shapes allow."""
         del variables
 
+    def check_can_lay_out(self, variables: Sequence[Variable]) -> None:
+        """Raises ValueError where these weights are on several devices, but `lay_out` would not know them."""
+        del variables
+
     def bytes_by_replica(self, variable: Variable) -> list[int]:
         """How many bytes of a variable each replica of this program holds."""
         return [ops.convert_to_numpy(variable).nbytes]

@@ -12,6 +12,8 @@ Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.jax.trainer._distribute_data` - puts a batch on the devices.
     `keras.src.backend.jax.trainer.JAXEpochIterator` - what `fit` and `evaluate` iterate over.
     `JAXEpochIterator._get_iterator`, `EpochIterator._num_batches` - its batches, and how many they are.
+    `EpochIterator.data_adapter`, `steps_per_epoch`, and `has_partial_batch`, `partial_batch_size`, `batch_size` and
+        `num_batches` of `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - sizes of its batches.
     `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - batches that one
         execution takes one after the other.
     `Model._maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16 on) - builds the model from the
@@ -32,23 +34,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt._typing import Tensor
 from keras_shardopt.models import layers_of
 from keras_shardopt.replica.base import AllReplicasAtOnce, Part, claim_reduction, part_of_batch
-from keras_shardopt.replica.jax_sharding import MappedAxis, batch_size_of, gather_objects
+from keras_shardopt.replica.jax_sharding import MADE_HERE, MappedAxis, batch_size_of, gather_objects
 from keras_shardopt.replica.trainer import call_silently, has_built_in_step, num_rows, reducers_in, stand_in
 from keras_shardopt.whole_batch import share_losses
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     """Lets batches be uneven, and gives the model a step that shows its optimizer each replica's gradients."""
-    if jax_trainer._distribute_data is _distribute_in_keras:
-        jax_trainer._distribute_data = _distribute_data
-        jax_trainer.JAXEpochIterator = _EpochIterator
-    distribution = keras.distribution.distribution()
-    if distribution is not None:
-        vars(distribution)[_TAKES_UNEVEN] = True
+    watch_batches()
+    _take_uneven()
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     reducers = reducers_in(model, reducers_of)
     # Around it nothing may look at gradients in each micro-step, which would then be one replica's each.
@@ -61,7 +60,15 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         stand_in(model, "_maybe_symbolic_build", _maybe_symbolic_build)
 
 
+def watch_batches() -> None:
+    """Lets batches come through here on their way to the devices. Doing it twice changes nothing."""
+    if jax_trainer._distribute_data is _distribute_in_keras:
+        jax_trainer._distribute_data = _distribute_data
+        jax_trainer.JAXEpochIterator = _EpochIterator
+
+
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _take_uneven()  # the distribution may have been set after `prepare`
     return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
 
 
@@ -73,6 +80,27 @@ _distribute_in_keras = jax_trainer._distribute_data
 _KerasEpochIterator = jax_trainer.JAXEpochIterator
 
 
+def _take_uneven() -> None:
+    """From now on batches need not divide under the active distribution."""
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        vars(distribution)[_TAKES_UNEVEN] = True
+
+
+def _check_divides(num_rows: int) -> None:
+    """Raises ValueError where `data_parallel` has divided the rows of batches, and these rows do not divide."""
+    distribution = keras.distribution.distribution()
+    if distribution is None or MADE_HERE not in vars(distribution) or _takes_uneven(distribution):
+        return
+    num_replicas = batch_size_of(distribution) // jax.process_count()
+    if num_rows % num_replicas:
+        raise ValueError(
+            "The number of rows of every batch must divide by the number of replicas. "
+            f"Received: a batch of {num_rows} rows, for {num_replicas} replicas. Call `keras_shardopt.prepare(model)` "
+            "after `compile`, and any number of rows will do; or leave the last rows out."
+        )
+
+
 def _takes_uneven(distribution: Any) -> bool:
     return distribution is not None and _TAKES_UNEVEN in vars(distribution) and batch_size_of(distribution) > 1
 
@@ -81,6 +109,8 @@ def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for Keras' function of that name. `data` is None where this process has no batch left."""
     distribution = keras.distribution.distribution()
     if not _takes_uneven(distribution):
+        if keras.tree.flatten(data):
+            _check_divides(num_rows(data))
         return _distribute_in_keras(data, *args, **kwargs)
     rows = 0 if data is None else num_rows(data)
     everywhere = [rows]
@@ -118,7 +148,18 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._check_sizes()
         self._agree_on_length()
+
+    def _check_sizes(self) -> None:
+        """Finds batches that will not divide, where their sizes are known, before Keras takes the weights away."""
+        adapter = self.data_adapter
+        if not isinstance(adapter, ArrayDataAdapter):
+            return  # others may leave out the last rows
+        if adapter.has_partial_batch and not self.steps_per_epoch:
+            _check_divides(adapter.partial_batch_size)
+        if adapter.num_batches > adapter.has_partial_batch:
+            _check_divides(adapter.batch_size)
 
     def reset(self) -> None:
         super().reset()
@@ -162,6 +203,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     """The trainer's step, unless the optimizer wants to see each replica's own gradients."""
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     distribution = keras.distribution.distribution()
+    _refuse_groups(reducers)
     stacks = any(reducer._is_stacked for reducer in reducers)
     needs_local = any(reducer._needs_local_gradients for reducer in reducers)
     if batch_size_of(distribution) == 1 or not (stacks or needs_local):
@@ -200,6 +242,16 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     )
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
     return logs, (new_weights, new_others, optimizer_state, metrics)
+
+
+def _refuse_groups(reducers: list[Any]) -> None:
+    """Those of another `compile` than the one before `prepare`."""
+    for reducer in reducers:
+        if len(reducer.group_assignment or []) > 1:
+            raise ValueError(
+                "A prepared model must be trained by all replicas together, and with `group_assignment` the groups "
+                f"train apart. Received: {reducer!r}. Leave `group_assignment` out, or train a model without `prepare`."
+            )
 
 
 def _rows_of(replica: Any, all_rows: int, num_replicas: int) -> Any:

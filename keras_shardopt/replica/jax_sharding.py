@@ -18,6 +18,7 @@ import datetime
 import functools
 import os
 import pickle
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -162,7 +163,9 @@ class Jax(Framework):
                 "The distribution of `data_parallel()` must stay active, or each process would train for itself. "
                 "Received: none; `keras.backend.clear_session()` takes it away. Call that before `data_parallel()`."
             )
-        active = [] if batch_size_of(distribution) == 1 else _devices_of(distribution)
+        active = _devices_of(distribution)
+        # With one device there is nothing to be on the wrong one.
+        active = active if len(active) > 1 else []
         for variable in variables:
             theirs = _devices_of(variable._layout)
             if len(theirs) > 1 and not active:
@@ -176,6 +179,20 @@ class Jax(Framework):
                 raise ValueError(
                     f"`{variable.path}` was made {made} the active distribution over {len(active)} devices. "
                     "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
+                )
+
+    def check_can_lay_out(self, variables: Sequence[Variable]) -> None:
+        if keras.distribution.distribution() is not None:
+            return
+        for variable in variables:
+            num_devices = _num_devices_of(variable.value)
+            if num_devices > 1:
+                raise ValueError(
+                    "`shard_state=True` divides state among the devices of the active `keras.distribution`, and none "
+                    f"is active. Received: `{variable.path}` on {num_devices} devices. Build model and optimizer "
+                    "inside `with keras_shardopt.data_parallel():`, or after "
+                    "`keras.distribution.set_distribution(keras.distribution.DataParallel())`; or use "
+                    "`shard_state=False`."
                 )
 
     def gradients_and_more(
@@ -337,8 +354,14 @@ class Jax(Framework):
                 f"Received: timeout={timeout.total_seconds():g} s. Give it to JAX before: "
                 "`jax.distributed.initialize(..., heartbeat_timeout_seconds=...)`."
             )
-        if num_replicas is not None:
-            _make_cpu_devices(num_replicas)
+        before = keras.distribution.distribution()
+        if before is not None and not isinstance(before, keras.distribution.DataParallel):
+            raise ValueError(
+                "`data_parallel()` sets a distribution of its own, and the layouts of the active one would be lost. "
+                f"Received: {before!r}. Leave `data_parallel()` out, as a `CrossShard` needs no more than the active "
+                "distribution; or call `keras.distribution.set_distribution(None)` before."
+            )
+        _make_cpu_devices(num_replicas)
         devices = keras.distribution.list_devices()
         if num_replicas is not None and num_replicas > len(devices):
             raise ValueError(
@@ -349,12 +372,15 @@ class Jax(Framework):
             )
         devices = devices[:num_replicas]
         num_processes, process_id = self.process()
-        before = keras.distribution.distribution()
         distribution = None
         if len(devices) > 1:
+            from keras_shardopt.replica import jax_fit  # it builds on this module
+
+            jax_fit.watch_batches()
             # Each process feeds its own rows, on every backend alike, so Keras must not divide them once more.
             kind = keras.distribution.DataParallel if num_processes == 1 else _OverProcesses
             distribution = kind(devices=devices, auto_shard_dataset=False)
+            distribution.__dict__[MADE_HERE] = True
         keras.distribution.set_distribution(distribution)
         opened_before, self._opened = self._opened, distribution
         try:
@@ -610,9 +636,34 @@ def batch_size_of(distribution: Any) -> int:
     return int(mesh.shape[list(mesh.axis_names).index(distribution.batch_dim_name)])
 
 
-def _make_cpu_devices(num_replicas: int) -> None:
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return  # the user has decided; JAX refuses to be told twice
+MADE_HERE = "_keras_shardopt_made_here"
+
+
+def _num_devices_of(value: Any) -> int:
+    """On how many devices an array is; of one that is being traced, what its type says."""
+    if isinstance(value, jax.core.Tracer):
+        mesh = getattr(getattr(jax.typeof(value), "sharding", None), "mesh", None)
+        return max(1, getattr(mesh, "size", 1))
+    return len(value.sharding.device_set) if isinstance(value, jax.Array) else 1
+
+
+def _make_cpu_devices(num_replicas: int | None) -> None:
+    # Where the user has decided in `XLA_FLAGS`, JAX refuses to be told twice.
+    given = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    before = jax.config.jax_num_cpu_devices
+    wanted = before if given or num_replicas is None else num_replicas
     # RuntimeError: JAX runs already, so what it has must do. Whether that is enough is checked by the caller.
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", num_replicas)
+        jax.config.update("jax_num_cpu_devices", wanted)
+        _give_threads(int(given[1]) if given else wanted)
+
+
+def _give_threads(num_devices: int) -> None:
+    """Lets XLA start enough threads for several devices on a few cores; the user's number stands."""
+    # XLA's CPU client takes the size of its thread pool from PJRT_NPROC or else NPROC; else it has a thread for every
+    # core, and at least one for every device. Who waits in a collective keeps a thread: where all of them wait, the
+    # device that they wait for has none left, and after 40 s XLA aborts the process.
+    wanted = max(16, 4 * num_devices)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_devices > 1 and cores < wanted and not {"NPROC", "PJRT_NPROC"} & os.environ.keys():
+        os.environ["NPROC"] = str(wanted)

@@ -156,6 +156,43 @@ CASES = {
 }
 
 
+def test_excluded_masters_do_not_decay():
+    starts = [w.astype("float64") for w in arrays(variables("bfloat16"))]
+    zeros = lambda number, rows: [row.__setitem__(slice(None), [0 * g for g in row]) for row in rows]  # noqa: E731
+    make = lambda: ks.MixedPrecision(keras.optimizers.AdamW(0.1, weight_decay=0.5))  # noqa: E731
+    optimizer, weights = trained(make, dtype="bfloat16", prepare=excluded, change=zeros)
+    masters = {}  # without gradients nothing but decay moves a weight
+    optimizer.wrapper_state.save_own_variables(masters)
+    for i, (weight, start) in enumerate(zip(weights, starts)):
+        expected = start if i in (0, 2) else start * (1 - 0.1 * 0.5) ** 3
+        np.testing.assert_allclose(masters[str(i)], expected, rtol=1e-6)
+        np.testing.assert_array_equal(weight.numpy(), masters[str(i)].astype(weight.numpy().dtype))
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_next_values_are_the_largest_of_all_replicas(window):
+    """As float8 scales are: neither averaged, nor unscaled, nor cut into slices, nor updated."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        weight, scale = keras.Variable(np.ones(5), name="kernel"), keras.Variable(np.zeros(3), name="scale")
+        scale.overwrite_with_gradient = True
+        inner = ks.LossScaling(keras.optimizers.SGD(0.5), 8.0)
+        steps = None if window == 1 else window
+        optimizer = ks.CrossShard(inner, shard_state=True, gradients="local", gradient_accumulation_steps=steps)
+        optimizer.build([weight, scale])
+
+    def on_replica(call):
+        rank = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, "float32")
+        value = (tf.constant([2.0, 3.0, 1.0]) + rank * tf.constant([1.0, -1.0, 0.0])) / (1 + tf.cast(call, "float32"))
+        optimizer.apply([8 * (1 + rank) * tf.ones(5), value], [weight, scale])
+
+    step = tf.function(lambda call: strategy.run(on_replica, args=(call,)))
+    for call in range(2 * window):
+        step(tf.constant(call))
+    np.testing.assert_array_equal(weight.numpy(), np.full(5, 1 - 2 * 0.5 * 1.5))
+    np.testing.assert_array_equal(scale.numpy(), (np.array([3, 3, 1], "float32") / np.float32(1 + window)))
+
+
 @pytest.mark.parametrize("case", some(CASES, ["accumulates, skips", "scaled, clipped"]))
 def test_around_it_everything_means_the_same(case):
     make, given = CASES[case]

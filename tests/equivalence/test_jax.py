@@ -166,6 +166,76 @@ def test_the_sum_is_that_many_times_the_mean(way):
     assert problem.relative_difference(weights, model.get_weights()) <= problem.TOLERANCE
 
 
+def summed_in_numpy(num_micro_steps=1):
+    """SGD with momentum on the sum over four replicas of the gradients of their mean losses."""
+    held = []
+
+    def update(step, weights, grads):
+        held.append([4 * grad for grad in grads])  # the whole batch's gradient is the mean of the replicas'
+        if len(held) == num_micro_steps:
+            for velocity, weight, *window in zip(velocities, weights, *held):
+                velocity *= 0.9
+                velocity -= 0.1 * sum(window) / num_micro_steps
+                weight += velocity
+            held.clear()
+
+    velocities = [np.zeros_like(w, "float64") for w in problem.start_weights()]
+    return problem.trained_in_numpy(update)
+
+
+# Halving the bits of what travels: each gradient, and each of their partial sums, is off by 2**-8 of itself.
+COMPRESSED = 4 * 2**-8
+
+SUMS = {
+    "plain": ({}, False, problem.TOLERANCE),
+    "divided state": ({"shard_state": True}, False, problem.TOLERANCE),
+    "accumulates": ({"gradient_accumulation_steps": 2, "gradients": "global"}, False, problem.TOLERANCE),
+    "prepared": ({}, True, problem.TOLERANCE),
+    "prepared, accumulates, divided state": (
+        {"gradient_accumulation_steps": 2, "shard_state": True},
+        True,
+        problem.TOLERANCE,
+    ),
+    "prepared, clipped": ({"replica_clipnorm": 1e9, "shard_state": True}, True, problem.TOLERANCE),
+    "prepared, compressed": ({"compression": "bfloat16"}, True, COMPRESSED),
+    "prepared, compressed, accumulates": (
+        {"compression": "bfloat16", "gradient_accumulation_steps": 2, "shard_state": True},
+        True,
+        COMPRESSED,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*accumulates gradients that are reduced already")
+@pytest.mark.parametrize("case", SUMS)
+def test_the_sum_in_fit_is_that_of_numpy(case):
+    """Gradients are global there, so the sum over N replicas is N times what arrives."""
+    arguments, prepares, tolerance = SUMS[case]
+    x, y = problem.data()
+    with ks.data_parallel(4) as replicas:
+        model = problem.model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), "sum", **arguments), "mse")
+        if prepares:
+            ks.prepare(model)
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    replicas.close()
+    expected = summed_in_numpy(arguments.get("gradient_accumulation_steps", 1))
+    assert problem.relative_difference(model.get_weights(), expected) <= tolerance
+
+
+# With micro-steps `pmap` alone: each replica's own sums do not leave a `shard_map` that returns one copy for all.
+@pytest.mark.parametrize(
+    ("way", "num_micro_steps"),
+    [("shard_map, local", 1), ("shard_map, cast to varying", 1), ("pmap", 1), ("pmap", 2)],
+)
+@pytest.mark.parametrize("compression", [None, "bfloat16"])
+def test_the_sum_of_local_gradients_is_that_of_numpy(way, compression, num_micro_steps):
+    given = {} if num_micro_steps == 1 else {"gradient_accumulation_steps": num_micro_steps}
+    weights = WAYS[way](4, ks.CrossShard(problem.sgd_momentum(), "sum", compression=compression, **given))
+    tolerance = problem.TOLERANCE if compression is None else COMPRESSED
+    assert problem.relative_difference(weights, summed_in_numpy(num_micro_steps)) <= tolerance
+
+
 @two_ways
 def test_a_dropped_reduction_turns_the_check_red(way, one_device, monkeypatch):
     monkeypatch.setattr(cross_shard, "global_gradients", lambda grads, *_: grads)

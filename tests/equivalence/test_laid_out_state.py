@@ -10,8 +10,13 @@ import keras_shardopt as ks
 pytestmark = pytest.mark.backends("jax")
 jax = pytest.importorskip("jax", reason="about JAX, which is not installed")
 
+P = jax.sharding.PartitionSpec
 NUM_FEATURES = 16
 START = [np.random.default_rng(5).normal(size=s).astype("float32") * 0.3 for s in [(16, 24), (24,), (24, 3), (3,)]]
+
+
+def decaying():
+    return keras.optimizers.AdamW(0.1, weight_decay=0.5)
 
 
 def compiled(optimizer):
@@ -148,6 +153,92 @@ def test_a_models_own_layout_is_kept():
         assert tuple(slot.value.sharding.spec) == ("batch", "model")
     finally:
         keras.distribution.set_distribution(None)
+
+
+def test_a_mesh_without_data_parallel_devices_keeps_the_models_layout():
+    """`ModelParallel` of mesh (1, N) has one replica: it trains, and there is nothing more to divide."""
+    expected = fitted(compiled(ks.CrossShard(INNER["momentum"]()))).get_weights()
+    devices = keras.distribution.DeviceMesh((1, 4), ["batch", "model"], [f"cpu:{i}" for i in range(4)])
+    layout_map = keras.distribution.LayoutMap(devices)
+    layout_map[".*hidden/kernel"] = (None, "model")
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch"))
+    for shard_state in (False, True):
+        model = fitted(compiled(ks.CrossShard(INNER["momentum"](), shard_state=shard_state)))
+        assert max(float(np.max(np.abs(w - e))) for w, e in zip(model.get_weights(), expected)) <= 1e-6
+        slot = model.optimizer.get_slot(model.trainable_variables[0], "momentum")
+        assert tuple(slot.value.sharding.spec) == (None, "model")
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_a_distribution_set_by_hand_divides_the_state(made_before):
+    optimizer = ks.CrossShard(INNER["momentum"](), shard_state=True) if made_before else None
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=[f"cpu:{i}" for i in range(4)]))
+    model = fitted(compiled(optimizer or ks.CrossShard(INNER["momentum"](), shard_state=True)), 1)
+    assert not model.optimizer.get_slot(model.trainable_variables[0], "momentum").value.sharding.is_fully_replicated
+    assert len(model.optimizer.memory_report().held) == 4
+
+
+@pytest.mark.filterwarnings("ignore:Detected a mix of local")  # newer Keras suspects it too
+def test_a_distribution_set_after_the_model_was_built_is_refused():
+    model = compiled(ks.CrossShard(INNER["momentum"](), shard_state=True))
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=[f"cpu:{i}" for i in range(4)]))
+    with pytest.raises(ValueError, match="was made before the active distribution over 4 devices. Build the model in"):
+        fitted(model, 1)
+
+
+@pytest.mark.parametrize("placed", ["before build", "after build", "values", "values, not compiled"])
+def test_a_mesh_of_ones_own_is_refused(placed):
+    """Nothing would be divided: which of its devices see rows of their own only a `keras.distribution` says."""
+    replicated = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("batch",)), P())
+    optimizer = ks.CrossShard(INNER["momentum"](), shard_state=True)
+    weight = keras.Variable(np.ones((8, 4), "f4"), name="kernel")
+    if placed == "before build":
+        weight._value = jax.device_put(weight.value, replicated)
+        with pytest.raises(ValueError, match=r"none is active.*`kernel` on 4 devices.*data_parallel\(\)"):
+            optimizer.build([weight])
+        return
+    optimizer.build([weight])
+    if placed == "after build":
+        weight._value = jax.device_put(weight.value, replicated)
+        update, values = lambda grads: optimizer.apply(grads, [weight]), ([np.ones((8, 4), "f4")],)
+    else:
+        update = optimizer.stateless_apply if "not" in placed else jax.jit(optimizer.stateless_apply)
+        values = [v.value for v in optimizer.variables], [np.ones((8, 4), "f4")], [weight.value]
+        values = jax.device_put(values, replicated)
+    with pytest.raises(ValueError, match=r"none is active.*`kernel` on 4 devices.*data_parallel\(\)"):
+        update(*values)
+
+
+def test_a_mesh_of_ones_own_is_fine_where_state_stays_whole():
+    replicated = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("batch",)), P())
+    optimizer = ks.CrossShard(keras.optimizers.SGD(0.5))
+    weight = keras.Variable(np.ones((8, 4), "f4"))
+    optimizer.build([weight])
+    values = [v.value for v in optimizer.variables], [np.ones((8, 4), "f4")], [weight.value]
+    (after,), _ = jax.jit(optimizer.stateless_apply)(*jax.device_put(values, replicated))
+    np.testing.assert_array_equal(after, np.full((8, 4), 0.5))
+
+
+def test_excluded_masters_do_not_decay():
+    keras.config.set_dtype_policy("float16")
+    for excluded in ({"var_names": ["bias"]}, {"by position": [0, 2]}):
+        with ks.data_parallel(4):
+            optimizer = ks.CrossShard(ks.MixedPrecision(decaying()), shard_state=True)
+            model = compiled(optimizer)
+            weights = model.trainable_variables
+            left_out = excluded.get("by position", [1, 3])
+            arguments = excluded if "var_names" in excluded else {"var_list": [weights[i] for i in left_out]}
+            optimizer.exclude_from_weight_decay(**arguments)
+            optimizer.build(weights)
+            for _ in range(5):  # without gradients nothing but decay moves a weight
+                optimizer.apply([keras.ops.zeros(w.shape, "float16") for w in weights])
+            for i, (weight, start) in enumerate(zip(weights, START)):
+                start = start.astype("float16").astype("float64")
+                expected = start if i in left_out else start * (1 - 0.1 * 0.5) ** 5
+                master = optimizer.get_slot(weight, "master")
+                assert master.value.sharding.is_fully_replicated == (i == 3)  # its three elements cannot be divided
+                np.testing.assert_allclose(np.asarray(master.value), expected, rtol=1e-6)
+                np.testing.assert_array_equal(np.asarray(weight.value), np.asarray(master.value).astype("float16"))
 
 
 def test_mapped_axes_are_refused():

@@ -176,6 +176,59 @@ def test_a_train_step_of_ones_own_cannot_show_gradients_of_each_replica():
         uneven.run("plain", 2, around={"replica_clipnorm": 1.0}, make=lambda: Own(problem.model().layers))
 
 
+@pytest.mark.backends("jax")
+def test_a_prepared_model_trains_with_another_optimizer_as_keras_does():
+    """XLA reduces gradients for any optimizer, so there is nothing to refuse, as there is on PyTorch."""
+    results = []
+    for num_replicas in (1, 4):
+        x, y = uneven.data()
+        with ks.data_parallel(num_replicas) as replicas:
+            model = problem.model()
+            for optimizer in (ks.CrossShard(problem.sgd_momentum(), gradient_accumulation_steps=2), "sgd"):
+                model.compile(optimizer, "mse")
+                if optimizer != "sgd":
+                    ks.prepare(model)
+                model.fit(x, y, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
+                results.append(model.get_weights())
+            with pytest.raises(ValueError, match="compiled with a `CrossShard`"):
+                ks.prepare(model)
+        replicas.close()
+    for mine, alone in zip(results[2:], results[:2]):
+        assert problem.relative_difference(mine, alone) <= problem.TOLERANCE
+
+
+@pytest.mark.backends("jax")
+def test_groups_of_a_later_compile_are_refused():
+    with ks.data_parallel(4) as replicas:
+        model = problem.model()
+        model.compile(ks.CrossShard("sgd"), "mse")
+        ks.prepare(model)
+        model.compile(ks.CrossShard("sgd", group_assignment=[[0, 1], [2, 3]]), "mse")
+        with pytest.raises(ValueError, match="groups train apart"):
+            model.fit(*problem.data(1), batch_size=problem.BATCH_SIZE, verbose=0)
+    replicas.close()
+
+
+@pytest.mark.backends("jax")
+def test_a_prepared_model_stays_so_under_another_distribution_of_the_same_devices():
+    def distribute():
+        devices = keras.distribution.list_devices()[:4]
+        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+
+    distribute()
+    model = problem.model()
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    ks.prepare(model)
+    distribute()
+    x, y = problem.data(1)
+    model.fit(x[:13], y[:13], batch_size=13, verbose=0)
+    keras.distribution.set_distribution(None)
+    alone = problem.model()
+    alone.compile(problem.sgd_momentum(), "mse")
+    alone.fit(x[:13], y[:13], batch_size=13, verbose=0)
+    assert problem.relative_difference(model.get_weights(), alone.get_weights()) <= problem.TOLERANCE
+
+
 def test_one_replica_is_left_alone():
     expected, got = uneven.run("plain", 1, prepared=False), uneven.run("plain", 1)
     assert got[1] == expected[1]

@@ -104,6 +104,31 @@ def fit_sends_in_the_backward_pass(scope):
 
 
 @check
+def next_values_do_not_travel_in_buckets(scope):
+    """Of what comes as a float8 scale's gradient all ranks take the largest, which no bucket of sums can hold."""
+    next_value = torch.tensor([1.0 + scope.replica_id, 2.0 - scope.replica_id])
+
+    class Scaled(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(2,), initializer="zeros", name="scale")
+            self.scale.overwrite_with_gradient = True
+
+        def call(self, x):
+            return through(x, self.scale.value)
+
+    @keras.ops.custom_gradient
+    def through(x, scale):
+        return x * 1, lambda *args, upstream=None: (args[0] if upstream is None else upstream, next_value)
+
+    for more in ({}, {"gradient_accumulation_steps": 2}, {"compression": "bfloat16"}):
+        plain = trained(scope, {"overlap": False, **more}, make_model(Scaled()))
+        model = trained(scope, {"bucket_mib": TINY, **more}, make_model(Scaled()))
+        assert_same(model, plain)
+        assert scope.largest_difference(model) == 0
+        np.testing.assert_array_equal(model.layers[1].scale.numpy(), [scope.num_replicas, 2.0])
+
+
+@check
 def gradients_are_global_after_the_backward_pass(scope):
     model = trained(scope, {"bucket_mib": TINY})
     flat = torch.cat([v.value.grad.reshape(-1) for v in model.trainable_variables])

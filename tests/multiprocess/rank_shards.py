@@ -194,6 +194,54 @@ def excluded_variables_do_not_decay(scope):
 
 
 @check
+def excluded_masters_do_not_decay(scope):
+    starts = [w.numpy().astype("float16").astype("float64") for w in variables()]
+    for arguments, left_out in (({"var_names": ["bias", "gain"]}, [2, 4]), ({"var_list": [0, 3]}, [0, 3])):
+        weights = variables("float16")
+        if "var_list" in arguments:
+            arguments = {"var_list": [weights[i] for i in left_out]}
+        inner = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+        optimizer = ks.CrossShard(ks.MixedPrecision(inner), shard_state=True)
+        optimizer.exclude_from_weight_decay(**arguments)
+        trained(optimizer, lambda step: [torch.zeros(tuple(w.shape)) for w in variables()], weights)
+        masters = {}  # without gradients nothing but decay moves a weight
+        optimizer.wrapper_state.save_own_variables(masters)
+        for i, (weight, start) in enumerate(zip(weights, starts)):
+            expected = start if i in left_out else start * (1 - 0.1 * 0.5) ** NUM_STEPS
+            np.testing.assert_allclose(masters[str(i)], expected, rtol=1e-6)
+            np.testing.assert_array_equal(weight.numpy(), masters[str(i)].astype("float16"))
+
+
+@check
+def next_values_are_the_largest_of_all_ranks(scope):
+    """As float8 scales are: neither averaged, nor unscaled, nor cut into slices, nor updated."""
+    for arguments, around, factor in (
+        ({}, lambda inner: inner, 1.0),
+        ({"gradient_accumulation_steps": 2}, lambda inner: ks.LossScaling(inner, 8.0), 8.0),
+        ({"on_nonfinite": "skip"}, lambda inner: ks.LossScaling(inner, "Backoff", {"scale_max": 8.0}), 8.0),
+    ):
+        mine, alone = variables(), variables()
+        scale = keras.Variable(np.zeros(3), name="scale")
+        scale.overwrite_with_gradient = True
+        optimizer = ks.CrossShard(around(ELEMENTWISE["momentum"]()), shard_state=True, fused=False, **arguments)
+        optimizer.build([*mine[:2], scale, *mine[2:]])
+        num_micro_steps = arguments.get("gradient_accumulation_steps", 1)
+        values = lambda rank, call: (np.arange(3) + rank * np.array([1, -1, 0]) + 5.0 - call) / 7  # noqa: E731
+        with torch.no_grad():
+            for call in range(2 * num_micro_steps):
+                grads = gradients(scope.replica_id, call // num_micro_steps, factor)
+                value = torch.tensor(values(scope.replica_id, call), dtype=torch.float32)
+                optimizer.apply([*grads[:2], value, *grads[2:]], [*mine[:2], scale, *mine[2:]])
+        first = 2 * num_micro_steps - num_micro_steps  # of the last window, whose first values are the largest
+        expected = np.max([values(rank, first) for rank in range(scope.num_replicas)], axis=0)
+        np.testing.assert_array_equal(scale.numpy(), expected.astype("float32"))
+        trained(ELEMENTWISE["momentum"](), lambda step: mean_gradients(scope.num_replicas, step), alone, 2)
+        for weight, reference in zip(mine, alone):
+            difference = np.abs(weight.numpy() - reference.numpy()).max()
+            assert difference <= 1e-6 * max(1.0, np.abs(reference.numpy()).max()), (weight.path, difference)
+
+
+@check
 def mixed_dtypes_and_masters(scope):
     # There the mean is rounded to float32 first.
     assert_equal(scope, *both(scope, ELEMENTWISE["momentum"], dtype="float64"), tolerance=1e-6)

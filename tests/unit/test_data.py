@@ -182,6 +182,41 @@ class Numbers(keras.utils.PyDataset):
             np.random.shuffle(self.rows)
 
 
+class Drawing(Numbers):
+    """Draws the order of its rows anew for every epoch, at its beginning or at the end of the one before."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+
+    def draw(self):
+        self.rows = np.random.permutation(NUM_ROWS)
+
+    def on_epoch_begin(self):
+        if self.when == "begin":
+            self.draw()
+
+    def on_epoch_end(self):
+        if self.when == "end":
+            self.draw()
+
+
+@each_number
+@pytest.mark.parametrize("when", ["begin", "end", "never"])
+def test_py_dataset_in_an_order_of_its_own_in_each_epoch(process, when, num_processes):
+    """A seed that forgets the epoch would draw the same order again, and one that forgets itself any order."""
+    make = lambda: Drawing(when)  # noqa: E731
+    first, again = (parts_of(process, num_processes, make, shuffle=when == "never") for _ in range(2))
+    other = parts_of(process, num_processes, make, shuffle=when == "never", seed=7)
+    epochs = [[epoch_of(part) for part in first] for _ in range(4)]
+    for epoch in epochs:
+        assert_each_row_once(epoch)  # disjoint, and all of them
+    drawn = epochs if when != "end" else epochs[1:]  # the first epoch ends before it draws
+    assert all(drawn[i] != drawn[j] for i in range(len(drawn)) for j in range(i))
+    assert [[epoch_of(part) for part in again] for _ in range(4)] == epochs
+    assert [[epoch_of(part) for part in other] for _ in range(4)][-1] != epochs[-1]
+
+
 @each_number
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("shuffles", [False, True])

@@ -123,6 +123,70 @@ def test_jax_a_model_that_was_made_elsewhere_is_refused_with_the_reason():
     scope.close()
 
 
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("num_replicas", [None, 1])
+def test_jax_layouts_of_a_model_are_not_replaced(num_replicas):
+    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], keras.distribution.list_devices()[:4])
+    mine = keras.distribution.ModelParallel(layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="batch")
+    keras.distribution.set_distribution(mine)
+    with pytest.raises(ValueError, match=r"Received: <ModelParallel.*Leave `data_parallel\(\)` out"):
+        ks.data_parallel(num_replicas).__enter__()
+    assert keras.distribution.distribution() is mine
+
+
+class Batches(keras.utils.PyDataset):
+    """One batch that divides, and one that does not."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        x, y = problem.data(num_steps=1)
+        return (x[:8], y[:8]) if index == 0 else (x[:5], y[:5])
+
+
+X, Y = problem.data(num_steps=1)
+UNEVEN = {
+    "fit": (13, lambda model: model.fit(X[:13], Y[:13], batch_size=13, verbose=0)),
+    "fit, last batch": (5, lambda model: model.fit(X[:13], Y[:13], batch_size=8, verbose=0)),
+    "fit, batches": (5, lambda model: model.fit(Batches(), shuffle=False, verbose=0)),
+    "validation": (5, lambda model: model.fit(X, Y, validation_data=(X[:5], Y[:5]), verbose=0)),
+    "evaluate": (5, lambda model: model.evaluate(X[:13], Y[:13], batch_size=8, verbose=0)),
+    "predict": (5, lambda model: model.predict(X[:13], batch_size=8, verbose=0)),
+    "predict, one batch": (3, lambda model: model.predict(X[:3], verbose=0)),
+    "train_on_batch": (3, lambda model: model.train_on_batch(X[:3], Y[:3])),
+    "test_on_batch": (3, lambda model: model.test_on_batch(X[:3], Y[:3])),
+}
+
+
+@pytest.mark.backends("jax")
+def test_jax_batches_that_do_not_divide_are_refused_with_what_to_do():
+    with ks.data_parallel(4) as scope:
+        model = problem.model()
+        model.compile(ks.CrossShard("sgd"), "mse")
+    for name, (num_rows, call) in UNEVEN.items():
+        wanted = rf"a batch of {num_rows} rows, for 4 replicas. Call `keras_shardopt.prepare\(model\)`"
+        with pytest.raises(ValueError, match=wanted):
+            call(model)
+            raise AssertionError(name)
+    model.fit(X, Y, batch_size=8, verbose=0)  # nothing is lost
+    assert model.predict(X, batch_size=8, verbose=0).shape == Y.shape
+    ks.prepare(model)
+    for _, call in UNEVEN.values():
+        call(model)
+    scope.close()
+
+
+@pytest.mark.backends("jax")
+def test_jax_steps_that_end_before_the_last_rows_need_not_divide():
+    with ks.data_parallel(4) as scope:
+        model = problem.model()
+        model.compile(ks.CrossShard("sgd"), "mse")
+    model.fit(X[:13], Y[:13], batch_size=8, steps_per_epoch=1, verbose=0)
+    assert int(model.optimizer.iterations) == 1
+    scope.close()
+
+
 @pytest.mark.backends("tensorflow")
 def test_tensorflow_a_model_that_was_made_elsewhere_is_refused_with_the_reason():
     model = problem.model()
@@ -169,6 +233,65 @@ def test_cpu_devices_are_made_in_a_fresh_process(backend):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     output = launch.run([sys.executable, "-c", program], 100, {**environment, "KERAS_BACKEND": backend})
     assert "replicas 3 difference 0.0" in output
+
+
+@pytest.mark.backends("jax")
+def test_jax_gets_threads_for_its_devices_unless_the_user_has_said_how_many():
+    program = (
+        "import os, sys, keras, keras_shardopt as ks\n"
+        "from unittest import mock\n"
+        "cores = mock.patch.object(os, 'sched_getaffinity', lambda process: range(int(sys.argv[1])), create=True)\n"
+        "with cores, ks.data_parallel(*map(int, sys.argv[2:])):\n"
+        "    print('threads', os.environ.get('NPROC'), os.environ.get('PJRT_NPROC'))\n"
+    )
+    import os
+
+    names = ("XLA_FLAGS", "NPROC", "PJRT_NPROC")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    for given, arguments, expected in (
+        ({}, "2 4", "16 None"),
+        ({}, "2 6", "24 None"),
+        ({}, "16 4", "None None"),  # the cores are enough
+        ({}, "2 1", "None None"),
+        ({}, "2", "None None"),
+        (flags, "2", "16 None"),
+        ({"NPROC": "5"}, "2 4", "5 None"),
+        ({"PJRT_NPROC": "5"}, "2 4", "None 5"),
+    ):
+        output = launch.run([sys.executable, "-c", program, *arguments.split()], 100, {**environment, **given})
+        assert f"threads {expected}" in output, (given, arguments, output)
+
+
+TRANSFORMER = """
+import keras, numpy as np, keras_shardopt as ks
+layers = keras.layers
+with ks.data_parallel(4):
+    ids = keras.Input((32,), dtype="int32")
+    x = layers.Embedding(90, 64)(ids)
+    for _ in range(2):
+        a = layers.LayerNormalization()(x)
+        x = x + layers.MultiHeadAttention(2, 32)(a, a, use_causal_mask=True)
+        x = x + layers.Dense(64)(layers.Dense(128, activation="relu")(layers.LayerNormalization()(x)))
+    model = keras.Model(ids, layers.Dense(90)(layers.LayerNormalization()(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(ks.CrossShard(keras.optimizers.Adam(2e-3)), loss)
+rows = np.random.default_rng(0).integers(0, 90, (400 * 64, 33), "int32")
+model.fit(rows[:, :-1], rows[:, 1:], batch_size=64, shuffle=False, verbose=0)
+print("updates", int(model.optimizer.iterations))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(700)
+@pytest.mark.backends("jax")
+def test_jax_trains_on_more_devices_than_cores():
+    """XLA aborted the process within 400 steps where collectives had taken all of its threads."""
+    import os
+
+    names = ("XLA_FLAGS", "NPROC", "PJRT_NPROC")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    assert "updates 400" in launch.run([sys.executable, "-c", TRANSFORMER], 600, environment)
 
 
 @pytest.mark.backends("tensorflow")

@@ -376,6 +376,11 @@ def test_names_in_the_jax_trainer():
         model.train_on_batch(*problem.data(1))
         assert not any(model._get_unbuilt_components())
     assert list(inspect.signature(jax_fit._KerasEpochIterator._get_iterator).parameters) == ["self"]
+    iterator = jax_fit._KerasEpochIterator(np.zeros((13, 1)), batch_size=8)
+    adapter = iterator.data_adapter
+    assert isinstance(adapter, jax_fit.ArrayDataAdapter) and iterator.steps_per_epoch is None
+    assert (adapter.has_partial_batch, adapter.partial_batch_size) == (True, 5)
+    assert (adapter.batch_size, adapter.num_batches) == (8, 2)
     for method in ("train_on_batch", "test_on_batch"):
         assert "_distribute_data(" in inspect.getsource(getattr(keras.Model, method))
     given = inspect.signature(keras.Model.compute_loss_and_updates).parameters
