@@ -49,6 +49,7 @@ def pytest_configure(config):
         config.option.xmlpath = os.path.join(os.environ["REPORTS"], f"{BACKEND}-{keras.__version__}.xml")
     config.addinivalue_line("markers", "backends(*names): the test is about these backends and skips on others")
     config.addinivalue_line("markers", "xdist_group(name): run in the same process as others of that name")
+    config.addinivalue_line("markers", "exhaustive: takes minutes, for the exhaustive suite")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups

@@ -124,6 +124,14 @@ def test_a_damaged_backup_falls_back_on_the_one_before(tmp_path, alone):
     assert sorted(os.listdir(tmp_path)) == ["backup.npz", "previous.npz"]
 
 
+def test_the_newest_of_two_backups_is_read(tmp_path, alone):
+    trained(tmp_path, interrupted=True, double_checkpoint=True)
+    assert sorted(os.listdir(tmp_path)) == ["backup.npz", "previous.npz"]
+    resumed, epochs = trained(tmp_path, double_checkpoint=True)
+    assert epochs == EPOCHS - 2
+    assert_same(resumed, alone)
+
+
 def test_a_damaged_backup_without_another_is_an_error(tmp_path):
     (tmp_path / "backup.npz").write_bytes(b"PK")
     with pytest.raises(OSError, match="cannot be read"):
