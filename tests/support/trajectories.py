@@ -313,16 +313,17 @@ def by_optimize_loss(model, data, size, replicas, recording):
     return recording.batches
 
 
-def recorded(name):
-    """What was noted in the run of that name, by all processes."""
+def recorded(name, ranks=None):
+    """What was noted in the run of that name, by all processes; `ranks` is their scope on PyTorch."""
     run = RUNS[name]
     if run.num_replicas == 1:
         return trained(run, None)
-    with ks.data_parallel(*([] if BACKEND == "torch" else [run.num_replicas])) as replicas:
-        found = trained(run, replicas)
-    if BACKEND != "torch":
+    if ranks is None:
+        with ks.data_parallel(run.num_replicas) as replicas:
+            found = trained(run, replicas)
         replicas.close()
         return found
+    found = trained(run, ranks)
     import torch.distributed as dist
 
     everyones = [None] * dist.get_world_size()
@@ -337,13 +338,13 @@ def digest_of_ranks(group, batch):
     return hashlib.sha256(" ".join(of_rank.get(group, "none") for of_rank in batch).encode()).hexdigest()
 
 
-def record(names, file):
+def record(names, file, ranks=None):
     """Writes what was noted in some runs, one after the other; None for one that fails."""
     found = {}
     for name in names:
         start = time.process_time()
         try:
-            found[name] = recorded(name)
+            found[name] = recorded(name, ranks)
         except Exception:
             traceback.print_exc(file=sys.stdout)
             found[name] = None
@@ -406,9 +407,9 @@ def main():
     given = parser.parse_args()
     set_up()
     if given.ranks:
-        with ks.data_parallel() as replicas:
-            record(given.names, given.file if replicas.is_chief else os.devnull)
-        replicas.close()
+        with ks.data_parallel() as ranks:
+            record(given.names, given.file if ranks.is_chief else os.devnull, ranks)
+        ranks.close()
         return 0
     record_all(given.names or list(RUNS), given.file)
     if given.compare is None:
