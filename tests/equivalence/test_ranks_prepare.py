@@ -13,6 +13,8 @@ DIVISIONS += [
     ("plain", "some_without"),
     ("added loss", "some_without"),
     ("mask", "some_without"),
+    ("two outputs", "some_without"),
+    ("two losses", "some_without"),
     ("divided by weights", "all_on_the_last"),
 ]
 
@@ -51,10 +53,15 @@ def test_replica_clipnorm_is_that_of_numpy(results):
 
 def test_one_batch_at_a_time(results):
     model = uneven.compiled()
-    for start in range(0, uneven.NUM_ROWS, uneven.BATCH_SIZE):
-        model.train_on_batch(*uneven.rows_of({}, slice(start, start + uneven.BATCH_SIZE)))
+    logs = [
+        model.train_on_batch(*uneven.rows_of({}, slice(start, start + uneven.BATCH_SIZE)), return_dict=True)
+        for start in range(0, uneven.NUM_ROWS, uneven.BATCH_SIZE)
+    ]
     assert problem.relative_difference(weights(results, "on_batch"), model.get_weights()) <= problem.TOLERANCE
     assert results["on_batch/same logs"]
+    for name in logs[0]:
+        values = [of_batch[name] for of_batch in logs]
+        np.testing.assert_allclose(results[f"on_batch/log/{name}"], values, rtol=1e-5, err_msg=name)
     expected = model.evaluate(*uneven.rows_of({}), batch_size=15, verbose=0)
     np.testing.assert_allclose(results["on_batch/evaluated"], expected, rtol=1e-5)
 
@@ -68,6 +75,7 @@ def test_each_rank_predicts_by_itself(results):
     np.testing.assert_array_equal(results["predicted own"][:, 0], results["predicted own"][:, 1])
     assert results["predicted"][1] == uneven.NUM_ROWS
     assert results["after predicting/difference"] == 0
+    assert results["after predicting/same weights"]
 
 
 def test_compiled_anew_without_cross_shard_is_refused(results):

@@ -40,6 +40,9 @@ def divided_state(scope, x, y, mine):
     optimizer.build([other])
     model.fit(x, y, shuffle=False, **mine)
     assert scope.largest_difference(model) == 0
+    weights = model.get_weights()
+    if scope.is_chief:
+        np.savez(pathlib.Path(sys.argv[1]) / "divided.npz", *weights)
     slot = optimizer.variables[2]
     assert not slot.value.is_fully_addressable and not slot.value.is_fully_replicated
     values = np.arange(24, dtype="float32").reshape(8, 3)
@@ -96,7 +99,7 @@ def main():
     model.save(own / "model.keras")
     if scope.is_chief:
         values = {f"variable{i}": array for i, array in enumerate(arrays)}
-        np.savez(folder / "results.npz", **metrics, **values)
+        np.savez(folder / "results.npz", **metrics, **values, history=history["loss"])
 
     divided_state(scope, x, y, mine)
 

@@ -394,6 +394,16 @@ def parts_of_unequal_sizes(scope):
         assert scope.largest_difference(model) == 0
         found.append(model)
     assert_same(*found, 1e-6)
+    # One process with the rows that all ranks have in a batch.
+    alone = make_model()
+    start = alone.get_weights()
+    alone.compile(problem.sgd_momentum(), "mse")
+    parts = [np.arange(9, len(x)), *[np.arange(9)] * (scope.num_replicas - 1)]
+    for first in 2 * list(range(0, len(x), 4)):
+        together = np.concatenate([part[first : first + 4] for part in parts])
+        if len(together):
+            alone.train_on_batch(x[together], y[together])
+    assert problem.relative_difference(found[0].get_weights(), alone.get_weights(), start) <= problem.TOLERANCE
 
 
 @check

@@ -24,6 +24,8 @@ def unequal_parts():
     yield "plain", uneven.some_without, {}
     yield "added loss", uneven.some_without, uneven.CASES["added loss"]
     yield "mask", uneven.some_without, uneven.CASES["mask"]
+    for case in ("two outputs", "two losses"):  # with penalties
+        yield case, uneven.some_without, uneven.CASES[case]
     yield "divided by weights", uneven.all_on_the_last, uneven.CASES["divided by weights"]
 
 
@@ -39,13 +41,17 @@ def train(replicas, case, division, **fit):
     return model, history.history
 
 
-def equal_everywhere(values):
-    """Whether all ranks have the same."""
-    import torch.distributed as dist
+def everywhere(value):
+    """What each rank has."""
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
 
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, values)
-    return all(other == everywhere[0] for other in everywhere)
+
+def equal_everywhere(value):
+    """Whether all ranks have the same."""
+    values = everywhere(value)
+    return all(other == values[0] for other in values)
 
 
 def raised(function):
@@ -99,10 +105,13 @@ def main():
 
         # One batch at a time, the last rank without rows.
         model = ks.prepare(uneven.compiled())
+        logs = []
         for batch in uneven.batches():
             x, y = uneven.rows_of({}, batch if rank == 0 else batch[:0])
-            logs = model.train_on_batch(x, y, return_dict=True)
+            logs.append(model.train_on_batch(x, y, return_dict=True))
         results["on_batch/same logs"] = equal_everywhere(logs)
+        for name in logs[0]:
+            results[f"on_batch/log/{name}"] = [of_batch[name] for of_batch in logs]
         results["on_batch/evaluated"] = model.evaluate(
             *uneven.rows_of({}, slice(rank, None, size)), batch_size=5, verbose=0
         )
@@ -119,7 +128,7 @@ def main():
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             model, _ = train(replicas, {"make": normalized}, uneven.divided, verbose=2)
-        results["prints"] = equal_everywhere(bool(printed.getvalue()) == replicas.is_chief)
+        results["prints"] = all(everywhere(bool(printed.getvalue()) == replicas.is_chief))
         state = [keras.ops.convert_to_numpy(v).tolist() for v in model.non_trainable_variables]
         results["same statistics"] = equal_everywhere(state)
 
@@ -128,7 +137,7 @@ def main():
         plain = uneven.compiled(**case)
         results["unprepared"] = raised(lambda: plain.fit(uneven.Batches(case, rows), shuffle=False, verbose=0))
         results["unprepared updates"] = int(plain.optimizer.iterations)
-        results["unprepared all raised"] = equal_everywhere("same number of updates" in results["unprepared"])
+        results["unprepared all raised"] = all(everywhere("same number of updates" in results["unprepared"]))
         results["unprepared difference"] = replicas.largest_difference(plain)
 
         # Each rank predicts by itself, also in the middle of `fit`, and so it does with a model of its own.
@@ -143,9 +152,10 @@ def main():
         case = {"make": normalized}
         model, _ = train(replicas, case, uneven.some_without, callbacks=callbacks, epochs=2)
         results["after predicting/difference"] = replicas.largest_difference(model)
-        lengths = [None] * size
-        torch.distributed.all_gather_object(lengths, (sum(map(len, own)), len(predicted[0])))
-        results["predicted own"] = lengths
+        undisturbed, _ = train(replicas, case, uneven.some_without, epochs=2)
+        pairs = zip(model.get_weights(), undisturbed.get_weights())
+        results["after predicting/same weights"] = all(everywhere(all((a == b).all() for a, b in pairs)))
+        results["predicted own"] = everywhere((sum(map(len, own)), len(predicted[0])))
 
         # Without a CrossShard, ranks would drift apart.
         model.compile("sgd", "mse")

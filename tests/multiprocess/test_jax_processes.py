@@ -28,13 +28,25 @@ def results(folder):
     return np.load(folder / "results.npz")
 
 
-@pytest.fixture(scope="module")
-def reference():
+def trained(optimizer):
+    """A model of one process with the whole batches."""
     model = problem.model()
-    model.compile(problem.sgd_momentum(), "mse", metrics=["mae"])
+    model.compile(optimizer, "mse", metrics=["mae"])
     x, y = problem.data()
     model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
     return model
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return trained(problem.sgd_momentum())
+
+
+def test_divided_state_trains_as_one_process(folder):
+    found = np.load(folder / "divided.npz")
+    weights = [found[f"arr_{i}"] for i in range(4)]
+    expected = trained(keras.optimizers.Adam(0.01)).get_weights()
+    assert problem.relative_difference(weights, expected) <= problem.TOLERANCE
 
 
 def test_weights_and_slots_equal_one_process(results, reference):
@@ -51,6 +63,7 @@ def test_metrics_are_those_of_the_whole_data(results, reference):
     metrics = reference.evaluate(x, y, batch_size=problem.BATCH_SIZE, verbose=0, return_dict=True)
     for name, value in metrics.items():
         np.testing.assert_allclose(results[name], value, rtol=1e-5)
+    np.testing.assert_allclose(results["history"], reference.history.history["loss"], rtol=1e-5)
 
 
 def test_what_the_chief_saved_loads_elsewhere(folder, results):

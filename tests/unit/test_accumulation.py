@@ -177,3 +177,17 @@ def test_half_precision_is_added_up_in_float32():
         optimizer.apply([ops.cast([256.0 if i == 0 else 1.0], "bfloat16")], [weight])
     # (256 + 63) / 64, where a sum in bfloat16 stays 256
     np.testing.assert_allclose(float(ops.convert_to_numpy(ops.cast(weight, "float32"))[0]), -4.98, atol=0.02)
+
+
+def test_next_values_take_the_largest_of_the_window():
+    scale, weight = keras.Variable([1.0, 1.0]), keras.Variable([1.0, 1.0])
+    scale.overwrite_with_gradient = True
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=3)
+    optimizer.build([scale, weight])
+    for number, rows in enumerate([(8.0, 9.0), (9.0, 9.0), (8.0, 8.0), (1.0, 9.0), (7.0, 2.0), (4.0, 1.0)], 1):
+        grads = [ops.convert_to_tensor(rows), ops.convert_to_tensor(rows)]
+        optimizer.apply(grads, [scale, weight])
+        if number == 3:  # and the next window takes nothing of this one
+            np.testing.assert_array_equal(ops.convert_to_numpy(scale), [9.0, 9.0])
+    np.testing.assert_array_equal(ops.convert_to_numpy(scale), [7.0, 9.0])
+    np.testing.assert_allclose(ops.convert_to_numpy(weight), 1 - np.array([37.0, 38.0]) / 3, rtol=1e-6)

@@ -38,11 +38,12 @@ def sent(monkeypatch):
     return found
 
 
-def updated(world, arrival, scales=None, **arguments):
+def updated(world, arrival, scales=None, offset=0.0, **arguments):
     """What each replica's weights are moved by, and its optimizer."""
 
     def work(replicas):
         mine, own = weights(), grads(replicas.replica_id, 1.0 if scales is None else scales[replicas.replica_id])
+        own = [g + np.float32(offset) for g in own]
         if arrival is Arrival.LOCAL_PRESCALED:
             own = [g / world.num_replicas for g in own]
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradients=arrival.value, **arguments)
@@ -69,6 +70,29 @@ def test_the_error_is_bounded(monkeypatch, sent, dtype, reduction, arrival):
             assert (error <= 4 * UNITS[dtype] * np.mean(np.abs(local), axis=0) + 1e-7).all()
             assert np.max(error) > 0
     assert set(sent) == {dtype}
+
+
+@pytest.mark.backends("torch", "tensorflow")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("arrival", [Arrival.LOCAL, Arrival.LOCAL_PRESCALED])
+def test_within_groups_the_divisor_is_their_size(monkeypatch, sent, reduction, arrival):
+    groups = [[0, 3], [1, 2]]
+    world = FakeWorld(4, arrives=arrival, runs_one_program=False).hold(monkeypatch)
+    arguments = {"reduction": reduction, "compression": "float16", "group_assignment": groups}
+    found = updated(world, arrival, [1.0, 2.0, 3.0, 4.0], **arguments)
+    for group in groups:
+        everyones = list(zip(*[grads(r, r + 1.0) for r in group]))
+        for moved, _ in (found[r] for r in group):
+            for mine, local in zip(moved, everyones):
+                expected = getattr(np, reduction)(local, axis=0)
+                bound = 3 * UNITS["float16"] * len(group) * np.mean(np.abs(local), axis=0) + 1e-6
+                assert (np.abs(mine - expected) <= bound).all()
+    assert set(sent) == {"float16"}
+    if arrival is Arrival.LOCAL and reduction == "mean":
+        # As halves they fit into a float16, and so does their sum.
+        large = [-moved[0] for moved, _ in updated(world, arrival, [0.0] * 4, offset=6e4, **arguments)]
+        assert all(np.isfinite(array).all() for array in large)
+        np.testing.assert_allclose(np.abs(large), 6e4, rtol=UNITS["float16"])
 
 
 @pytest.mark.backends("torch", "tensorflow")

@@ -70,6 +70,12 @@ def test_negative_limits_are_refused():
         ks.clip_by_global_norm([ops.ones(2)], -1.0)
 
 
+def test_a_limit_of_zero_makes_zeros_and_leaves_those_that_are():
+    for values in ([0.0, 0.0], [3.0, 4.0]):
+        (clipped,), _ = ks.clip_by_global_norm([ops.convert_to_tensor(values)], 0.0)
+        golden.assert_close(clipped, [0.0, 0.0])
+
+
 def test_norms_of_half_precision_do_not_overflow():
     grads = [ops.full((4,), 300.0, dtype="float16"), ops.full((2,), 100.0, dtype="bfloat16")]
     result, norm = ks.clip_by_global_norm(grads, 1.0)

@@ -327,3 +327,17 @@ def test_float16_training_that_fails_without_scaling_converges_with_each_algorit
     assert np.isnan(trained_in_float16(sgd()))
     for algorithm, params in (("Backoff", {"scale_max": 2.0**20}), ("LogMax", {"scale_max": 2.0**20})):
         assert trained_in_float16(ks.LossScaling(sgd(), algorithm, params)) < 0.25 * before
+
+
+def test_logmax_sees_gradients_that_are_unscaled():
+    weight = keras.Variable([0.0, 0.0])
+    optimizer = ks.LossScaling(keras.optimizers.SGD(1.0), "LogMax", {"scale_min": 8.0, "scale_max": 2.0**20})
+    optimizer.build([weight])
+    assert scalar(optimizer.loss_scale) == 8.0
+    optimizer.apply([ops.convert_to_tensor([8 * 0.25, -8 * 0.5])], [weight])
+    # The largest gradient is 2 ** -1, so 2 ** 17 is what brings it to the end of float16.
+    np.testing.assert_allclose(scalar(optimizer.loss_scale), 2.0**17, rtol=1e-4)
+
+
+def scalar(value):
+    return float(ops.convert_to_numpy(value))

@@ -1,0 +1,54 @@
+"""What processes tell each other of what they train, and the error where it differs."""
+
+import keras
+import pytest
+from support import problem
+
+import keras_shardopt as ks
+from keras_shardopt.agreement import check_agreement, described
+from keras_shardopt.replica import framework
+
+
+def description(make):
+    model = problem.model()
+    optimizer = make()
+    optimizer.build(model.trainable_variables)
+    return described(optimizer, model.trainable_variables)
+
+
+def clipping(limit=1.0, momentum=0.9, **arguments):
+    sgd = keras.optimizers.SGD(0.1, momentum=momentum)
+    return lambda: ks.CrossShard(ks.GradientClipping(sgd, limit), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (
+            {"reduction": "sum"},
+            "`reduction` of optimizer 0 (CrossShard): 'mean' on processes 0 and 2, 'sum' on process 1",
+        ),
+        (
+            {"limit": 2.0},
+            "`clip_gradients` of optimizer 1 (GradientClipping): 1.0 on processes 0 and 2, 2.0 on process 1",
+        ),
+        ({"momentum": 0.5}, "`momentum` of optimizer 2 (SGD): 0.9 on processes 0 and 2, 0.5 on process 1"),
+    ],
+)
+def test_what_differs_is_named_at_any_depth(monkeypatch, other, words):
+    mine, odd = description(clipping()), description(clipping(**other))
+    for each in (mine, odd):
+        others = [mine, odd, mine]
+        digests = iter([["one", "another", "one"], others])
+        monkeypatch.setattr(framework, "gather_objects", lambda value: next(digests))  # noqa: B023
+        with pytest.raises(ValueError) as caught:
+            check_agreement(each)
+        assert words in str(caught.value), str(caught.value)
+
+
+def test_equal_ones_pass_after_one_exchange(monkeypatch):
+    exchanged = []
+    monkeypatch.setattr(framework, "gather_objects", lambda value: exchanged.append(value) or [value] * 3)
+    check_agreement(description(clipping()))
+    check_agreement(description(clipping()))
+    assert len(exchanged) == 2 and exchanged[0] == exchanged[1]

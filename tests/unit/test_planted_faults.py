@@ -1,0 +1,444 @@
+"""Faults that are planted in a copy of the package, one at a time: the tests named beside each must see it.
+
+A row of `FAULTS` is a file, the text there that the fault replaces and that must occur once, what stands there instead,
+and the tests (without their parameters, if any case may see it) that must fail, on one backend. The same tests pass
+on a copy that nobody has touched. This file is also the program that runs them on such a copy.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import sys
+
+import keras
+import pytest
+from support import launch
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = ROOT / "keras_shardopt"
+BACKEND = keras.config.backend()
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(400)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What is changed in a file of the package, and who must see it."""
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    backend: str = "torch"  # where they run fastest: ranks and tests are forked from a process that has imported it
+
+
+def fault(file, old, new, *tests, backend="torch"):
+    return Fault(file, old, new, tuple(f"tests/{test}" for test in tests), backend)
+
+
+REDUCTION = "unit/test_reduction.py::test_every_arrival_leads_to_the_same_global_gradient"
+LOCAL = "unit/test_local_gradients.py"
+SHARDS = "unit/test_sharding.py::test_replicas_update_as_one_does"
+WHOLE_BATCH = "unit/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
+
+FAULTS = [
+    # How gradients arrive, and by what they are divided.
+    fault(
+        "reduction.py",
+        'return "mean" if arrival is Arrival.LOCAL and reduction == "mean" else "sum"',
+        'return "mean" if reduction == "mean" else "sum"',
+        REDUCTION,
+    ),
+    fault(
+        "reduction.py",
+        'return 1 / num_replicas if reduction == "mean" else 1',
+        "return 1",
+        REDUCTION,
+    ),
+    fault(
+        "reduction.py",
+        "return 1 if groups is None else num_replicas / len(groups[0])",
+        "return 1",
+        f"{LOCAL}::test_every_way_of_arriving_with_groups_and_clipping",
+    ),
+    fault(
+        "reduction.py",
+        "clip_by_global_norm([result[i] for i in plain], clipnorm * unit)",
+        "clip_by_global_norm([result[i] for i in plain], clipnorm)",
+        f"{LOCAL}::test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside",
+    ),
+    fault(
+        "reduction.py",
+        "return [grad if has else None for grad, has in zip(sums, found > 0)], flags",
+        "return list(sums), flags",
+        "unit/test_reduction.py::test_none_on_some_replicas_counts_as_zero_on_all",
+    ),
+    fault(
+        "reduction.py",
+        'replicas.all_reduce([grads[i] for i in next_values], "max", groups)',
+        'replicas.all_reduce([grads[i] for i in next_values], "mean", groups)',
+        "unit/test_reduction.py::test_next_values_take_the_largest_and_are_never_averaged",
+    ),
+    # Windows of micro-steps.
+    fault(
+        "accumulation.py",
+        "return ops.cast(total / self.num_steps, dtype_of(variable))",
+        "return ops.cast(total, dtype_of(variable))",
+        "unit/test_accumulation.py::test_micro_steps_may_have_other_variables",
+    ),
+    fault(
+        "accumulation.py",
+        'dtype = "float32" if dtype in ("float16", "bfloat16") and not is_next_value(variable) else dtype',
+        "pass",
+        "unit/test_accumulation.py::test_half_precision_is_added_up_in_float32",
+    ),
+    fault(
+        "accumulation.py",
+        "self._given, self._present = set(), set()\n        self._given.update",
+        "pass\n        self._given.update",
+        "unit/test_accumulation.py::test_a_variable_that_a_window_did_not_have_stays",
+    ),
+    fault(
+        "accumulation.py",
+        "ops.maximum(total, value)",
+        "value",
+        "unit/test_accumulation.py::test_next_values_take_the_largest_of_the_window",
+    ),
+    # What is not finite.
+    fault(
+        "finite.py",
+        "first = ops.min(ops.where(is_bad, positions, none))",
+        "first = ops.min(positions)",
+        "unit/test_compression.py::test_what_is_not_finite_is_noticed",
+    ),
+    fault(
+        "finite.py",
+        'position = ops.cast(ops.sum(positions * is_first), "int32") - 1',
+        'position = ops.cast(ops.sum(positions * is_first), "int32")',
+        "unit/test_compression.py::test_what_is_not_finite_is_noticed",
+    ),
+    # State in parts.
+    fault(
+        "sharding.py",
+        "op = collective(arrival, reduction)",
+        'op = "mean"',
+        SHARDS,
+    ),
+    fault(
+        "sharding.py",
+        "found.append(ops.reshape(flat[piece.start : piece.stop], tuple(self.stand_ins[i].shape)))",
+        "found.append(ops.reshape(flat[: piece.stop - piece.start], tuple(self.stand_ins[i].shape)))",
+        SHARDS,
+    ),
+    fault(
+        "partition.py",
+        "replica = loads.index(min(loads))",
+        "replica = 0",
+        "unit/test_partition.py::test_whole_variables_go_to_whom_has_least",
+    ),
+    fault(
+        "partition.py",
+        "for load in loads) >= amount:",
+        "for load in loads) > amount:",
+        "unit/test_partition.py::test_what_may_be_cut_is_balanced_to_the_element",
+    ),
+    fault(
+        "partition.py",
+        "if size and size % num_replicas == 0",
+        "if size % num_replicas == 0",
+        "unit/test_partition.py::test_the_axis_that_divides",
+    ),
+    # Half precision on the way.
+    fault(
+        "replica/compressed.py",
+        "divisor = self._num_members(groups) if self._divides else 1",
+        "divisor = self.num_replicas if self._divides else 1",
+        "unit/test_compression.py::test_within_groups_the_divisor_is_their_size",
+    ),
+    fault(
+        "replica/compressed.py",
+        "divisor = self._num_members(groups) if self._divides else 1",
+        "divisor = self._num_members(groups)",
+        "unit/test_compression.py::test_the_error_is_bounded",
+    ),
+    # What replicas must have in common.
+    fault(
+        "agreement.py",
+        "        _describe(part, found, paths)\n\n\ndef _in_words",
+        "        pass\n\n\ndef _in_words",
+        "unit/test_agreement_in_words.py::test_what_differs_is_named_at_any_depth",
+    ),
+    fault(
+        "agreement.py",
+        "if len(set(framework.gather_objects(digest))) == 1:",
+        "if True:",
+        "unit/test_agreement_in_words.py::test_what_differs_is_named_at_any_depth",
+    ),
+    # Arithmetic.
+    fault(
+        "numerics.py",
+        "return ops.where(norm <= limit, ops.ones_like(norm), limit / norm)",
+        "return ops.minimum(ops.ones_like(norm), limit / norm)",
+        "unit/test_gradient_clipping.py::test_a_limit_of_zero_makes_zeros_and_leaves_those_that_are",
+    ),
+    fault(
+        "numerics.py",
+        "squares = [ops.sum(ops.square(in_float32(_values(t)))) for t in t_list if t is not None]",
+        "squares = [ops.sum(ops.square(_values(t))) for t in t_list if t is not None]",
+        "unit/test_gradient_clipping.py::test_norms_of_half_precision_do_not_overflow",
+    ),
+    # Wrappers.
+    fault(
+        "wrapper.py",
+        "return self.inner.scale_loss(1.0)",
+        "return 1.0",
+        "unit/test_gradient_clipping.py::test_the_limit_holds_for_the_gradient_of_the_unscaled_loss",
+        "unit/test_larc.py::test_norms_are_of_the_unscaled_loss",
+    ),
+    fault(
+        "wrapper.py",
+        "if expected is not None and shape != expected:",
+        "if False:",
+        "unit/test_loading.py::test_state_of_another_optimizer",
+    ),
+    fault(
+        "optimizers/gradient_clipping.py",
+        "norm = norm_over_replicas(global_norm(seen)) if holds_slices(self) else None",
+        "norm = None",
+        SHARDS,
+    ),
+    fault(
+        "optimizers/larc.py",
+        "divisor = divisor * ops.cast(leaf_of(self, variable).learning_rate, wide.dtype)",
+        "pass",
+        "unit/test_larc.py::test_clip_mode_follows_a_schedule",
+    ),
+    fault(
+        "optimizers/larc.py",
+        "return factor if self.faithful else ops.where(variable_norm == 0, ops.ones_like(factor), factor)",
+        "return factor",
+        "unit/test_larc.py::test_a_variable_of_norm_zero_keeps_its_gradient",
+    ),
+    fault(
+        "optimizers/loss_scaler.py",
+        'grows = good_steps >= int(self.params["step_window"])',
+        'grows = good_steps > int(self.params["step_window"])',
+        "unit/test_loss_scaler.py::test_backoff_golden",
+    ),
+    fault(
+        "optimizers/loss_scaler.py",
+        "unbiased = mean / (1 - left)",
+        "unbiased = mean",
+        "unit/test_loss_scaler.py::test_logmax_golden",
+    ),
+    fault(
+        "optimizers/loss_scaling.py",
+        "amax = amax / scale",
+        "pass",
+        "unit/test_loss_scaling.py::test_logmax_sees_gradients_that_are_unscaled",
+    ),
+    fault(
+        "optimizers/loss_scaling.py",
+        "skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))",
+        "pass",
+        "unit/test_loss_scaling.py::test_a_skipped_step_changes_nothing_but_the_scale",
+    ),
+    fault(
+        "optimizers/novograd.py",
+        "average = ops.where(before == 0, square, average)",
+        "pass",
+        "unit/test_novograd.py::test_it_is_the_published_algorithm",
+    ),
+    fault(
+        "optimizers/novograd.py",
+        "del variables\n",
+        "super()._apply_weight_decay(variables)\n",
+        "unit/test_novograd.py::test_weight_decay_is_not_applied_twice_and_can_be_excluded",
+    ),
+    fault(
+        "optimizers/variable_clipping.py",
+        "if dims is None or grad is None:",
+        "if dims is None:",
+        "unit/test_variable_clipping.py::test_variables_without_gradient_are_not_clipped",
+    ),
+    fault(
+        "optimizers/variable_clipping.py",
+        "wide = in_float32(value)",
+        "wide = value",
+        "unit/test_variable_clipping.py::test_norms_of_half_precision_do_not_overflow",
+    ),
+    # Schedules.
+    fault(
+        "schedules/policies.py",
+        "steps) * kept + self.min_lr * (1.0 - kept)",
+        "steps) * kept + self.min_lr",
+        "unit/test_schedules.py::test_golden",
+    ),
+    fault(
+        "schedules/policies.py",
+        "ops.exp(-self.power * ops.log1p(",
+        "ops.exp(-ops.log1p(",
+        "unit/test_schedules.py::test_golden",
+    ),
+    fault(
+        "schedules/composition.py",
+        "seen = steps.since(self.warmup_steps) if self.delay_schedule else steps",
+        "seen = steps",
+        "unit/test_schedules.py::test_warmup_delays_the_schedule",
+    ),
+    # The loss of the whole batch.
+    fault(
+        "whole_batch.py", "return 1 if part.losses_are_divided else part.replicas.num_replicas", "return 1", WHOLE_BATCH
+    ),
+    fault(
+        "whole_batch.py", 'if reduction == "mean_with_sample_weight" and weight is not None:', "if False:", WHOLE_BATCH
+    ),
+    fault(
+        "whole_batch.py",
+        "return ops.where(share > 0, loss * share, ops.zeros_like(loss))",
+        "return loss * share",
+        "unit/test_whole_batch.py::test_a_mean_over_no_rows_is_no_loss",
+    ),
+    fault(
+        "whole_batch.py",
+        "rows < part.num_rows, values,",
+        "rows <= part.num_rows, values,",
+        WHOLE_BATCH,
+        backend="tensorflow",
+    ),
+    # Data.
+    fault(
+        "data.py",
+        "self._batches.on_epoch_end()\n        self._epoch += 1\n        self._draw()",
+        "self._batches.on_epoch_end()\n        self._draw()",
+        "unit/test_data.py::test_py_dataset",
+    ),
+    fault(
+        "data.py",
+        "return array[np.sort(rows)][np.argsort(np.argsort(rows))]",
+        "return array[np.sort(rows)]",
+        "unit/test_data.py::test_rows_of_tables_and_files",
+    ),
+    # Files.
+    fault(
+        "saving.py",
+        "if not overwrite and os.path.exists(path):",
+        "if False:",
+        "unit/test_saving.py::test_what_is_there_stays_without_overwrite",
+    ),
+    fault(
+        "saving.py",
+        "wanted = self._should_save_model(epoch, batch, logs, path)",
+        "wanted = True",
+        "unit/test_saving.py::test_the_callback_decides_as_the_one_of_keras",
+    ),
+    fault("atomic.py", "os.path.realpath(path)", "os.path.abspath(path)", "unit/test_saving.py::test_a_link_stays_one"),
+    fault(
+        "atomic.py",
+        "os.fsync(file.fileno())",
+        "pass",
+        "unit/test_saving.py::test_what_is_written_is_on_the_disk_before_it_has_the_name_and_then_the_name",
+    ),
+    fault(
+        "atomic.py",
+        "_sync_folder(os.path.dirname(self._target))",
+        "pass",
+        "unit/test_saving.py::test_what_is_written_is_on_the_disk_before_it_has_the_name_and_then_the_name",
+    ),
+    fault(
+        "backup.py",
+        "for path in (self._path, self._previous_path):\n            try:",
+        "for path in (self._previous_path, self._path):\n            try:",
+        "unit/test_backup.py::test_the_newest_backup_is_read_first",
+    ),
+    fault(
+        "backup.py",
+        "part._restart_window()",
+        "pass",
+        "unit/test_backup.py::test_an_unfinished_window_of_micro_steps_begins_anew_with_a_warning",
+    ),
+    # Callbacks.
+    fault(
+        "callbacks.py",
+        "if 2 * len(largest) > len(group):",
+        "if 2 * len(largest) >= len(group):",
+        "unit/test_replica_callbacks.py::test_groups_are_compared_within",
+    ),
+    fault(
+        "callbacks.py",
+        "return sum(values) / len(values)",
+        "return max(values)",
+        "unit/test_replica_callbacks.py::test_logs_are_averaged_for_what_comes_after_and_for_the_history",
+    ),
+    # Where gradients are traced.
+    fault(
+        "replica/compressed.py",
+        "return map_values(lambda value: ops.cast(value if divisor == 1 else value / divisor, dtype), tensor)",
+        "return map_values(lambda value: value if divisor == 1 else value / divisor, tensor)",
+        "unit/test_compression.py::test_jax_adds_up_in_that_dtype",
+        backend="jax",
+    ),
+]
+HERE = [each for each in FAULTS if each.backend == BACKEND]
+
+
+def run(folder, tests):
+    """What came of these tests with the copy of the package in `folder`."""
+    file = folder / "outcome.json"
+    environment = launch.variables(BACKEND, OMP_NUM_THREADS="1")
+    for name in ("REPORTS", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID", "PYTEST_CURRENT_TEST"):
+        environment.pop(name, None)  # of the run that this is a part of
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
+    start = launch.fork_with_torch if BACKEND == "torch" else None
+    launch.workers(__file__, [environment], folder, file, *tests, timeout=300, start=start)
+    return json.loads(file.read_text())
+
+
+def copied(folder):
+    shutil.copytree(PACKAGE, folder / "keras_shardopt", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def test_nobody_sees_a_fault_where_none_is(tmp_path):
+    tests = list(dict.fromkeys(test for each in HERE for test in each.tests))
+    outcome = run(copied(tmp_path), tests)
+    assert outcome["failed"] == [], outcome
+    unseen = [test for test in tests if not any(passed.startswith(test) for passed in outcome["passed"])]
+    assert not unseen, unseen
+
+
+@pytest.mark.parametrize("planted", HERE, ids=[f"{i}-{each.file}" for i, each in enumerate(HERE)])
+def test_a_planted_fault_is_seen(tmp_path, planted):
+    path = copied(tmp_path) / "keras_shardopt" / planted.file
+    text = path.read_text()
+    assert text.count(planted.old) == 1, f"{planted.file} must hold once, to be replaced: {planted.old!r}"
+    path.write_text(text.replace(planted.old, planted.new))
+    outcome = run(tmp_path, planted.tests)
+    assert outcome["status"] == pytest.ExitCode.TESTS_FAILED, outcome
+    survived = [test for test in planted.tests if not any(failed.startswith(test) for failed in outcome["failed"])]
+    assert not survived, f"{planted.old!r} as {planted.new!r} in {planted.file} is seen by none of {survived}"
+
+
+def main():
+    folder, file, *tests = sys.argv[1:]
+    sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True
+    os.chdir(ROOT)
+    found = {"passed": [], "failed": []}
+
+    class Outcome:
+        """Notes which tests pass and which fail."""
+
+        def pytest_runtest_logreport(self, report):
+            if report.failed or (report.when == "call" and report.passed):
+                found["failed" if report.failed else "passed"].append(report.nodeid)
+
+    status = pytest.main(["-q", "-p", "no:cacheprovider", *tests], plugins=[Outcome()])
+    assert pathlib.Path(sys.modules["keras_shardopt"].__file__).is_relative_to(folder)
+    pathlib.Path(file).write_text(json.dumps({"status": int(status), **found}))
+
+
+if __name__ == "__main__":
+    main()
