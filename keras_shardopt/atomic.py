@@ -14,6 +14,8 @@ import shutil
 import socket
 import time
 
+from keras_shardopt.arguments import with_article
+
 ABANDONED_SECONDS = 3600
 """After how long without a change a folder is taken for left behind, where it cannot be asked who made it."""
 
@@ -40,7 +42,7 @@ class Unfinished:
         if os.path.exists(self._target) and not os.path.isfile(self._target):
             kind = "folder" if os.path.isdir(self._target) else "device or pipe"
             error = IsADirectoryError if kind == "folder" else OSError
-            raise error(f"There must be a file, or nothing. Received: {path!r}, which is a {kind}.")
+            raise error(f"There must be a file, or nothing. Received: {path!r}, which is {with_article(kind)}.")
         _remove_abandoned(folder)
         mine = f".keras_shardopt-{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.unfinished"
         self._scratch = os.path.join(folder, mine)
