@@ -5,6 +5,20 @@ Around an optimizer: `CrossShard` (gradients of all replicas), `LossScaling`, `M
 `save_weights`, and the modules `callbacks` and `schedules`. All at once: `build_optimizer`, `optimize_loss`.
 """
 
+try:
+    import keras as _
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in ("tensorflow", "jax", "torch"):
+        raise
+    raise ModuleNotFoundError(
+        f"Keras needs the framework that it runs on, and `{error.name}` is not installed. "
+        'Use `pip install "keras-shardopt[jax]"`, or `[tensorflow]` or `[torch]`, and name it in the environment: '
+        "`KERAS_BACKEND=jax`.",
+        name=error.name,
+    ) from None
+else:
+    del _
+
 from keras_shardopt import callbacks, schedules
 from keras_shardopt.data import shard_data
 from keras_shardopt.numerics import clip_by_global_norm, clip_gradients_by_norm

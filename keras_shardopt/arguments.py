@@ -123,6 +123,13 @@ def one_of(name: str, value: Any, words: Sequence[str]) -> str:
     return value
 
 
+def with_article(name: Any) -> str:
+    """A name with its article, for messages: "a float", "an int"; of an object, that of its type."""
+    word = name if isinstance(name, str) else type(name).__name__
+    vowel = word.lower().startswith(("a", "e", "i", "o", "u")) and not word.lower().startswith(("uint", "uni", "use"))
+    return f"{'an' if vowel else 'a'} {word}"
+
+
 def is_finite(value: Any) -> bool:
     """Whether it is a number that a float can hold."""
     try:
@@ -140,5 +147,5 @@ def _message(rule: str, name: str, value: Any, fix: str = "", kind: str = "") ->
     try:
         received = repr(value)
     except Exception:  # an object of the user's that cannot show itself, or an int of too many digits
-        received = f"a {type(value).__name__}"
+        received = with_article(value)
     return f"{rule}. Received: {name}={received}{kind}{'. ' + fix if fix else ''}"

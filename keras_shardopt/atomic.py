@@ -18,6 +18,8 @@ import stat
 import sys
 import time
 
+from keras_shardopt.arguments import with_article
+
 ABANDONED_SECONDS = 3600
 """After how long without a change a folder is taken for left behind, where its lock does not say so."""
 
@@ -57,7 +59,7 @@ class Unfinished:
         if os.path.exists(self._target) and not os.path.isfile(self._target):
             kind = "folder" if os.path.isdir(self._target) else "device or pipe"
             error = IsADirectoryError if kind == "folder" else OSError
-            raise error(f"There must be a file, or nothing. Received: {path!r}, which is a {kind}.")
+            raise error(f"There must be a file, or nothing. Received: {path!r}, which is {with_article(kind)}.")
         _remove_abandoned(folder)
         self._scratch = os.path.join(folder, f".keras_shardopt-{_KERNEL}-{secrets.token_hex(4)}.unfinished")
         try:

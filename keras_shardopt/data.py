@@ -24,6 +24,7 @@ import keras
 import numpy as np
 from keras import tree
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor
 from keras_shardopt.replica import framework
 
@@ -151,7 +152,7 @@ def shard_data(
         if value is not None:
             raise ValueError(
                 f"`{argument}` is for arrays: other data holds targets, weights and batches itself. "
-                f"Received: `{argument}` with a {type(x).__name__}. Leave it out."
+                f"Received: `{argument}` with {check.with_article(x)}. Leave it out."
             )
     if _is_a_part(x):
         raise ValueError(
@@ -291,10 +292,10 @@ def _num_rows(arguments: dict[str, Any]) -> int:
             if leaf is None:
                 continue
             if not (hasattr(leaf, "__getitem__") or hasattr(leaf, "tocsr")) or not len(getattr(leaf, "shape", ())):
-                inside = "" if leaf is nest else f" inside a {type(nest).__name__}"
+                inside = "" if leaf is nest else f" inside {check.with_article(nest)}"
                 raise TypeError(
                     f"`{argument}` must be an array with rows (or lists and dicts of arrays), a `keras.utils.PyDataset`"
-                    f", a torch `DataLoader` or a `tf.data.Dataset`. Received: a {type(leaf).__name__}{inside}. "
+                    f", a torch `DataLoader` or a `tf.data.Dataset`. Received: {check.with_article(leaf)}{inside}. "
                     + _advice(leaf)
                 )
             sizes.setdefault(argument, []).append(int(leaf.shape[0]))
@@ -445,7 +446,7 @@ class _PartOfSampler:
         if not hasattr(sampler, "__len__"):
             raise ValueError(
                 "A sampler must have a length, for its part to be known. "
-                f"Received: a {type(sampler).__name__} without `__len__`. Add it to the class."
+                f"Received: {check.with_article(sampler)} without `__len__`. Add it to the class."
             )
         part.check_enough(len(sampler), things)
         self._sampler, self._shuffle, self._seed, self._part = sampler, shuffle, seed, part

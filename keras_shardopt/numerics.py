@@ -120,7 +120,11 @@ def clip_by_global_norm(
         given.
     """
     if not isinstance(t_list, (list, tuple)) or not all(tensor is None or _is_numbers(tensor) for tensor in t_list):
-        what = f"with a {_odd_one(t_list)} in it" if isinstance(t_list, (list, tuple)) else f"a {type(t_list).__name__}"
+        what = (
+            f"with {check.with_article(_odd_one(t_list))} in it"
+            if isinstance(t_list, (list, tuple))
+            else check.with_article(t_list)
+        )
         raise TypeError(
             f"`t_list` must be a list or tuple of tensors and None. Received: {what}. Put a single tensor into a list."
         )

@@ -32,8 +32,8 @@ class TwoPhases:
         `keras.distribution`, and where DDP owns the weights, they are global). So the loss is to be the mean over
         this replica's examples, and the gradients are in its units, also if an inner optimizer scales the loss: that
         is done and undone here, and done again in `apply_gradients`. On TensorFlow `keras.losses` divide by the
-        number of replicas, and their gradients are as much smaller; where the loss is a bare mean, say
-        `CrossShard(..., gradients="local")`, and the units are those of the other backends.
+        number of replicas, and their gradients are as much smaller; where the loss is a bare mean, the units are
+        those of the other backends.
 
         Whatever `loss` assigns (moving statistics, seeds) is assigned once. With an inner optimizer that scales the
         loss, call `scale_loss` before gradients of your own, as ever; it also tells the two kinds apart.

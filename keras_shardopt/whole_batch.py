@@ -68,6 +68,8 @@ def _reduce_weighted_values(
     reduction = keras_loss.standardize_reduction(reduction)
     if part is None or reduction in (None, "none"):
         return _reduce_in_keras(values, sample_weight, mask, reduction, dtype)
+    if part.losses_are_divided:
+        part.replicas.notice_divided_loss()
     values = ops.convert_to_tensor(values, dtype=dtype)
     if len(values.shape) == 0:
         if part.ends_early and not isinstance(part.num_rows, int):

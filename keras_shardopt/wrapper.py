@@ -34,6 +34,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import DotNotTrackScope
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.arguments import with_article
 from keras_shardopt.replica import framework
 from keras_shardopt.slots import SlotAccess, without_counters, without_numbers
 
@@ -210,7 +211,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         if self.inner.built and not _same(inside, self.inner._trainable_variables):
             raise ValueError(
                 "An inner optimizer can be used for one model only. "
-                f"Received: a {type(self.inner).__name__} that was built for other variables. Make a new one."
+                f"Received: {with_article(self.inner)} that was built for other variables. Make a new one."
             )
         if not self.inner.built:
             # TensorFlow builds from inside `apply`, in a name scope of ours; paths must not depend on that.
@@ -772,7 +773,7 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
     try:
         found = keras.optimizers.get(identifier)
         if not isinstance(found, keras.optimizers.Optimizer):
-            raise ValueError(f"a config of a {type(found).__name__}")
+            raise ValueError(f"a config of {with_article(found)}")
         return found
     except Exception as error:  # a config that is none fails in many ways
         raise ValueError(

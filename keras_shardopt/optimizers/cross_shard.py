@@ -56,6 +56,13 @@ _GLOBAL_ADVICE = (
     "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on PyTorch."
 )
 
+_DIVIDED_BEFORE = (
+    "All losses that an optimizer trains with must be divided by the number of replicas, or none. Received: a step in "
+    "which nothing was seen to divide, after one that did divide. It counts as divided, too, because a `tf.function` "
+    'that was traced before does not show. Use `CrossShard(..., gradients="prescaled")` if it is, and an optimizer of '
+    'its own, with `gradients="local"`, for a loss that is the mean over the rows of one replica.'
+)
+
 _BUCKET_MIB = 25.0
 
 _RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
@@ -100,9 +107,10 @@ class CrossShard(TwoPhases, DividedState):
             | "summed" | the sum over replicas | JAX `shard_map(check_vma=True)` |
             | "global" | the mean over replicas | JAX under a `keras.distribution`; PyTorch where DDP owns the weights |
 
-            "auto" takes the gradients of a TensorFlow strategy for "prescaled". Say "local" in a loop of your own
-            whose loss is a bare `tf.reduce_mean(...)`, and for a loss function that returns a scalar: Keras does
-            not divide that one.
+            Under a TensorFlow strategy "auto" is "prescaled" where the step is seen to divide a loss: with a loss of
+            Keras, `tf.nn.compute_average_loss`, or the strategy's number of replicas. Else it is "local", as for a bare
+            mean and a loss function that returns a scalar. A custom training loop that divides unseen, by a number made
+            elsewhere, must say "prescaled"; a warning says so.
         gradient_accumulation_steps: int >= 1 or None. With $k$, only each $k$-th call of `apply` (micro-step) updates,
             with the mean of the $k$ gradients: the update of a batch that is $k$ times as large. Each replica adds up
             its own gradients, and nothing is communicated in between. `iterations`, schedules, bias correction, decay
@@ -302,6 +310,9 @@ class CrossShard(TwoPhases, DividedState):
         self.__dict__["group_assignment"] = groups
         self.__dict__["replica_transform"] = replica_transform
         self.__dict__["_arrival"] = arrivals[gradients]
+        # How gradients arrived last, and what was said about that.
+        self.__dict__["_last_arrival"] = None
+        self.__dict__["_doubts"] = set()
         self.__dict__["_num_steps"] = num_steps
         # Now, as Keras makes its own counters, so that they can be read before `build`.
         self.__dict__["_skipped"] = self.__dict__["_culprit"] = None
@@ -326,6 +337,7 @@ class CrossShard(TwoPhases, DividedState):
         # What it was built as, in words, and whether all processes have found that they have the same.
         self.__dict__["_described"] = None
         self.__dict__["_agrees"] = False
+        self.__dict__["_num_replicas_when_made"] = framework.num_replicas_of_steps()
         framework.notice(self)
 
     @property
@@ -364,6 +376,7 @@ class CrossShard(TwoPhases, DividedState):
         """See `OptimizerWrapper.build`."""
         variables = list(variables)
         if not self.built:
+            framework.check_scope(variables, self.__dict__["_num_replicas_when_made"])
             framework.draw_apart()
         if not self.built and framework.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
@@ -626,7 +639,7 @@ class CrossShard(TwoPhases, DividedState):
         if buckets is not None:
             return buckets.reduce(grads, variables, bool(share), weight), None
         groups = self._groups(replicas)
-        arrival = self.__dict__["_arrival"] or replicas.arrival(grads, variables)
+        arrival = self._arrival_of(grads, variables, replicas)
         if self._accumulates:
             self._warn_if_reduced(arrival, replicas)
         is_local = arrival in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED)
@@ -690,6 +703,22 @@ class CrossShard(TwoPhases, DividedState):
             name = ops.take(ops.convert_to_tensor(places, "int32"), verdict[2] % len(places), axis=0)
             verdict = ops.stack([verdict[0], verdict[1], name])
         return [grads[i] for i in positions], verdict
+
+    def _arrival_of(self, grads: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend) -> Arrival:
+        """How these gradients arrive: as the constructor was told, or as the replicas find it."""
+        if self.__dict__["_arrival"] is not None:
+            return self.__dict__["_arrival"]
+        arrival = replicas.arrival(grads, variables)
+        doubts = list(replicas.doubts)
+        if not replicas.has_seen_losses and self.__dict__["_last_arrival"] is Arrival.LOCAL_PRESCALED:
+            # Rather a function that was traced before, which is not seen again, than another kind of loss.
+            arrival, doubts = Arrival.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
+        self.__dict__["_last_arrival"] = arrival
+        for doubt in doubts:
+            if doubt not in self.__dict__["_doubts"]:
+                self.__dict__["_doubts"].add(doubt)
+                warnings.warn(doubt, stacklevel=2)
+        return arrival
 
     def _buckets_among(self, replicas: ReplicaBackend) -> Any:
         """What reduces gradients while they are computed; None where each is reduced by itself, after all of them."""

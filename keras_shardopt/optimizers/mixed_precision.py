@@ -23,7 +23,7 @@ from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale, stored_scale, with_scaler
-from keras_shardopt.replica import Arrival, framework, reduction_is_claimed
+from keras_shardopt.replica import framework, reduction_is_claimed
 from keras_shardopt.wrapper import OptimizerWrapper, empty_name_scope, inside
 
 _LOW = ("float16", "bfloat16")
@@ -225,7 +225,7 @@ class MixedPrecision(ScaledUpdate):
         if reduction_is_claimed(self):
             return 1.0
         replicas = framework.replicas("batch")
-        if replicas.runs_one_program and replicas.arrival([], variables) is Arrival.LOCAL_PRESCALED:
+        if replicas.inner_optimizers_sum:
             return 1.0 / replicas.num_replicas
         return 1.0
 

@@ -388,7 +388,7 @@ def _outputs_and_state(returned: Any, state: Any) -> tuple[Any, list[Any]]:
         raise TypeError(
             "A replicated step that is called with two arguments must be `step(state, batch) -> (outputs, state)`: the "
             "state goes whole from tower to tower and keeps its shapes. Received: a state of shapes "
-            f"{_shapes(state)}, and a step that returned a {type(returned).__name__} of shapes {_shapes(returned)}. "
+            f"{_shapes(state)}, and a step that returned {check.with_article(returned)} of shapes {_shapes(returned)}. "
             "Pass inputs and targets as one batch, `step((x, y))`."
         )
     return returned[0], [returned[1]]

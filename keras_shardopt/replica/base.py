@@ -71,6 +71,19 @@ class ReplicaBackend(abc.ABC):
     arrival_is_a_guess: bool = False
     """Whether the last answer of `arrival` was "local" because that does no harm, and not because it was known."""
 
+    has_seen_losses: bool = True
+    """Whether the last answer of `arrival` comes from something that was seen in this step."""
+
+    doubts: Sequence[str] = ()
+    """What may be wrong with the last answer of `arrival`, each a sentence with what to do."""
+
+    inner_optimizers_sum: bool = False
+    """Whether Keras' own optimizers add up the gradients of these replicas, if nobody has reduced them before."""
+
+    def notice_divided_loss(self) -> None:
+        """Called where a loss of this replica's step was divided so that the gradients of replicas are to be summed."""
+        return
+
     def are_current(self) -> bool:
         """Whether these replicas can still be spoken to."""
         return True
@@ -435,6 +448,14 @@ class Framework:
 
     arrival_in_steps: Arrival | None = None
     """How gradients arrive in programs made by `compiled`, where that is another way than elsewhere."""
+
+    def check_scope(self, variables: Sequence[Variable], num_replicas: int) -> None:
+        """Called before an optimizer is built that was made where a program would run on so many replicas.
+
+        Raises:
+            ValueError: if these trainable variables were made where there are fewer.
+        """
+        del variables, num_replicas
 
     def num_replicas_of_steps(self) -> int:
         """How many replicas a program made here by `compiled` would run on."""

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_shardopt._typing import FunctionT, Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.replica import tf_losses
 from keras_shardopt.replica.base import (
     Arrival,
     Framework,
@@ -34,6 +35,8 @@ from keras_shardopt.replica.base import (
 class ReplicaContext(ReplicaBackend):
     """The replicas of a strategy, seen from inside `strategy.run` (as in `model.fit`)."""
 
+    inner_optimizers_sum = True
+
     def __init__(self, strategy: tf.distribute.Strategy, context: Any) -> None:
         self._context = context
         self.num_replicas = strategy.num_replicas_in_sync
@@ -46,8 +49,13 @@ class ReplicaContext(ReplicaBackend):
         return self._context.replica_id_in_sync_group
 
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
-        # Keras divides the losses of its trainer and of `keras.losses` by the number of replicas.
-        return Arrival.LOCAL_PRESCALED
+        seen = tf_losses.noted()
+        self.has_seen_losses = not seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED})
+        self.doubts = _doubts(seen)
+        return Arrival.LOCAL_PRESCALED if tf_losses.DIVIDED in seen else Arrival.LOCAL
+
+    def notice_divided_loss(self) -> None:
+        tf_losses.note(tf_losses.DIVIDED)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
         tensors = list(tensors)
@@ -114,6 +122,33 @@ class ReplicaContext(ReplicaBackend):
         return tf.gather(tf.constant(groups), tf.gather(tf.constant(group_of), self.replica_id))
 
 
+def _doubts(seen: set[str]) -> list[str]:
+    """What may be wrong with gradients of a step in which this was seen of the losses."""
+    doubts = []
+    if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
+        doubts.append(
+            "All losses of a step must be divided by the number of replicas, or none. Received: a loss function that "
+            "returns a scalar, which Keras does not divide, beside losses or penalties that it divides, so that the "
+            "scalar counts as many times as there are replicas. Let the loss function return one value for each row, "
+            "or call `keras_shardopt.prepare(model)`."
+        )
+    if seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED, tf_losses.IN_MODEL}):
+        doubts.append(
+            "Whether the loss of a custom training loop is divided by the number of replicas cannot be known. "
+            "Received: a step in which nothing was seen to divide, so that `CrossShard` averages the gradients of the "
+            'replicas. Use `CrossShard(..., gradients="local")` if the loss is the mean over the rows of one replica, '
+            'and `CrossShard(..., gradients="prescaled")` if it is divided by the number of replicas, or by the rows '
+            "of the whole batch."
+        )
+    if tf_losses.OWN_WEIGHTS in seen:
+        doubts.append(
+            'A loss with `reduction="mean_with_sample_weight"` divides by the weights of all rows. Received: a model '
+            "that is not prepared, so that each replica divides by the weights of its own rows, and the update is "
+            "another one than that of one process. Call `keras_shardopt.prepare(model)` after `compile`."
+        )
+    return doubts
+
+
 _REDUCE = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "max": tf.reduce_max}
 
 
@@ -137,9 +172,38 @@ def _divided(tensor: Tensor, divisor: int) -> Tensor:
 
 def _num_mirrored(variable: Any) -> int:
     """On how many replicas a variable has copies."""
-    value = getattr(variable, "value", variable)
+    value = variable.value if isinstance(variable, keras.Variable) else variable
     strategy = value.distribute_strategy if isinstance(value, tf.distribute.DistributedValues) else None
     return 1 if strategy is None else int(strategy.num_replicas_in_sync)
+
+
+def _check_mirrored(variables: Sequence[Variable], num_replicas: int) -> None:
+    """Raises ValueError if not each of the replicas has copies of these variables."""
+    for variable in variables if num_replicas > 1 else ():
+        if num_replicas > _num_mirrored(variable):  # Keras would fail without a word, or train on one device
+            raise ValueError(
+                f"`{getattr(variable, 'path', variable.name)}` was made outside the strategy of the optimizer, which "
+                f"has {num_replicas} replicas. Build the model inside `with keras_shardopt.data_parallel():`, where "
+                "the optimizer is made, and load a saved one there, too."
+            )
+
+
+def _check_trainer(model: Any) -> None:
+    """Raises ValueError where a model was compiled for what Keras' trainer cannot do with several replicas."""
+    if model is None or not getattr(model, "compiled", False) or model.run_eagerly:
+        return
+    if model.jit_compile:
+        raise ValueError(
+            "Under a strategy with several replicas TensorFlow cannot compile the whole step with XLA. "
+            f"Received: jit_compile=True, for the model `{model.name}`. Use `model.compile(..., jit_compile=False)`; "
+            "for a model that is loaded from a file, set `model.jit_compile = False` before `fit`."
+        )
+    if model.steps_per_execution > 1 and "_make_function" not in vars(model):
+        raise ValueError(
+            "Under a strategy with several replicas Keras' loop of several steps fails. "
+            f"Received: steps_per_execution={model.steps_per_execution}, for the model `{model.name}`. Call "
+            "`keras_shardopt.prepare(model)` after `compile`, which makes the steps one by one, or leave it out."
+        )
 
 
 def _cond(condition: Any, action: Callable[[], Any]) -> None:
@@ -168,6 +232,9 @@ class TensorFlow(Framework):
     places_towers = True
     steps_are_traced = True
 
+    num_replicas_of_last_scope: int = 1
+    """Of the scope that was entered last, also after it was left."""
+
     def makes_variables_together(self) -> bool:
         return tf.distribute.has_strategy() and self.process()[0] > 1
 
@@ -178,6 +245,7 @@ class TensorFlow(Framework):
     def notice(self, optimizer: Any) -> None:
         super().notice(optimizer)
         _refuse_trainer(tf.distribute.get_strategy())
+        tf_losses.watch()
 
     def place_tower(self, device: str) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.device(device)
@@ -222,17 +290,15 @@ class TensorFlow(Framework):
             override = types.MethodType(_reduce_unless_claimed, optimizer)
             object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
+    def check_scope(self, variables: Sequence[Variable], num_replicas: int) -> None:
+        _check_mirrored(variables, max(num_replicas, self.num_replicas_of_steps()))
+
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         if tf.distribute.get_strategy().num_replicas_in_sync == 1:
             num_replicas = max((_num_mirrored(optimizer.iterations) for optimizer in optimizers), default=1)
-            for variable in variables if num_replicas > 1 else ():
-                if num_replicas > _num_mirrored(variable):  # Keras' update would fail without a word
-                    raise ValueError(
-                        f"`{variable.path}` was made outside the strategy of the optimizer, which has {num_replicas} "
-                        "replicas. Build the model inside `with keras_shardopt.data_parallel():`, where the optimizer "
-                        "is made."
-                    )
+            _check_mirrored(variables, num_replicas)
             return
+        _check_trainer(tf_losses.model_of_step())
         for optimizer in optimizers:
             for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
                 if getattr(optimizer, argument, None):
@@ -320,9 +386,16 @@ class TensorFlow(Framework):
 
         # Replicas cannot meet inside a condition, and the update of a variable is such a meeting. So they meet first,
         # decide together, and part again for the update.
+        seen = tf_losses.noted()
+
+        def update_on_replica(grads: Sequence[Any]) -> None:
+            for what in seen:
+                tf_losses.note(what)
+            update(grads)
+
         def together(strategy: tf.distribute.Strategy, condition: Any, grads: Any) -> None:
             first = strategy.experimental_local_results(condition)[0]
-            _cond(first, lambda: strategy.extended.call_for_each_replica(update, args=(grads,)))
+            _cond(first, lambda: strategy.extended.call_for_each_replica(update_on_replica, args=(grads,)))
 
         tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
 
@@ -376,9 +449,11 @@ class TensorFlow(Framework):
                     "Leave `num_replicas` out, or open `data_parallel()` outside `strategy.scope()`."
                 )
             _refuse_trainer(strategy)
+            self.num_replicas_of_last_scope = strategy.num_replicas_in_sync
             yield _world_of(strategy)
             return
         devices = _devices(num_replicas)
+        self.num_replicas_of_last_scope = len(devices)
         if len(devices) == 1:
             yield World()
             return
@@ -395,6 +470,7 @@ class TensorFlow(Framework):
     def prepare(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         from keras_shardopt.replica import tf_fit  # it builds on this module
 
+        _check_mirrored(model.trainable_variables, self.num_replicas_of_last_scope)
         tf_fit.prepare(model)
 
     def largest_difference(self, variables: Sequence[Variable]) -> float:

@@ -2,12 +2,14 @@
 
 Private names of Keras touched here (a test holds each of them):
     `Model._maybe_symbolic_build` of the TensorFlow trainer - builds the model from the first batch, before training.
+    `Model._make_function` of the TensorFlow trainer - makes a function of an iterator from a step of one batch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -26,6 +28,9 @@ def prepare(model: Any) -> None:
     stand_in(model, "test_step", _step)
     stand_in(model, "compute_loss", _compute_loss)
     stand_in(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+    stand_in(model, "_make_function", _make_function)
+    # Those that were made before do not know of all this.
+    model.train_function = model.test_function = None
 
 
 def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
@@ -101,3 +106,19 @@ def _build_optimizers(model: Any, data_batch: Any) -> None:
         for optimizer in unbuilt:
             if variables_of.get(id(optimizer)):
                 optimizer.build(variables_of[id(optimizer)])
+
+
+def _make_function(model: Any, real: Callable[..., Any], step_function: Callable[..., Any]) -> Callable[..., Any]:
+    function = real(step_function)
+    if model.distribute_strategy.num_replicas_in_sync == 1 or model.steps_per_execution == 1:
+        return function
+
+    # Keras' own loop is a condition inside a loop inside a `tf.function`, which fails with the batches of several
+    # replicas. Of an iterator that is not TensorFlow's it takes the batches one by one.
+    def several_steps(iterator: Iterator[Any]) -> Any:
+        batches = list(itertools.islice(iterator, 1))
+        if not batches:
+            raise StopIteration
+        return function(itertools.chain(batches, itertools.islice(iterator, model.steps_per_execution - 1)))
+
+    return several_steps

@@ -18,6 +18,7 @@ MAY_IMPORT_A_FRAMEWORK = {
     "keras_shardopt.replica.jax_sharding": {"jax"},
     "keras_shardopt.replica.torch_distributed": {"torch"},
     "keras_shardopt.replica.tf_fit": {"tensorflow"},
+    "keras_shardopt.replica.tf_losses": {"tensorflow"},
     "keras_shardopt.replica.tf_step": {"tensorflow"},
     "keras_shardopt.replica.tf_random": {"tensorflow"},
     "keras_shardopt.replica.jax_step": {"jax"},

@@ -4,6 +4,8 @@ import datetime
 import functools
 import inspect
 import os
+import pathlib
+import re
 
 import hypothesis
 import keras
@@ -229,3 +231,25 @@ def test_a_class_that_is_not_checked_is_found(monkeypatch):
     monkeypatch.setitem(VALID, "CrossShard", dict)
     with pytest.raises(BaseException):  # noqa: B017 - hypothesis' own kinds, some of them groups
         test_bad_arguments_are_named("CrossShard")
+
+
+def test_names_in_messages_have_their_article():
+    from keras_shardopt.arguments import with_article
+
+    assert [with_article(value) for value in (1, 1.0, "uint8", object(), [])] == [
+        "an int",
+        "a float",
+        "a uint8",
+        "an object",
+        "a list",
+    ]
+    # Nowhere else is an article put before a name that is not known when the message is written.
+    package = pathlib.Path(ks.__file__).parent
+    bare = re.compile(r"(?<![A-Za-z{`])an? \{")
+    found = [
+        f"{file.name}: {line.strip()}"
+        for file in package.rglob("*.py")
+        for line in file.read_text().splitlines()
+        if bare.search(line)
+    ]
+    assert found == []

@@ -606,7 +606,7 @@ def test_one_process_with_several_devices_gets_its_input():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (([1, 2, 3],), TypeError, r"`x` must be an array.*Received: a int inside a list.*numpy.asarray"),
+        (([1, 2, 3],), TypeError, r"`x` must be an array.*Received: an int inside a list.*numpy.asarray"),
         ((3,), TypeError, "`x` must be an array"),
         ((None,), TypeError, "`x` must hold an array"),
         ((np.float32(3),), TypeError, "`x` must be an array"),

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 import keras
@@ -15,3 +17,25 @@ print(*({name.partition(".")[0] for name in sys.modules} - before - set(sys.stdl
 def test_no_package_but_itself_is_loaded_that_keras_does_not_load():
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout.split() == ["keras_shardopt"]
+
+
+WITHOUT_FRAMEWORKS = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in ("tensorflow", "jax", "jaxlib", "torch"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import keras_shardopt
+"""
+
+
+@pytest.mark.backends("jax")
+def test_without_a_framework_one_sentence_names_the_extras():
+    command = [sys.executable, "-c", WITHOUT_FRAMEWORKS]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    *traceback, message = run.stderr.strip().splitlines()
+    assert message.startswith("ModuleNotFoundError: Keras needs the framework that it runs on, and `jax` is not")
+    assert 'pip install "keras-shardopt[jax]"' in message
+    assert not any("site-packages" in line for line in traceback)  # nothing of the inside of Keras

@@ -289,13 +289,13 @@ def test_masters_follow_a_file_without_an_optimizer(tmp_path, build_first):
     source.set_weights([np.full(w.shape, 0.25) for w in source.get_weights()])
     source.save_weights(tmp_path / "source.weights.h5")
     model = problem.model()
-    model.compile(ks.CrossShard(ks.MixedPrecision(o.SGD(1e-3), ks.AutomaticLossScaler())), "mse")
+    model.compile(ks.CrossShard(ks.MixedPrecision(o.SGD(1e-6), ks.AutomaticLossScaler())), "mse")
     if build_first:
         model.optimizer.build(model.trainable_variables)
     model.load_weights(tmp_path / "source.weights.h5")
     model.train_on_batch(*problem.data(num_steps=1))
     for variable in model.trainable_variables:
-        np.testing.assert_allclose(value(model.optimizer.get_slot(variable, "master")), 0.25, atol=0.02)
+        np.testing.assert_allclose(value(model.optimizer.get_slot(variable, "master")), 0.25, atol=1e-5)
 
 
 # -- training ------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_the_regression_of_the_original_within_a_hundredth(scale):
         model.fit(np.tile(x, (1000, 1)), np.tile(y, (1000, 1)), batch_size=32, epochs=6, verbose=0)
         found = model.trainable_variables[0]
     assert int(value(optimizer.iterations)) + int(value(optimizer.skipped_steps)) == 6000
-    np.testing.assert_allclose(value(found), truth, atol=0.01)
+    np.testing.assert_allclose(value(found), truth, atol=0.01)  # the criterion of the original's own test
 
 
 def by_hand(optimizer, x, truth, start):

@@ -463,3 +463,24 @@ def test_variables_left_out_of_decay_are_kept_by_key():
     assert optimizer._exclude_from_weight_decay == {optimizer._var_key(variables[0])}
     optimizer.build(variables)
     assert [optimizer._use_weight_decay(v) for v in variables] == [False, True, True, True]
+
+
+@pytest.mark.backends("tensorflow")
+def test_where_keras_divides_a_loss_by_the_number_of_replicas():
+    import tensorflow as tf
+    from keras.src.backend.tensorflow import trainer
+    from keras.src.losses import loss as keras_loss
+
+    from keras_shardopt.replica import tf_losses
+
+    given = inspect.signature(tf_losses._reduce_in_keras).parameters
+    assert list(given) == ["values", "sample_weight", "reduction"]
+    assert list(inspect.signature(tf_losses._scale_in_keras).parameters) == ["value"]
+    # By their names in the module, so that they can be replaced there; and in no other place.
+    source = inspect.getsource(keras_loss)
+    assert "= reduce_values(values, sample_weight, reduction)" in source
+    assert source.count("scale_loss_for_distribution(loss)") == 1
+    source = inspect.getsource(trainer)
+    assert source.count("loss_module.scale_loss_for_distribution(") == 1
+    assert isinstance(tf_losses._num_replicas, property)
+    assert tf_losses._num_replicas.fget(tf.distribute.get_strategy()) == 1

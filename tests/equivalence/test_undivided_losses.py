@@ -1,0 +1,244 @@
+"""TensorFlow: losses that Keras divides by the number of replicas, and losses that it does not.
+
+Compared with one process that trains with the whole batch, with momentum and different rows on each replica.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from support import problem
+
+import keras_shardopt as ks
+
+pytestmark = pytest.mark.backends("tensorflow")
+tf = pytest.importorskip("tensorflow", reason="about TensorFlow, which is not installed")
+
+STEPS = 3
+DOUBT = "cannot be known"
+
+
+class BareMean(keras.Model):
+    """A `train_step` as in Keras' guide of a variational autoencoder: its loss is a mean over the rows."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def scalar(y, outputs):
+    return keras.ops.mean(keras.ops.square(outputs - y))
+
+
+def replicas(num_replicas):
+    tf.distribute.MirroredStrategy._collective_key_base += 100_000  # as `data_parallel` does
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+
+
+def made(kind, penalty=None):
+    model = problem.model()
+    model.layers[0].kernel_regularizer = model.layers[0].kernel.regularizer = penalty
+    return BareMean(model.inputs, model.outputs) if kind == "train_step" else model
+
+
+def fitted(model, prepare=False, **arguments):
+    if prepare:
+        ks.prepare(model)
+    model.fit(*problem.data(STEPS), batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0, **arguments)
+    return model.get_weights()
+
+
+def compiled(kind, optimizer, **arguments):
+    model = made(kind, arguments.pop("penalty", None))
+    model.compile(optimizer, loss=scalar if kind == "scalar" else "mse", **arguments)
+    return model
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return fitted(compiled("scalar", problem.sgd_momentum(), jit_compile=False))
+
+
+def check(weights, reference):
+    assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("kind", ["train_step", "scalar"])
+@pytest.mark.parametrize("prepare", [False, True])
+def test_under_fit_an_undivided_loss_is_local(kind, prepare, num_replicas, one_process):
+    with replicas(num_replicas).scope():
+        model = compiled(kind, ks.CrossShard(problem.sgd_momentum()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(fitted(model, prepare), one_process)
+
+
+@pytest.mark.parametrize("kind", ["train_step", "scalar"])
+def test_undivided_gradients_are_accumulated(kind):
+    with replicas(2).scope():
+        model = compiled(kind, ks.CrossShard(problem.sgd_momentum(), gradient_accumulation_steps=STEPS))
+    weights = fitted(model)
+    alone = compiled(
+        "scalar", keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=STEPS), jit_compile=False
+    )
+    check(weights, fitted(alone))
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_losses_of_keras_count_as_ever(reduction):
+    def make():
+        return keras.losses.MeanSquaredError(reduction=reduction)
+
+    def inner():
+        return keras.optimizers.SGD(0.01, momentum=0.9)
+
+    with replicas(2).scope():
+        model = problem.model()
+        model.compile(ks.CrossShard(inner()), loss=make())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights = fitted(model)
+    alone = problem.model()
+    alone.compile(inner(), loss=make(), jit_compile=False)
+    check(weights, fitted(alone))
+
+
+def loop(num_replicas, loss_of, compiled, gradients="auto"):
+    """A custom training loop, with the loss of a replica's outputs, targets and strategy."""
+    strategy = replicas(num_replicas)
+    with strategy.scope():
+        model = problem.model()
+        optimizer = ks.CrossShard(problem.sgd_momentum(), gradients=gradients)
+        optimizer.build(model.trainable_variables)
+    variables = model.trainable_variables
+
+    def on_replica(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model(x, training=True), y, strategy)
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    def step(x, y):
+        strategy.run(on_replica, args=(x, y))
+
+    step = tf.function(step) if compiled else step
+    data = tf.data.Dataset.from_tensor_slices(problem.data(STEPS)).batch(problem.BATCH_SIZE)
+    for batch in strategy.experimental_distribute_dataset(data):
+        step(*batch)
+    return model.get_weights()
+
+
+def rows(outputs, y):
+    return tf.reduce_mean(tf.square(outputs - y), axis=1)
+
+
+def of_whole_batch(outputs, y, strategy):
+    return tf.nn.compute_average_loss(rows(outputs, y), global_batch_size=problem.BATCH_SIZE)
+
+
+def of_replica_times_their_number(outputs, y, strategy):
+    return tf.nn.compute_average_loss(rows(outputs, y))
+
+
+def as_a_penalty(outputs, y, strategy):
+    return tf.nn.scale_regularization_loss(tf.reduce_mean(rows(outputs, y)))
+
+
+def by_hand(outputs, y, strategy):
+    return tf.reduce_mean(rows(outputs, y)) / strategy.num_replicas_in_sync
+
+
+def of_keras(outputs, y, strategy):
+    return keras.losses.MeanSquaredError()(y, outputs)
+
+
+DIVIDING = [of_whole_batch, of_replica_times_their_number, as_a_penalty, by_hand, of_keras]
+
+
+@pytest.mark.parametrize("divided", DIVIDING)
+def test_what_divides_in_a_custom_loop_is_seen(divided, one_process):
+    for num_replicas, compiled in ((2, True), (4, False)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check(loop(num_replicas, divided, compiled), one_process)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_bare_mean_in_a_custom_loop_is_local_and_said_to_be_once(compiled, one_process):
+    def bare(outputs, y, strategy):
+        return tf.reduce_mean(rows(outputs, y))
+
+    with pytest.warns(UserWarning, match=DOUBT) as caught:
+        check(loop(2, bare, compiled), one_process)
+    said = [str(w.message) for w in caught if DOUBT in str(w.message)]
+    assert len(said) == 1 and '"local"' in said[0] and '"prescaled"' in said[0]
+
+
+@pytest.mark.parametrize("gradients", ["local", "prescaled"])
+def test_who_says_how_gradients_arrive_is_not_asked(gradients, one_process):
+    def loss_of(outputs, y, strategy):
+        return tf.reduce_sum(rows(outputs, y)) / (8 if gradients == "local" else 16)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(loop(2, loss_of, True, gradients), one_process)
+
+
+def test_a_loss_that_was_traced_before_counts_as_it_did(one_process):
+    """In the second eager step nothing is seen of a loss in a `tf.function` of its own."""
+
+    @tf.function
+    def traced(outputs, y):
+        return keras.losses.MeanSquaredError()(y, outputs)
+
+    def loss_of(outputs, y, strategy):
+        return traced(outputs, y)
+
+    with pytest.warns(UserWarning, match="traced before does not show"):
+        check(loop(2, loss_of, False), one_process)
+
+
+def test_a_scalar_beside_what_keras_divides_is_said_once():
+    def make():
+        with replicas(2).scope():
+            return compiled("scalar", ks.CrossShard(problem.sgd_momentum()), penalty=keras.regularizers.L2(0.1))
+
+    alone = compiled("scalar", problem.sgd_momentum(), penalty=keras.regularizers.L2(0.1), jit_compile=False)
+    reference = fitted(alone)
+    model = make()
+    with pytest.warns(UserWarning, match="one value for each row") as caught:
+        fitted(model)
+    assert sum("one value for each row" in str(w.message) for w in caught) == 1
+    # The fix that is named: then Keras divides both.
+    model = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(fitted(model, prepare=True), reference)
+
+
+def test_a_mean_over_weights_of_one_replica_is_said(one_process):
+    def make(optimizer):
+        model = problem.model()
+        model.compile(optimizer, keras.losses.MeanSquaredError("mean_with_sample_weight"), jit_compile=False)
+        return model
+
+    weights = np.linspace(0.1, 2, STEPS * problem.BATCH_SIZE).astype("float32")
+    reference = fitted(make(problem.sgd_momentum()), sample_weight=weights)
+    for prepare in (False, True):
+        with replicas(2).scope():
+            model = make(ks.CrossShard(problem.sgd_momentum()))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = fitted(model, prepare, sample_weight=weights)
+        said = [w for w in caught if "mean_with_sample_weight" in str(w.message)]
+        assert len(said) == (0 if prepare else 1)
+        if prepare:
+            check(found, reference)
+        else:
+            assert problem.relative_difference(found, reference) > 1e-2  # it is worth saying
+            assert "prepare" in str(said[0].message)
