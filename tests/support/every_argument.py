@@ -153,7 +153,9 @@ def rows(**limits):
 
 def threesomes(**limits):
     """Rows with three and more levels together that something has been wrong with, or may be."""
-    local, prescaled = ("auto", "local"), ("prescaled", "prescaled")
+    levels = {**LEVELS, **limits}
+    states = {state: (said, state) for said, state in reversed(levels["gradients"])}
+    local, prescaled, summed, reduced = (states.get(s) for s in ("local", "prescaled", "summed", "global"))
     some = [
         *[{"gradients": state, "gradient_accumulation_steps": 3} for state in (local, prescaled)],
         *[
@@ -179,12 +181,12 @@ def threesomes(**limits):
     ]
     # Reduced gradients are those of all rows also where there are none.
     found += [
-        {"rows": "some idle", "gradients": ("auto", state), "gradient_accumulation_steps": k}
-        for state in ("summed", "global")
+        {"rows": "some idle", "gradients": state, "gradient_accumulation_steps": k}
+        for state in (summed, reduced)
         for k in (None, 3)
     ]
-    levels = {**LEVELS, **limits}
-    filled = [{**DEFAULTS, "program": program, **more} for more in found for program in levels["program"]]
+    first = {factor: own[0] for factor, own in levels.items()}
+    filled = [{**first, "program": program, **more} for more in found for program in levels["program"]]
     return [row for row in filled if all(row[factor] in levels[factor] for factor in levels)]
 
 
@@ -230,13 +232,10 @@ def gradients(row):
         for _ in range(NUM_UPDATES * num_steps(row))
     ]
     second, third_ends = num_steps(row), 3 * num_steps(row) - 1
-    if row["missing"] == "always":
-        for step in found:
-            for mine in step:
+    for s, step in enumerate(found):
+        for replica, mine in enumerate(step):
+            if row["missing"] == "always" or (row["missing"] == "sometimes" and _is_missing(row, s, replica)):
                 mine[3] = None
-    elif row["missing"] == "sometimes":
-        for replica in range(NUM_REPLICAS) if row["program"] == "one" else [1]:
-            found[second][replica][3] = None
     if row["bad"] == "NaN":
         # On two replicas, on the first of them in two variables.
         for replica, i, element in ((1, 1, 0), (1, 2, ()), (3, 0, (0, 0))):
@@ -251,6 +250,13 @@ def gradients(row):
                 if not rows[replica] or is_foreign:
                     step[replica] = [None if g is None else np.full_like(g, np.nan) for g in step[replica]]
     return found
+
+
+def _is_missing(row, step, replica):
+    """In the second update on one replica, in the third on all, in the last in the first of several micro-steps."""
+    update, micro_step = divmod(step, num_steps(row))
+    here = update == 1 or (update == 3 and micro_step == 0 and num_steps(row) > 1)
+    return update == 2 or (here and (replica == 1 or row["program"] == "one"))
 
 
 def shares(row):

@@ -17,13 +17,14 @@ def is_forbidden(row, rules):
 
 
 def possible_pairs(levels, rules):
-    """All pairs that no rule forbids by themselves."""
+    """All pairs that no rule forbids, by themselves or with the levels that factors with a single one always have."""
+    always = {factor: only[0] for factor, only in levels.items() if len(only) == 1}
     singles = [[(factor, level) for level in levels[factor]] for factor in sorted(levels)]
     pairs = itertools.chain.from_iterable(itertools.product(a, b) for a, b in itertools.combinations(singles, 2))
-    return {pair for pair in pairs if not is_forbidden(dict(pair), rules)}
+    return {pair for pair in pairs if not is_forbidden({**always, **dict(pair)}, rules)}
 
 
-def covering_rows(levels, rules=(), seed=0, num_candidates=8):
+def covering_rows(levels, rules=(), seed=0, num_candidates=4):
     """A few rows that hold all possible pairs and break no rule. Greedy: each takes the best of some candidates.
 
     Args:
