@@ -251,7 +251,7 @@ class Shards:
         slices, travelled = self._exchange(own, replicas, op, None if found is None else told, trained=chosen)
         for i, value in slices.items():
             if i in result:
-                result[i] = value if factor == 1 else ops.multiply(value, factor)
+                result[i] = value if value is None or factor == 1 else ops.multiply(value, factor)
         # Last, when it is clear that all replicas have the same of them.
         nexts = [k for k, i in enumerate(positions) if i not in self._owners and grads[k] is not None]
         for k, value in zip(nexts, replicas.all_reduce([grads[k] for k in nexts], "max") if nexts else []):
@@ -394,7 +394,9 @@ class Shards:
         mine = [(i, grad) for i, grad in pairs if i in self._mine or i not in self._owners]
         if all(self._may_cut) or not any(self._leaf._use_weight_decay(v) for v in self.inside_of(mine)):
             return pairs
-        return mine
+        # Keras' optimizers for PyTorch compute rates and corrections in the dtype of the first variable, for all.
+        first, own = self.inside_of([pairs[0], mine[0]])
+        return mine if dtype_of(first) == dtype_of(own) else [pairs[0], *mine]
 
     def inside_of(self, pairs: Sequence[tuple[int, Tensor]]) -> list[Variable]:
         """What the innermost optimizer updates in place of the variables at these positions."""

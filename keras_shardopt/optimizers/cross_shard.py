@@ -584,7 +584,13 @@ class CrossShard(TwoPhases, DividedState):
 
     def _own_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
         """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
-        return weighted_gradients(grads, variables, _none_without_rows(weight, _share_of_rows()))
+        share = _share_of_rows()
+        if not isinstance(share, float) or share != 1:
+            arrival = self._arrival_of(grads, variables, framework.replicas(self.axis_name))
+            if arrival not in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED):  # every replica has those of all rows
+                self.__dict__["_came_reduced"] = arrival  # asked again, DDP would not know it any more
+                return grads
+        return weighted_gradients(grads, variables, _none_without_rows(weight, share))
 
     def _reduce_gradients(
         self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0, loss_scale: Any = None
@@ -639,14 +645,18 @@ class CrossShard(TwoPhases, DividedState):
         if buckets is not None:
             return buckets.reduce(grads, variables, bool(share), weight), None
         groups = self._groups(replicas)
-        arrival = self._arrival_of(grads, variables, replicas)
+        arrival = self.__dict__.pop("_came_reduced", None) or self._arrival_of(grads, variables, replicas)
         if self._accumulates:
             self._warn_if_reduced(arrival, replicas)
         is_local = arrival in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED)
         needs_own = self._looks_at_own_gradients or groups is not None
         if needs_own or self.compression is not None:
             self._check_local(arrival, replicas)
-        unit = (self.loss_scale if loss_scale is None else loss_scale) * share if needs_own else 1.0
+        unit = 1.0
+        if needs_own:
+            # There is no mean loss of no rows; what a transform makes of them counts for nothing, as is seen to below.
+            rows = 1.0 if isinstance(share, float) and not share else share
+            unit = (self.loss_scale if loss_scale is None else loss_scale) * rows
 
         def transformed(clipnorm: float | None, transform: LocalTransform | None) -> Gradients:
             if clipnorm is None and transform is None:
@@ -662,9 +672,10 @@ class CrossShard(TwoPhases, DividedState):
         looks = self._culprit is not None and (is_local or self._looks_at_own_gradients)
         found = first_not_finite(grads, variables) if looks else None
         grads = transformed(self.replica_clipnorm, None)
-        weight = _none_without_rows(weight, share)
-        grads = weighted_gradients(grads, variables, weight)
-        if found is not None:
+        if is_local:  # else every replica has the gradients of all rows, also one without any
+            weight = _none_without_rows(weight, share)
+            grads = weighted_gradients(grads, variables, weight)
+        if found is not None and is_local:
             found = ops.where(ops.equal(weight, 0), ops.zeros_like(found), found)
         if self.compression is not None and is_local:
             replicas = Compressed(replicas, self.compression, divides=arrival is Arrival.LOCAL)

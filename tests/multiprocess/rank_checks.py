@@ -16,13 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from keras.src.saving.saving_lib import H5IOStore
-from support import checks, flips, in_parts, problem
+from support import checks, every_argument, flips, in_parts, problem
 from support.checks import check, refused
 from torch.nn.parallel import DistributedDataParallel
 
 import keras_shardopt as ks
 from keras_shardopt.optimizers import cross_shard
 from keras_shardopt.replica import framework, torch_distributed
+from keras_shardopt.replica.base import Part, part_of_batch
 
 warnings.filterwarnings("ignore")
 
@@ -78,6 +79,55 @@ def seeds_agree(scope):
     keras.utils.set_random_seed(55)
     _agree_on_seed()
     assert rng_utils.get_random_seed() == 55
+
+
+@check
+def every_argument_does_what_the_docstring_says(scope):
+    """All arguments with each other, against NumPy. More levels: tests/unit/test_every_argument.py."""
+    limits = {
+        "inner_optimizer": ["momentum", "adam clipnorm", "scaled", "masters", "larc"],
+        "gradients": [("auto", "local"), *[(state, state) for state in ("local", "prescaled", "summed", "global")]],
+        "program": ["several"],
+        "name": [None],
+    }
+    for row in every_argument.rows(**limits) + every_argument.threesomes(**limits):
+        mine = every_argument.variables(row)
+        if row["rows"] == "other start" and scope.replica_id in (2, 3):
+            for variable in mine:
+                variable.assign(variable + 1)
+        optimizer = every_argument.cross_shard(row)
+        optimizer.build(mine)
+        replicas = framework.replicas("batch")
+        try:
+            with torch.no_grad():
+                errors = every_argument.train(row, replicas, mine, optimizer, scope.replica_id)
+            found = [keras.ops.convert_to_numpy(v) for v in mine]
+            every_argument.check(row, scope.replica_id, found, optimizer, errors)
+        except Exception as error:
+            error.add_note(every_argument.told(row))
+            raise
+
+
+@check
+def what_ddp_has_reduced_counts_also_on_a_rank_without_rows(scope):
+    x, y = my_rows(scope)
+    for num_steps in (None, 2):
+        model = problem.model()
+        owner = DistributedDataParallel(model)
+        optimizer = ks.CrossShard(problem.sgd_momentum(), gradient_accumulation_steps=num_steps)
+        optimizer.build(model.trainable_variables)
+        for step in range(6):
+            for variable in model.trainable_variables:
+                variable.value.grad = None
+            keras.ops.mean(keras.ops.square(keras.ops.subtract(owner(x), y))).backward()
+            grads = [v.value.grad for v in model.trainable_variables]
+            # DDP is known from the second step on.
+            num_rows = 0 if step > 1 and scope.replica_id == 3 else len(x)
+            part = Part(num_rows, len(x) * scope.num_replicas, framework.replicas("batch"))
+            with part_of_batch(part) if step > 1 else contextlib.nullcontext():
+                optimizer.apply(grads, model.trainable_variables)
+        assert framework.largest_difference([*model.trainable_variables, *optimizer.inner.variables]) == 0
+        assert all(np.any(a != b) for a, b in zip(model.get_weights(), problem.start_weights()))
 
 
 @check
