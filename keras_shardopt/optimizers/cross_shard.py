@@ -513,7 +513,7 @@ class CrossShard(TwoPhases, DividedState):
             if not self.built:
                 return
             self.__dict__["_described"] = described(self, self._trainable_variables)
-        self._compare_with_peers(replicas)
+        framework.uncompiled(self._compare_with_peers, replicas)
 
     def _compare_with_peers(self, replicas: ReplicaBackend | None = None) -> None:
         check_agreement(self.__dict__["_described"])

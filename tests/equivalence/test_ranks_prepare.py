@@ -83,8 +83,9 @@ def test_compiled_anew_without_cross_shard_is_refused(results):
 
 
 def test_ranks_that_want_different_things_all_raise(results):
-    assert "rank 0 ends an epoch, rank 1 trains, rank 2 trains" in str(results["stopped"])
-    assert "rank 0 trains, rank 1 leaves `fit`, rank 2 leaves `fit`" in str(results["epochs"])
+    trains, model = "trains a prepared model", "of a prepared model"
+    assert f"rank 0 ends an epoch {model}, rank 1 {trains}, rank 2 {trains}." in str(results["stopped"])
+    assert f"rank 0 {trains}, rank 1 leaves `fit` {model}, rank 2 leaves `fit` {model}." in str(results["epochs"])
     assert results["all raised"]
 
 

@@ -538,13 +538,14 @@ def ranks_draw_other_numbers_from_equal_seeds(scope):
     def seeded():
         return keras.layers.Dropout(0.5, seed=4)
 
-    for layer in (default, seeded):
+    for layer, ways in ((default, ("unprepared", "prepared")), (seeded, ("prepared",))):
         alone, _ = noise_of("alone", layer)
-        for way in ("unprepared", "prepared"):
+        for way in ways:
             mine, model = noise_of(way, layer)
             assert len(mine) == 3 * 6
-            again, _ = noise_of(way, layer)
-            assert all((a == b).all() for a, b in zip(mine, again)), "not reproducible"
+            if layer is default:
+                again, _ = noise_of(way, layer)
+                assert all((a == b).all() for a, b in zip(mine, again)), "not reproducible"
             if scope.is_chief:  # what one process draws
                 assert all((a == b).all() for a, b in zip(mine, alone))
             everyones = framework.gather_objects(mine)

@@ -578,9 +578,11 @@ def compression_of_gradients_in_half_precision(scope):
 @check
 def compiled_steps(scope):
     model, (x, y), size = problem.model(), *my_rows(scope, num_steps=2)
-    with tracing.without_generated_code():
+    with tracing.without_generated_code(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=True)
         model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+    assert not [str(w.message) for w in caught if "Dynamo" in str(w.message)]
     whole_x, whole_y = problem.data(num_steps=2)
     reference = problem.model()
     reference.compile(problem.sgd_momentum(), "mse")
