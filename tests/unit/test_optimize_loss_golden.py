@@ -98,7 +98,7 @@ def check_variables(step, model, expected, dtype, mixed):
     optimizer = step.optimizer
     # Gradients of float16 have 11 bits, sums of them lose more in another order, and squares twice that. 4e-3 is
     # reached where training diverges and magnifies it.
-    tolerance = {"rtol": 5e-3, "atol": 2e-5} if mixed else {"rtol": 2e-5, "atol": 1e-6}
+    tolerance = {"rtol": 7e-3, "atol": 1e-4} if mixed else {"rtol": 2e-5, "atol": 1e-6}
     for name, value in expected.items():
         kind, _, of = name.partition(":")
         if not of:
