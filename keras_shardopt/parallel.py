@@ -186,6 +186,7 @@ def prepare(model: Any) -> Any:
     What changes for this model:
 
     - TensorFlow: steps exchange numbers of rows and of weights: one small all-reduce for the batch, one for each loss.
+      With `steps_per_execution` steps are made one by one.
     - JAX: a batch that does not divide is put on every device whole; processes tell each other their numbers of rows;
       only process 0 prints. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass
       then run in a `shard_map` over the replicas.
@@ -220,7 +221,8 @@ def prepare(model: Any) -> Any:
     Raises:
         TypeError: if `model` is not a `keras.Model`.
         ValueError: if it is not compiled, or without a `CrossShard`, or with one whose groups train apart. On several
-            ranks of PyTorch also if the model holds an optimizer without one.
+            ranks of PyTorch also if the model holds an optimizer without one. On TensorFlow also if it was made or
+            loaded outside of the scope that was entered last.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks

@@ -68,8 +68,6 @@ def _reduce_weighted_values(
     reduction = keras_loss.standardize_reduction(reduction)
     if part is None or reduction in (None, "none"):
         return _reduce_in_keras(values, sample_weight, mask, reduction, dtype)
-    if part.losses_are_divided:
-        part.replicas.notice_divided_loss()
     values = ops.convert_to_tensor(values, dtype=dtype)
     if len(values.shape) == 0:
         if part.ends_early and not isinstance(part.num_rows, int):
@@ -79,8 +77,10 @@ def _reduce_weighted_values(
                 "replicas. Leave out the mean over rows, or use batches that divide."
             )
         # The values are lost, so the mean over the rows of this part is the best guess at what it is.
-        return _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
-    return _loss_of_whole_batch(values, sample_weight, mask, reduction, part)
+        loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
+    else:
+        loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part)
+    return part.replicas.notice_divided_loss(loss) if part.losses_are_divided else loss
 
 
 def _loss_of_whole_batch(

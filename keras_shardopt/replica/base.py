@@ -80,9 +80,9 @@ class ReplicaBackend(abc.ABC):
     inner_optimizers_sum: bool = False
     """Whether Keras' own optimizers add up the gradients of these replicas, if nobody has reduced them before."""
 
-    def notice_divided_loss(self) -> None:
-        """Called where a loss of this replica's step was divided so that the gradients of replicas are to be summed."""
-        return
+    def notice_divided_loss(self, loss: Tensor) -> Tensor:
+        """Called with a loss that was divided so that the gradients of the replicas are to be summed. Returns it."""
+        return loss
 
     def are_current(self) -> bool:
         """Whether these replicas can still be spoken to."""

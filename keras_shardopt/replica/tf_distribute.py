@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_shardopt._typing import FunctionT, Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.arguments import with_article
 from keras_shardopt.replica import tf_losses
 from keras_shardopt.replica.base import (
     Arrival,
@@ -54,8 +55,8 @@ class ReplicaContext(ReplicaBackend):
         self.doubts = _doubts(seen)
         return Arrival.LOCAL_PRESCALED if tf_losses.DIVIDED in seen else Arrival.LOCAL
 
-    def notice_divided_loss(self) -> None:
-        tf_losses.note(tf_losses.DIVIDED)
+    def notice_divided_loss(self, loss: Tensor) -> Tensor:
+        return tf_losses.note_divided(loss)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
         tensors = list(tensors)
@@ -131,6 +132,12 @@ def _doubts(seen: set[str]) -> list[str]:
             "returns a scalar, which Keras does not divide, beside losses or penalties that it divides, so that the "
             "scalar counts as many times as there are replicas. Let the loss function return one value for each row, "
             "or call `keras_shardopt.prepare(model)`."
+        )
+    if tf_losses.BARE_TERM in seen:
+        doubts.append(
+            "All terms of a loss must be divided by the number of replicas, or none. Received: a loss with a term that "
+            "is not, such as a bare mean, beside one that Keras divides, so that it counts as many times as there are "
+            "replicas. Divide it, too: `term / tf.distribute.get_strategy().num_replicas_in_sync`."
         )
     if seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED, tf_losses.IN_MODEL}):
         doubts.append(
@@ -354,7 +361,7 @@ class TensorFlow(Framework):
         if not isinstance(strategies[0], tf.distribute.MirroredStrategy):
             raise ValueError(
                 "`shard_state=True` works on TensorFlow under a `MirroredStrategy`. "
-                f"Received: a {type(strategies[0]).__name__}. Use `shard_state=False` here."
+                f"Received: {with_article(strategies[0])}. Use `shard_state=False` here."
             )
         return int(strategies[0].num_replicas_in_sync)
 

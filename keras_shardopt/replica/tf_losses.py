@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 
@@ -26,6 +27,9 @@ DIVIDED = "divided"
 UNDIVIDED = "undivided"
 """A loss that Keras could not divide, because its function returned a scalar."""
 
+BARE_TERM = "bare term"
+"""A loss of which one term is divided and another is not."""
+
 OWN_WEIGHTS = "own weights"
 """A loss divided by the sample weights of this replica's rows only."""
 
@@ -33,6 +37,14 @@ IN_MODEL = "in model"
 """The step is a method of a model."""
 
 _NOTES = "_keras_shardopt_losses"
+_TENSORS = "_keras_shardopt_divided_losses"
+
+# Operations of which each input is a term, that pass one term on, and that make one term of several inputs.
+_ADDING = {"Add", "AddN", "AddV2", "Pack", "Sub"}
+_PASSING = {"Cast", "ExpandDims", "Identity", "Neg", "Reshape", "Squeeze", "Sum"}
+_MULTIPLYING = {"DivNoNan", "Mul", "MulNoNan", "RealDiv", "SelectV2"}
+# What is no term of a loss by itself; of a function that was traced nothing is known.
+_NO_TERM = {"Const", "PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall", "StopGradient"}
 _OF_OTHERS = ("tensorflow", "keras", "keras_shardopt")
 
 
@@ -44,6 +56,7 @@ def watch() -> None:
     keras_loss.scale_loss_for_distribution = _scale_loss_for_distribution
     tf.nn.compute_average_loss = _dividing(tf.nn.compute_average_loss)
     tf.nn.scale_regularization_loss = _dividing(tf.nn.scale_regularization_loss)
+    tf.GradientTape.gradient = _looking(tf.GradientTape.gradient)
     tf.distribute.Strategy.num_replicas_in_sync = property(_num_replicas_in_sync, doc=_num_replicas.__doc__)
 
 
@@ -52,6 +65,15 @@ def note(what: str) -> None:
     context = tf.distribute.get_replica_context()
     if context is not None and _num_replicas.fget(context.strategy) > 1:
         vars(context).setdefault(_NOTES, set()).add(what)
+
+
+def note_divided(loss: Any) -> Any:
+    """Notes a loss that counts as it should where gradients are summed. Returns it."""
+    note(DIVIDED)
+    context = tf.distribute.get_replica_context()
+    if context is not None and _NOTES in vars(context):
+        vars(context).setdefault(_TENSORS, []).append(loss)
+    return loss
 
 
 def noted() -> set[str]:
@@ -78,13 +100,15 @@ _reduce_in_keras = keras_loss.reduce_values
 @tf.autograph.experimental.do_not_convert
 def _reduce_values(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
     """Stands in for Keras' function of that name."""
-    if reduction == "sum":
-        note(DIVIDED)
-    elif reduction not in (None, "none"):
-        note(UNDIVIDED if len(values.shape) == 0 else DIVIDED)
-        if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            note(OWN_WEIGHTS)
-    return _reduce_in_keras(values, sample_weight, reduction)
+    loss = _reduce_in_keras(values, sample_weight, reduction)
+    if reduction in (None, "none"):
+        return loss
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        note(OWN_WEIGHTS)
+    if reduction != "sum" and len(values.shape) == 0:
+        note(UNDIVIDED)
+        return loss
+    return note_divided(loss)
 
 
 _scale_in_keras = keras_loss.scale_loss_for_distribution
@@ -93,18 +117,59 @@ _scale_in_keras = keras_loss.scale_loss_for_distribution
 @tf.autograph.experimental.do_not_convert
 def _scale_loss_for_distribution(value: Any) -> Any:
     """Stands in for Keras' function of that name."""
-    note(DIVIDED)
-    return _scale_in_keras(value)
+    return note_divided(_scale_in_keras(value))
 
 
 def _dividing(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        note(DIVIDED)
-        return function(*args, **kwargs)
+        return note_divided(function(*args, **kwargs))
 
     plain: Callable[..., Any] = tf.autograph.experimental.do_not_convert(noting)
     return plain
+
+
+def _looking(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(gradient)
+    def looking(tape: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        divided = [] if context is None else vars(context).get(_TENSORS, [])
+        # Of eager tensors it is not known what they were made of. Where Keras had a scalar that has been said.
+        if divided and tf.is_symbolic_tensor(target) and UNDIVIDED not in noted():
+            num_replicas = _num_replicas.fget(context.strategy)
+            names = {tensor.name for tensor in divided if tf.is_symbolic_tensor(tensor)}
+            kinds = _terms(target, names, num_replicas)
+            if {DIVIDED, BARE_TERM} <= kinds:
+                note(BARE_TERM)
+        return gradient(tape, target, *args, **kwargs)
+
+    plain: Callable[..., Any] = tf.autograph.experimental.do_not_convert(looking)
+    return plain
+
+
+def _terms(loss: Any, divided: set[str], num_replicas: int) -> set[str]:
+    """Of which kinds the terms are that a scalar in a graph adds up."""
+    if loss.name in divided:
+        return {DIVIDED}
+    kind, inputs = loss.op.type, list(loss.op.inputs)
+    if kind in _NO_TERM:
+        return set()
+    if kind in _PASSING:
+        inputs = inputs[:1]
+    elif kind not in _ADDING | _MULTIPLYING:
+        return {BARE_TERM}
+    found = [_terms(tensor, divided, num_replicas) for tensor in inputs]
+    if kind not in _MULTIPLYING:
+        return set().union(*found)
+    several = [kinds for kinds in found if kinds]
+    if several == [{BARE_TERM}]:
+        by_hand = {"Mul": 1 / num_replicas, "RealDiv": num_replicas}.get(kind, 0)
+        factors = [tf.get_static_value(tensor) for tensor in inputs]
+        is_divided = any(factor is not None and np.all(np.isclose(factor, by_hand)) for factor in factors)
+        return {DIVIDED} if is_divided else several[0]
+    if len(several) < 2:
+        return several[0] if several else set()
+    return {DIVIDED} if any(DIVIDED in kinds for kinds in several) else {BARE_TERM}
 
 
 _num_replicas: Any = tf.distribute.Strategy.num_replicas_in_sync

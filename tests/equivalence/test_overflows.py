@@ -135,8 +135,8 @@ def test_masters_are_equal_on_all_replicas(scale):
             assert all((np.asarray(c) == np.asarray(copies[0])).all() for c in copies)
     replicas.close()
     _, reference = run()
-    # The gradients are bfloat16, whose sums depend on their order in the third digit.
-    assert problem.relative_difference(masters, reference) < 2e-2
+    # The gradients are bfloat16, with sums that depend on their order in the third digit: 1.3e-3 is reached.
+    assert problem.relative_difference(masters, reference) < 4e-3
 
 
 @pytest.mark.backends("tensorflow", "jax")
@@ -145,7 +145,9 @@ def test_an_overflow_in_one_group_is_skipped_in_all(wrap):
     """Groups have gradients of their own, but skip together: on TensorFlow replica 0 speaks for all."""
     grads = np.ones((3, 4, 2), "float32")
     grads[1, 3, 0] = np.inf
-    make = functools.partial(ks.CrossShard, group_assignment=[[0, 1], [2, 3]], axis_name="replicas")
+    gradients = "prescaled" if keras.config.backend() == "tensorflow" else "auto"
+    groups = [[0, 1], [2, 3]]
+    make = functools.partial(ks.CrossShard, group_assignment=groups, gradients=gradients, axis_name="replicas")
     copies = _on_four_replicas(lambda: make(wrap(keras.optimizers.SGD(0.1, momentum=0.9))), grads)
     for weights, iterations, skipped_steps in copies:
         assert (iterations, skipped_steps) == (2, 1)

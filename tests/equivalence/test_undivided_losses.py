@@ -221,6 +221,58 @@ def test_a_scalar_beside_what_keras_divides_is_said_once():
         check(fitted(model, prepare=True), reference)
 
 
+class WithTerm(keras.Model):
+    """A loss of Keras, and a term of the step's own: bare, or divided as the warning says."""
+
+    divided = False
+
+    def term(self, outputs):
+        mean = keras.ops.mean(keras.ops.square(outputs))
+        return mean / tf.distribute.get_strategy().num_replicas_in_sync if self.divided else mean
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred, sample_weight, training) + 0.1 * self.term(y_pred)
+
+
+class WithTermInStep(WithTerm):
+    compute_loss = keras.Model.compute_loss
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.optimizer.scale_loss(self.compute_loss(x, y, outputs) + 0.1 * self.term(outputs))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+@pytest.mark.parametrize("kind", [WithTerm, WithTermInStep])
+def test_a_bare_term_beside_what_keras_divides_is_said_once(kind, prepare):
+    def make(optimizer, divided):
+        model = problem.model()
+        model.layers[0].kernel.regularizer = keras.regularizers.L2(0.1)
+        model = kind(model.inputs, model.outputs)
+        model.divided = divided
+        # A loss scaling multiplies the sum of all terms.
+        model.compile(optimizer, "mse", jit_compile=False)
+        return model
+
+    reference = fitted(make(problem.sgd_momentum(), True))
+    for divided in (True, False):
+        with replicas(2).scope():
+            inner = keras.optimizers.LossScaleOptimizer(problem.sgd_momentum(), initial_scale=8.0)
+            model = make(ks.CrossShard(inner), divided)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            weights = fitted(model, prepare)
+        said = [w for w in caught if "All terms of a loss" in str(w.message)]
+        assert len(said) == (0 if divided else 1)
+        if divided:
+            check(weights, reference)
+
+
 def test_a_mean_over_weights_of_one_replica_is_said(one_process):
     def make(optimizer):
         model = problem.model()

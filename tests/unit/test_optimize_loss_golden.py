@@ -97,8 +97,9 @@ def step_of(file, case):
 
 def check_variables(step, model, expected, dtype, mixed):
     optimizer = step.optimizer
-    # Gradients of float16 have 11 bits, sums of them lose more in another order, and squares twice that.
-    tolerance = {"rtol": 1e-2, "atol": 1e-4} if mixed else {"rtol": 2e-5, "atol": 1e-6}
+    # Gradients of float16 have 11 bits, sums of them lose more in another order, and squares twice that. 4e-3 is
+    # reached where training diverges and magnifies it.
+    tolerance = {"rtol": 7e-3, "atol": 1e-4} if mixed else {"rtol": 2e-5, "atol": 1e-6}
     for name, value in expected.items():
         kind, _, of = name.partition(":")
         if not of:
@@ -113,7 +114,7 @@ def check_variables(step, model, expected, dtype, mixed):
             if found is not None:  # Keras' RMSprop has no momentum where that is 0
                 golden.assert_close(found, value, **tolerance)
         elif name == "scaler:scale":
-            golden.assert_close(optimizer.loss_scale, value, rtol=1e-2 if "x_hat" in str(expected) else 1e-5)
+            golden.assert_close(optimizer.loss_scale, value, rtol=1e-3 if "x_hat" in str(expected) else 1e-5)
 
 
 def check_summaries(step, expected):

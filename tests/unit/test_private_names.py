@@ -484,3 +484,12 @@ def test_where_keras_divides_a_loss_by_the_number_of_replicas():
     assert source.count("loss_module.scale_loss_for_distribution(") == 1
     assert isinstance(tf_losses._num_replicas, property)
     assert tf_losses._num_replicas.fget(tf.distribute.get_strategy()) == 1
+
+
+@pytest.mark.backends("tensorflow")
+def test_the_tensorflow_trainer_takes_batches_from_any_iterator():
+    source = inspect.getsource(keras.Model._make_function)
+    assert list(inspect.signature(keras.Model._make_function).parameters) == ["self", "step_function"]
+    assert "range(self.steps_per_execution), iterator" in source
+    assert "self._make_function(self.train_step)" in inspect.getsource(keras.Model.make_train_function)
+    assert "self._make_function(self.test_step)" in inspect.getsource(keras.Model.make_test_function)
