@@ -3,6 +3,7 @@ import sys
 import warnings
 
 import keras
+import numpy as np
 import pytest
 from support import launch, problem
 
@@ -175,6 +176,20 @@ def test_jax_batches_that_do_not_divide_are_refused_with_what_to_do():
     for _, call in UNEVEN.values():
         call(model)
     scope.close()
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("given", [((None, True), {}), ((), {"is_super_batch": True})])
+def test_jax_rows_of_stacked_batches_are_not_their_number(given, monkeypatch):
+    """As Keras 3.16 hands over the batches of one execution."""
+    from keras_shardopt.replica import jax_fit
+
+    monkeypatch.setattr(jax_fit, "_distribute_in_keras", lambda data, *args, **kwargs: data)
+    stacked = np.zeros((3, 8, 1))
+    with ks.data_parallel(4):
+        assert jax_fit._distribute_data(stacked, *given[0], **given[1]) is stacked
+        with pytest.raises(ValueError, match="a batch of 3 rows"):
+            jax_fit._distribute_data(stacked, None)
 
 
 @pytest.mark.backends("jax")
