@@ -195,7 +195,8 @@ def weighted_gradients(grads: Gradients, variables: Sequence[Variable], weight: 
 def _weighted(value: Tensor, weight: Any) -> Tensor:
     # Not times zero: a gradient of no rows, or of foreign weights, may hold anything, also NaN.
     if isinstance(weight, (int, float)):
-        return ops.zeros_like(value) if weight == 0 else ops.multiply(value, weight)
+        # Cast, or a scalar of half precision becomes a float32 on PyTorch, and on some replicas only.
+        return ops.zeros_like(value) if weight == 0 else ops.multiply(value, ops.cast(weight, dtype_of(value)))
     product = ops.multiply(value, ops.cast(weight, dtype_of(value)))
     return ops.where(ops.equal(weight, 0), ops.zeros_like(value), product)
 

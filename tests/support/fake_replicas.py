@@ -76,6 +76,7 @@ class FakeWorld:
         everyones = list(self._posted)
         self._barrier.wait()
         assert len({len(arrays) for arrays in everyones}) == 1, "replicas exchange lists of different lengths"
+        assert len({tuple(a.dtype for a in arrays) for arrays in everyones}) == 1, "replicas exchange other dtypes"
         return everyones
 
     def hold(self, monkeypatch):
