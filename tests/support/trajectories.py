@@ -350,7 +350,7 @@ def record(names, file, ranks=None):
             found[name] = None
         number = "failed" if found[name] is None else f"{len(found[name])} batches"
         print(f"{time.process_time() - start:6.1f} s  {number}  {name}", flush=True)
-    pathlib.Path(file).write_text(json.dumps(found))
+        pathlib.Path(file).write_text(json.dumps(found))
 
 
 def record_all(names, file):
