@@ -20,6 +20,7 @@ import keras
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.models import optimizers_of
 from keras_shardopt.numerics import add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale, stored_scale, with_scaler
@@ -315,7 +316,10 @@ class _OnMaster(keras.regularizers.Regularizer):
         while frame is not None:
             model = frame.f_locals.get("self")
             if isinstance(model, keras.Model) and getattr(model, "optimizer", None) is not None:
-                return any(optimizer is owner for optimizer in [model.optimizer, *inside(model.optimizer)])
+                # Keras' own step uses this one; a step of the model's own may use any that it holds.
+                has_own_step = type(model).train_step is not keras.Model.train_step
+                held = optimizers_of(model) if has_own_step else [model.optimizer]
+                return any(optimizer is owner for each in held for optimizer in [each, *inside(each)])
             frame = frame.f_back  # type: ignore[assignment]
         return True  # a loop of one's own
 

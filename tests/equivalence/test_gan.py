@@ -13,16 +13,13 @@ def test_replicas_train_as_one_process(tmp_path):
     alone = gan.fit(gan.compiled())
     with ks.data_parallel(2) as replicas:
         model = ks.prepare(gan.compiled(gan.one_divided))
-        again = gan.compiled(gan.one_divided)
-        again.optimizer.build(again.trainable_variables)
+        again = gan.built(gan.compiled(gan.one_divided))
     gan.fit(model, callbacks=[ks.callbacks.CheckReplicas(every=2), ks.callbacks.StopOnNonFinite()])
     assert gan.difference(model, alone) <= problem.TOLERANCE
     assert replicas.largest_difference(model) == 0
     ks.save_weights(model, tmp_path / "gan.weights.h5")
-    for one in (again, gan.compiled()):
-        gan.load(one, tmp_path / "gan.weights.h5")
-        one.d_optimizer.build(one.discriminator.trainable_variables)
-        one.g_optimizer.build(one.generator.trainable_variables)
+    for one in (again, gan.built(gan.compiled())):
+        one.load_weights(tmp_path / "gan.weights.h5")
         assert gan.difference(one, model) == 0
     replicas.close()
 

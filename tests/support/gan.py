@@ -154,11 +154,14 @@ def fit(model, rows=None, **arguments):
     return model
 
 
-def load(model, path):
-    """As `fit` leaves it, the unused optimizer of `compile` is built; Keras cannot load it into one that is not."""
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    model.load_weights(path)
+def built(model):
+    """The model with all its optimizers built, that of `compile` too, which stays unused: Keras loads no other."""
+    for optimizer, part in (
+        (model.d_optimizer, model.discriminator),
+        (model.g_optimizer, model.generator),
+        (model.optimizer, model),
+    ):
+        optimizer.build(part.trainable_variables)
     return model
 
 

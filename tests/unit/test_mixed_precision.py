@@ -364,3 +364,24 @@ def test_wrong_scales(scale, error):
 def test_around_cross_shard_it_is_refused():
     with pytest.raises(ValueError, match=r"CrossShard\(MixedPrecision\("):
         ks.MixedPrecision(ks.CrossShard("sgd"))
+
+
+@pytest.mark.parametrize("kind, expected", [("own step", True), ("step of Keras", False)])
+def test_penalties_are_those_of_any_optimizer_that_a_step_of_its_own_may_use(kind, expected):
+    class Asking(keras.Sequential):
+        def ask(self):
+            return self.asked()
+
+        def asked(self):
+            return self.layers[0].kernel.regularizer._owner_updates()
+
+    class Own(Asking):
+        def train_step(self, *arguments):
+            return super().train_step(*arguments)
+
+    dense = keras.layers.Dense(1, dtype="bfloat16", kernel_regularizer="l2")
+    model = (Own if kind == "own step" else Asking)([keras.Input((2,)), dense])
+    model.compile("sgd", "mse")
+    model.another = [ks.CrossShard(ks.MixedPrecision(keras.optimizers.SGD(0.1)))]
+    model.another[0].build(model.trainable_variables)
+    assert model.ask() is expected
