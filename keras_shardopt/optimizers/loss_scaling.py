@@ -96,8 +96,8 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def skipped_steps(self) -> Any:
-        """How many updates an overflow has prevented so far: a scalar variable; 0 for a static scale."""
-        return super().skipped_steps if self._scaler is None else self.__dict__["_skipped"]
+        """How many updates an overflow has prevented so far: a scalar variable; 0 where none is prevented."""
+        return super().skipped_steps if self.__dict__["_skipped"] is None else self.__dict__["_skipped"]
 
     # -- the update ----------------------------------------------------------------------------------------------
 
@@ -129,13 +129,14 @@ class ScaledUpdate(OptimizerWrapper):
             grad if grad is None or is_next_value(v) else map_values(functools.partial(self._unscaled, v, scale), grad)
             for grad, v in zip(grads, variables)
         ]
-        if self._scaler is None:
+        skipped = self.__dict__["_skipped"]
+        if skipped is None:
             self._update_unscaled(unscaled, variables)
             return
         has_nan, amax = self._checked(grads, variables, scale)
-        self._scaler.update(has_nan, amax)
+        if self._scaler is not None:
+            self._scaler.update(has_nan, amax)
         overflows = overflow(has_nan, amax)
-        skipped = self.__dict__["_skipped"]
         skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
         framework.update_if(
             ops.logical_not(overflows),
