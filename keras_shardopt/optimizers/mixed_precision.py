@@ -109,6 +109,10 @@ class MixedPrecision(ScaledUpdate):
         return True
 
     @property
+    def _leaves_out_updates(self) -> bool:  # type: ignore[override]
+        return not self.built or super()._leaves_out_updates
+
+    @property
     def _lasting_state(self) -> list[Variable]:
         """Without the count of a scale that stays, so that files are those of versions that had none."""
         skipped = self.__dict__["_skipped"] if self._scaler is None else None
