@@ -47,7 +47,8 @@ class Rollback:
     def __init__(
         self, optimizer: Any, accumulators: Accumulators | None, add_variable: Callable[..., Variable] | None
     ) -> None:
-        self._accumulators = accumulators
+        self.accumulators = accumulators
+        """Those of the `CrossShard` that accumulates, or None."""
         self._within_window = False
         self._warned = False
         models = models_with(optimizer._trainable_variables)
@@ -79,7 +80,7 @@ class Rollback:
             return
         noted = self._noted()
         moved = framework.has_moved(before.value, framework.stamp(optimizer._iterations))
-        window = self._accumulators
+        window = self.accumulators
         if isinstance(moved, bool):
             self._within_window = window is not None and not window.is_complete
             if not self._within_window:
@@ -153,8 +154,8 @@ class Rollback:
         iterations = position[id(optimizer._iterations)]
         skipped = ops.equal(state[2][iterations], after[iterations])
         starts = None
-        if self._accumulators is not None:
-            counter = position[id(self._accumulators.counter)]
+        if self.accumulators is not None:
+            counter = position[id(self.accumulators.counter)]
             starts = ops.equal(state[2][counter], 0)
             skipped = ops.logical_and(skipped, ops.equal(after[counter], 0))
         mine = {id(v): i for i, v in enumerate(self.variables)}

@@ -246,21 +246,24 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
     def _build_rollback(self) -> None:
         """Lets what a skipped update leaves behind be put back; that is the affair of the outermost wrapper."""
         chain = [self, *inside(self)]
-        made = None
+        made = []
         for part in chain[1:]:
             if isinstance(part, OptimizerWrapper) and part.__dict__["_rollback"] is not None:
-                made, part.__dict__["_rollback"] = part.__dict__["_rollback"], None
-        if made is not None:
-            self.__dict__["_rollback"] = made
-        elif any(map(_leaves_out_updates, chain)):
-            accumulating = next((part for part in chain if getattr(part, "_accumulates", False)), None)
-            accumulators = None if accumulating is None else accumulating._accumulators
+                made.append(part.__dict__["_rollback"])
+                part.__dict__["_rollback"] = None
+        if not any(map(_leaves_out_updates, chain)):
+            return
+        accumulating = next((part for part in chain if getattr(part, "_accumulates", False)), None)
+        accumulators = None if accumulating is None else accumulating._accumulators
+        # One from further inside may know neither the window nor, where state is divided, the model.
+        known = [rollback for rollback in made if rollback.variables and rollback.accumulators is accumulators]
+        if not known:
             with empty_name_scope(), framework.beside(next(iter(self._trainable_variables), None)):
-                made = Rollback(self, accumulators, getattr(accumulating, "add_variable", None))
-            self.__dict__["_rollback"] = made
+                known = [Rollback(self, accumulators, getattr(accumulating, "add_variable", None))]
             if accumulators is not None:
-                accumulators.snapshots = made.snapshots
-            framework.place_state(made.snapshots)
+                accumulators.snapshots = known[0].snapshots
+            framework.place_state(known[0].snapshots)
+        self.__dict__["_rollback"] = known[0]
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:

@@ -60,6 +60,7 @@ def check_rollback(rank):
         (nonfinite._unchanged, {"on_nonfinite": "skip", "shard_state": True, "fused": False}, True),
         (scaled["scaling"], {}, True),
         (scaled["stock"], {"gradient_accumulation_steps": 4}, True),
+        (scaled["scaling"], {"shard_state": True, "fused": False}, True),
         (scaled["stock"], {}, False),
     ):
         x, y = rows_of(rank, 1 + rank if prepared else 2)
@@ -74,6 +75,8 @@ def check_rollback(rank):
         found = normalized(ks.CrossShard(wrap(problem.sgd_momentum()), **arguments), prepared)
         fit(found, poisoned, y)
         assert nonfinite.number(found.optimizer.iterations) == len(good) // size
+        seed = found.layers[1].seed_generator.state.numpy()
+        assert prepared is False or seed[1] == len(good), seed
         for variable, value, other in zip(found.variables, state(found), state(expected)):
             np.testing.assert_array_equal(value, other, err_msg=f"{variable.path} with {arguments}")
 
