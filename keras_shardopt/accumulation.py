@@ -30,8 +30,15 @@ class Accumulators:
         self.num_steps = num_steps
         self.stacked_along: str | None = None
         """The axis of the replicas, where one program keeps the sums of all of them along a first dimension."""
+        self.snapshots: list[Variable] = []
+        """What forward passes change, as it was when the window began."""
         self._counts_rows = counts_rows
-        self._counter: Variable = None
+        self.counter: Variable = None
+        """How many micro-steps of the window there were."""
+        self.starts: Any = None
+        """Whether the latest micro-step was the first of its window: a bool, or a tensor of the trace it is in."""
+        self.is_complete: Any = None
+        """Whether the latest micro-step was the last of its window."""
         self._share: Variable | None = None
         self._sums: list[Variable] = []
         self._variables: list[Variable] = []
@@ -51,7 +58,7 @@ class Accumulators:
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Makes the sums for these trainable variables."""
         self._variables = list(variables)
-        self._counter = add_variable(shape=(), initializer="zeros", dtype="int", name="micro_steps")
+        self.counter = add_variable(shape=(), initializer="zeros", dtype="int", name="micro_steps")
         if self._counts_rows:
             self._share = add_variable(shape=(), initializer="zeros", dtype="float32", name="accumulated_share")
         for i, variable in enumerate(variables):
@@ -78,7 +85,8 @@ class Accumulators:
         Returns:
             Whether the window is complete: a bool, or a scalar tensor that is equal on all replicas; and the sums.
         """
-        starts, is_complete = framework.count_up(self._counter, self.num_steps, self._ends)
+        starts, is_complete = framework.count_up(self.counter, self.num_steps, self._ends)
+        self.starts, self.is_complete = starts, is_complete
         self._ends = None
         present = {i: grad for i, grad in zip(positions, grads) if grad is not None}
         if not framework.is_known(starts):
@@ -102,7 +110,7 @@ class Accumulators:
     @property
     def num_taken(self) -> int:
         """How many micro-steps of the window there were."""
-        return int(ops.convert_to_numpy(self._counter))
+        return int(ops.convert_to_numpy(self.counter))
 
     def decide(self, ends: bool) -> None:
         """Lets the next micro-step complete the window, or not, however many there were."""
@@ -150,7 +158,7 @@ class Accumulators:
 
     def restart(self) -> None:
         """Forgets the window so far: the first micro-step of one overwrites what there is."""
-        self._counter.assign(ops.zeros(self._counter.shape, self._counter.dtype))
+        self.counter.assign(ops.zeros(self.counter.shape, self.counter.dtype))
 
 
 def checked_num_steps(num_steps: Any) -> int | None:

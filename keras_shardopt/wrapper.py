@@ -36,6 +36,7 @@ from keras.src.utils.tracking import DotNotTrackScope
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.arguments import with_article
 from keras_shardopt.replica import framework
+from keras_shardopt.rollback import Rollback, note_assignments
 from keras_shardopt.slots import SlotAccess, without_counters, without_numbers
 
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
@@ -87,6 +88,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
 
     built: bool
     name: str
+    _trainable_variables: list[Variable]
 
     _needs_global_gradients: bool = False
     """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
@@ -108,6 +110,9 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
 
     _scales_loss: bool = False
     """Whether it scales the loss and unscales the gradients itself."""
+
+    _leaves_out_updates: bool = False
+    """Whether it itself leaves out updates with gradients that are not finite, for whatever reason."""
 
     @property
     def _saving_needs_all_replicas(self) -> bool:
@@ -144,6 +149,10 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         self.__dict__["_loaded_own"] = None
         self.__dict__["_saved_apart"] = _WrapperState(self)
         self.__dict__["_observer"] = None
+        self.__dict__["_rollback"] = None
+        self.__dict__["_collects"] = False
+        if inner is not None and any(map(_leaves_out_updates, [inner, *inside(inner)])):
+            note_assignments()
 
     # -- what a concrete wrapper fills in ------------------------------------------------------------------------
 
@@ -225,6 +234,7 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         framework.take_over_reduction(leaves(self))
         self.built = True
         self._inner_is_built()
+        self._build_rollback()
         if self.__dict__["_loaded"] is not None:
             arrays, self.__dict__["_loaded"] = self.__dict__["_loaded"], None
             with framework.outside_trace():
@@ -233,6 +243,28 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
             arrays, self.__dict__["_loaded_own"] = self.__dict__["_loaded_own"], None
             with framework.outside_trace():
                 self._saved_apart.load_own_variables(arrays)
+
+    def _build_rollback(self) -> None:
+        """Lets what a skipped update leaves behind be put back; that is the affair of the outermost wrapper."""
+        chain = [self, *inside(self)]
+        made = []
+        for part in chain[1:]:
+            if isinstance(part, OptimizerWrapper) and part.__dict__["_rollback"] is not None:
+                made.append(part.__dict__["_rollback"])
+                part.__dict__["_rollback"] = None
+        if not any(map(_leaves_out_updates, chain)):
+            return
+        accumulating = next((part for part in chain if getattr(part, "_accumulates", False)), None)
+        accumulators = None if accumulating is None else accumulating._accumulators
+        # One from further inside may know neither the window nor, where state is divided, the model.
+        known = [rollback for rollback in made if rollback.variables and rollback.accumulators is accumulators]
+        if not known:
+            with empty_name_scope(), framework.beside(next(iter(self._trainable_variables), None)):
+                known = [Rollback(self, accumulators, getattr(accumulating, "add_variable", None))]
+            if accumulators is not None:
+                accumulators.snapshots = known[0].snapshots
+            framework.place_state(known[0].snapshots)
+        self.__dict__["_rollback"] = known[0]
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
@@ -313,7 +345,14 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         self._check_variables_are_known(variables)
         if self.__dict__["_observer"] is not None:
             self.__dict__["_observer"].arriving(self, grads, variables)
-        self.update_inner(list(self.transform_gradients(grads, variables)), variables)
+        grads = list(self.transform_gradients(grads, variables))
+        rollback = self.__dict__["_rollback"]
+        if rollback is None:
+            self.update_inner(grads, variables)
+            return
+        before = framework.uncompiled(rollback.begin, self)
+        self.update_inner(grads, variables)
+        framework.uncompiled(rollback.settle, self, before)
 
     def _update_inner_statelessly(self, grads: Gradients) -> None:
         weights, state = self.inner._trainable_variables, self.inner.variables
@@ -821,6 +860,12 @@ def _is_running(method: str, kind: Any) -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _leaves_out_updates(optimizer: Any) -> bool:
+    if isinstance(optimizer, OptimizerWrapper):
+        return optimizer._leaves_out_updates
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
 def shown(optimizer: Any) -> str:

@@ -39,6 +39,7 @@ from keras_shardopt.replica import (
     reduction_is_claimed,
 )
 from keras_shardopt.replica.compressed import Compressed
+from keras_shardopt.rollback import note_assignments
 from keras_shardopt.sharding import check_can_shard
 from keras_shardopt.two_phases import TwoPhases
 from keras_shardopt.wrapper import (
@@ -124,7 +125,8 @@ class CrossShard(TwoPhases, DividedState):
             Keras squares the gradients of a row that comes twice in a batch one by one.
         on_nonfinite: what happens where a reduced gradient is NaN or infinite, because one of any replica was, in any
             micro-step of the window. "ignore" (default) updates all the same, as Keras does. "skip" leaves out the
-            update on all replicas: weights, slots and `iterations` stay, `skipped_steps` counts it, `last_nonfinite`
+            update on all replicas: weights, slots and `iterations` stay, moving statistics and seeds go back to what
+            they were before (except in a custom training loop on JAX), `skipped_steps` counts it, `last_nonfinite`
             tells who it was, and the next window starts clean. "raise" does that, and ends training on all replicas
             with a `FloatingPointError`: at once on PyTorch and in eager steps; with
             `tf.errors.InvalidArgumentError` in a `tf.function`; on JAX (and on TensorFlow with `jit_compile=True`)
@@ -323,6 +325,7 @@ class CrossShard(TwoPhases, DividedState):
             self.__dict__["_skipped"] = self.add_variable((), "zeros", dtype="int", name="skipped_steps")
             unknown = keras.initializers.Constant(UNKNOWN)
             self.__dict__["_culprit"] = self.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
+            note_assignments()
         # Past Keras' tracking: what it holds is added to the state by `build`.
         self.__dict__["_accumulators"] = None
         if num_steps is not None and num_steps > 1:
@@ -339,6 +342,10 @@ class CrossShard(TwoPhases, DividedState):
         self.__dict__["_agrees"] = False
         self.__dict__["_num_replicas_when_made"] = framework.num_replicas_of_steps()
         framework.notice(self)
+
+    @property
+    def _leaves_out_updates(self) -> bool:  # type: ignore[override]
+        return self.on_nonfinite != "ignore"
 
     @property
     def _needs_local_gradients(self) -> bool:
@@ -414,8 +421,9 @@ class CrossShard(TwoPhases, DividedState):
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """The sums of gradients, and state that is divided."""
-        sums = self._accumulators.of_this_replica if self._accumulates and self._accumulators.is_built else []
+        """The sums of gradients, what else is kept for a window, and state that is divided."""
+        window = self._accumulators if self._accumulates and self._accumulators.is_built else None
+        sums = [] if window is None else [*window.of_this_replica, *window.snapshots]
         shards = self.__dict__.get("_shards")
         return sums if shards is None else [*sums, *[v for v in self.inner.variables if shards.is_divided(v)]]
 
@@ -496,7 +504,9 @@ class CrossShard(TwoPhases, DividedState):
     def _stop_if_skipped(self, before: Tensor) -> None:
         # Read when the update is over, or TensorFlow might stop in the middle of it.
         is_new = ops.convert_to_tensor(self._skipped) > before
-        framework.stop_if(is_new, ops.convert_to_tensor(self._culprit), self._names(), _RAISES)
+        rollback = self.__dict__["_rollback"]
+        put_back = () if rollback is None else rollback.variables
+        framework.stop_if(is_new, ops.convert_to_tensor(self._culprit), self._names(), _RAISES, put_back)
 
     # -- updating ------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from keras_shardopt.replica import (
     holds_slices,
     reduction_is_claimed,
 )
+from keras_shardopt.rollback import note_assignments
 from keras_shardopt.wrapper import OptimizerWrapper, inside
 
 
@@ -54,6 +55,8 @@ class ScaledUpdate(OptimizerWrapper):
             # Now, as Keras makes its own counters, so that the scale can be read, and the loss scaled, before `build`.
             self._scaler.build(self._add_scalar)
             self.__dict__["_skipped"] = self._add_scalar("skipped_steps", 0, "int")
+        if self._leaves_out_updates:
+            note_assignments()
 
     def _add_scalar(self, name: str, start: float, dtype: str) -> Variable:
         return self.add_variable(shape=(), initializer=keras.initializers.Constant(start), dtype=dtype, name=name)
@@ -67,6 +70,10 @@ class ScaledUpdate(OptimizerWrapper):
     def _skips_overflows(self) -> bool:  # type: ignore[override]
         """Whether it checks, which it does where the scale changes."""
         return self._scaler is not None
+
+    @property
+    def _leaves_out_updates(self) -> bool:  # type: ignore[override]
+        return self.__dict__["_skipped"] is not None
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
@@ -96,8 +103,8 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def skipped_steps(self) -> Any:
-        """How many updates an overflow has prevented so far: a scalar variable; 0 for a static scale."""
-        return super().skipped_steps if self._scaler is None else self.__dict__["_skipped"]
+        """How many updates an overflow has prevented so far: a scalar variable; 0 where none is prevented."""
+        return super().skipped_steps if self.__dict__["_skipped"] is None else self.__dict__["_skipped"]
 
     # -- the update ----------------------------------------------------------------------------------------------
 
@@ -129,13 +136,14 @@ class ScaledUpdate(OptimizerWrapper):
             grad if grad is None or is_next_value(v) else map_values(functools.partial(self._unscaled, v, scale), grad)
             for grad, v in zip(grads, variables)
         ]
-        if self._scaler is None:
+        skipped = self.__dict__["_skipped"]
+        if skipped is None:
             self._update_unscaled(unscaled, variables)
             return
         has_nan, amax = self._checked(grads, variables, scale)
-        self._scaler.update(has_nan, amax)
+        if self._scaler is not None:
+            self._scaler.update(has_nan, amax)
         overflows = overflow(has_nan, amax)
-        skipped = self.__dict__["_skipped"]
         skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
         framework.update_if(
             ops.logical_not(overflows),
@@ -189,7 +197,7 @@ class LossScaling(ScaledUpdate):
     - a float: $s$ never changes, and nothing is checked or skipped.
     - "Backoff" or "LogMax": `AutomaticLossScaler` changes $s$ after every step. If a gradient has a NaN or an
       infinite element, the step is skipped: nothing changes but the scale and `skipped_steps` - no weight, slot,
-      counter, schedule, moving average, decay or accumulator.
+      counter, schedule, moving average, decay, accumulator, moving statistic or seed.
 
     All replicas decide alike, because the gradients they look at are global: put it inside `CrossShard`, where an
     overflow on any replica makes the common gradient overflow. Outside it the replicas exchange two numbers per step.

@@ -44,9 +44,9 @@ class MixedPrecision(ScaledUpdate):
     These weights are those of models under the "float16" and "bfloat16" policies. Under "mixed_float16" and
     "mixed_bfloat16" Keras holds float32 weights itself and only casts them, so there is nothing to do here.
 
-    - *Range.* A master beyond float16's range becomes $\pm 65504$. One that is not finite stays so in the weight too,
-      where everybody sees it: a static scale skips nothing. An `AutomaticLossScaler` skips every step whose gradients
-      overflow, as `LossScaling` does. bfloat16 has the range of float32 and needs no scale.
+    - *Range.* A master beyond float16's range becomes $\pm 65504$. An update whose gradients overflow (NaN or infinity)
+      is skipped on all replicas and counted in `skipped_steps`, whatever the scale; an `AutomaticLossScaler` then also
+      lowers it. bfloat16 has the range of float32 and needs no scale; without one nothing is checked there.
     - *Masters follow.* Where an element of a weight is no longer its master rounded, somebody else has set it
       (`set_weights`, `load_weights`, a callback), and the next update begins from it. Where it is, the master keeps
       its further bits.
@@ -82,9 +82,9 @@ class MixedPrecision(ScaledUpdate):
 
     References:
         `MixedPrecisionOptimizerWrapper` and `mp_regularizer_wrapper` of OpenSeq2Seq. There an int as `loss_scale`
-        failed at the first use, a None gradient always, penalties were missing from the loss, and with a static scale
-        the float16 weight showed 65504 where the master had become infinite. Micikevicius et al., "Mixed Precision
-        Training", 2018.
+        failed at the first use, a None gradient always, and penalties were missing from the loss. With a static scale
+        an overflow made masters infinite for ever, and the float16 weights showed 65504: repaired on purpose, such
+        updates are skipped. Micikevicius et al., "Mixed Precision Training", 2018.
     """
 
     _needs_global_gradients = True
@@ -109,6 +109,16 @@ class MixedPrecision(ScaledUpdate):
         """Always: which variables have masters is known when it is built."""
         return True
 
+    @property
+    def _leaves_out_updates(self) -> bool:  # type: ignore[override]
+        return not self.built or super()._leaves_out_updates
+
+    @property
+    def _lasting_state(self) -> list[Variable]:
+        """Without the count of a scale that stays, so that files are those of versions that had none."""
+        skipped = self.__dict__["_skipped"] if self._scaler is None else None
+        return [v for v in super()._lasting_state if v is not skipped]
+
     # -- building ------------------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable]) -> None:
@@ -123,6 +133,9 @@ class MixedPrecision(ScaledUpdate):
             var_list, var_names = self.__dict__["_excluded"]
             masters = None if var_list is None else self._variables_inside(var_list)
             super().exclude_from_weight_decay(var_list=masters, var_names=var_names)
+        # A scale that stays skips overflows too; without any, float16 weights are those that can overflow.
+        if self._scaler is None and (self._static is not None or any(dtype_of(v) == "float16" for v in variables)):
+            self.__dict__["_skipped"] = self._add_scalar("skipped_steps", 0, "int")
         super().build(variables)
         for variable, _ in self.__dict__["_masters"].values():
             if variable.regularizer is not None:

@@ -210,10 +210,12 @@ class Tower(OptimizerWrapper):
         """Updates, or inside `replicate` collects until the last tower."""
         replication = _replication()
         if replication is None:
+            self.__dict__["_collects"] = False
             super().update_inner(grads, variables)
             return
         self._refuse_to_be_inside()
         call = replication.collect(self, grads, variables)
+        self.__dict__["_collects"] = call is None
         if call is not None:
             super().update_inner(call.grads, call.variables)
 

@@ -586,6 +586,29 @@ class Framework:
         """Whether a bool or scalar tensor has its value now, and not only when what is being traced runs."""
         return True
 
+    def is_compiling(self) -> bool:
+        """Whether what runs is being compiled, with no Python left in it."""
+        return False
+
+    note: Callable[[Variable], None] | None = None
+    """Called before what a loss has assigned inside `gradients` reaches a variable."""
+
+    def is_in_reach(self, tensor: Tensor) -> bool:
+        """Whether a tensor from earlier can be used here."""
+        return True
+
+    def is_further_inside(self, tensor: Tensor) -> bool:
+        """Whether it is out of reach because it is of a function or a loop that was traced inside this one."""
+        return False
+
+    def stamp(self, counter: Variable) -> Any:
+        """What `has_moved` compares: the value of a counter, or something that changes with it."""
+        return ops.copy(ops.convert_to_tensor(counter))
+
+    def has_moved(self, before: Any, after: Any) -> Any:
+        """Whether a counter was changed between two stamps: a bool if that is known now, or a scalar tensor."""
+        return ops.not_equal(before, after)
+
     def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function(*args)`, step by step in Python where the framework does not trace updates anyway."""
         return function(*args)
@@ -593,7 +616,9 @@ class Framework:
     stops_in_step: bool = True
     """Whether `stop_if` ends the step that calls it, also where that is compiled."""
 
-    def stop_if(self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str) -> None:
+    def stop_if(
+        self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
+    ) -> None:
         """Raises where the scalar bool tensor `condition` is true.
 
         Args:
@@ -601,6 +626,7 @@ class Framework:
             culprit: an int tensor of shape `[2]`: which replica, and which of the names; -1 for unknown.
             names: what there is to name.
             rule: what the error begins with.
+            after: variables whose assignments so far must have happened.
 
         Raises:
             FloatingPointError: with the rule, the replica and the name; inside a `tf.function`

@@ -212,6 +212,8 @@ class Jax(Framework):
 
         found, (updates, more) = jax.grad(of_values, has_aux=True)(values)
         for variable, value in zip(assigned, updates):
+            if self.note is not None:
+                self.note(variable)
             variable.assign(value)
         return list(found), more
 
@@ -289,7 +291,9 @@ class Jax(Framework):
     def is_known(self, value: Any) -> bool:
         return not isinstance(value, jax.core.Tracer)
 
-    def stop_if(self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str) -> None:
+    def stop_if(
+        self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
+    ) -> None:
         # Nobody can stop a compiled step, on one device or several, without losing the weights that it was given.
         if self.is_known(condition):
             super().stop_if(condition, culprit, names, rule)

@@ -409,13 +409,27 @@ class TensorFlow(Framework):
     def is_known(self, value: Any) -> bool:
         return tf.executing_eagerly()
 
-    def stop_if(self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str) -> None:
+    def is_in_reach(self, tensor: Tensor) -> bool:
+        graph = getattr(tensor, "graph", None)  # an eager tensor has none
+        return tf.executing_eagerly() if graph is None else graph is tf.compat.v1.get_default_graph()
+
+    def is_further_inside(self, tensor: Tensor) -> bool:
+        graph, here = getattr(tensor, "graph", None), tf.compat.v1.get_default_graph()
+        while graph is not None and graph is not here:
+            graph = getattr(graph, "outer_graph", None)
+        return graph is not None and not tf.executing_eagerly()
+
+    def stop_if(
+        self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
+    ) -> None:
         if tf.executing_eagerly():
             super().stop_if(condition, culprit, names, rule)
             return
         name = tf.gather(tf.constant([*names, "a variable that cannot be told"]), culprit[1] % (len(names) + 1))
         said = [rule, "Received: NaN or infinity on replica", culprit[0], "(-1: unknown), first in that of", name]
-        tf.debugging.Assert(tf.logical_not(condition), said)
+        # Nothing else orders them: the assignments are not of what the condition is made of.
+        with tf.control_dependencies([tf.identity(keras.ops.convert_to_tensor(variable)) for variable in after]):
+            tf.debugging.Assert(tf.logical_not(condition), said)
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         value = tf.convert_to_tensor(value)  # what Keras' own conversion leaves a variable

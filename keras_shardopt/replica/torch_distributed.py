@@ -406,6 +406,16 @@ class Torch(Framework):
     def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
+    def is_compiling(self) -> bool:
+        return bool(torch.compiler.is_compiling())
+
+    @torch.compiler.disable
+    def stamp(self, counter: Variable) -> Any:
+        return _tensor(counter)._version  # to read a number from a GPU is to wait for it
+
+    def has_moved(self, before: Any, after: Any) -> Any:
+        return before != after
+
     @torch.compiler.disable
     def count_up(self, counter: Variable, period: int, starts_over: bool | None = None) -> tuple[bool, bool]:
         # Counted here as well: to read a number from a GPU is to wait for it. PyTorch counts what others assign.

@@ -11,16 +11,28 @@ import keras
 
 from keras_shardopt.models import optimizers_of
 
+_OUTERMOST = "_keras_shardopt_outermost"
 
-def stand_in(model: Any, name: str, function: Callable[..., Any]) -> None:
+
+def stand_in(model: Any, name: str, function: Callable[..., Any], outermost: bool = False) -> None:
     """Lets `model.name(...)` call `function(model, real, ...)`, where `real` is the method that it replaces.
 
-    Doing it twice changes nothing.
+    Doing it twice changes nothing. One that is `outermost` stays around those that come later.
     """
     real = getattr(model, name)
-    if not (isinstance(real, functools.partial) and real.func is function):
+    around = []  # the functions that stand around the method, the outermost first
+    while isinstance(real, functools.partial) and len(real.args) == 2 and real.args[0] is model:
+        around.append(real.func)
+        real = real.args[1]
+    if function not in around:
+        place = sum(1 for other in around if hasattr(other, _OUTERMOST)) if not outermost else 0
+        around.insert(place, function)
+        if outermost:
+            vars(function)[_OUTERMOST] = True
+        for other in reversed(around):
+            real = functools.partial(other, model, real)
         # Past Keras' attribute tracking, and torch's.
-        object.__setattr__(model, name, functools.partial(function, model, real))
+        object.__setattr__(model, name, real)
 
 
 def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -51,6 +51,7 @@ LAYERS = [
         "keras_shardopt.divided_state",
         "keras_shardopt.two_phases",
     },
+    {"keras_shardopt.rollback"},
     {"keras_shardopt.reduction", "keras_shardopt.accumulation"},
     {"keras_shardopt.replica"},
     {

@@ -111,7 +111,7 @@ def test_which_variables_have_masters():
     assert masters[1] is None
     assert [m.path for m in masters[::2]] == ["half", "brain"]
     assert all(any(m is v for v in optimizer.variables) for m in masters[::2])
-    assert len({v.path for v in optimizer.variables}) == len(optimizer.variables) == 2 + 6 + 2
+    assert len({v.path for v in optimizer.variables}) == len(optimizer.variables) == 2 + 6 + 2 + 1  # skipped_steps
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -135,12 +135,48 @@ def test_masters_follow_whoever_sets_the_weights(compiled):
     np.testing.assert_array_equal(value(weight), new)
 
 
-def test_a_weight_beyond_the_range_is_clamped_and_one_that_is_not_finite_is_seen():
-    weight = low([60000.0, -60000.0, 1.0, 1.0])
+def test_a_weight_beyond_the_range_is_clamped():
+    weight = low([60000.0, -60000.0])
     optimizer = ks.MixedPrecision(o.SGD(1e4), 1.0)
-    optimizer.apply([of_dtype([-1.0, 1.0, np.inf, np.nan], "float16")], [weight])
-    np.testing.assert_array_equal(value(weight), [65504, -65504, -np.inf, np.nan])
-    np.testing.assert_array_equal(value(optimizer.get_slot(weight, "master")), [70000, -70000, -np.inf, np.nan])
+    optimizer.apply([of_dtype([-1.0, 1.0], "float16")], [weight])
+    np.testing.assert_array_equal(value(weight), [65504, -65504])
+    np.testing.assert_array_equal(value(optimizer.get_slot(weight, "master")), [70000, -70000])
+
+
+@pytest.mark.parametrize("scale", [None, 128.0])
+def test_an_overflow_is_skipped_counted_and_leaves_nothing_behind(scale):
+    """Of the original it left an infinite master, and 65504 in the weight."""
+    weights, grads = [low([1.0, -2.0]), keras.Variable([3.0])], [[[0.5, 0.25], [2.0]], [[-0.5, 1.0], [1.0]]]
+    optimizer = ks.MixedPrecision(o.Adam(0.125), scale)
+    optimizer.build(weights)
+
+    def update(half, single):
+        optimizer.apply([of_dtype(half, "float16"), of_dtype(single, "float32")])
+        return [value(v) for v in [*weights, *optimizer.variables] if v is not optimizer.skipped_steps]
+
+    before = update(*grads[0])
+    for bad in (np.inf, -np.inf, np.nan, 1e30):
+        for half, single in ([[0.5, bad], [1.0]], [[0.5, 0.25], [bad]]):
+            if abs(bad) != 1e30 or half[1] == bad:  # as a float16 it is infinite
+                for now, then in zip(update(half, single), before):
+                    np.testing.assert_array_equal(now, then)
+    assert int(value(optimizer.skipped_steps)) == 7 and int(value(optimizer.iterations)) == 1
+    after = update(*grads[1])
+    reference = [low([1.0, -2.0]), keras.Variable([3.0])]
+    never = ks.MixedPrecision(o.Adam(0.125), scale)
+    never.build(reference)
+    for half, single in grads:
+        never.apply([of_dtype(half, "float16"), of_dtype(single, "float32")])
+    expected = [value(v) for v in [*reference, *never.variables] if v is not never.skipped_steps]
+    for now, then in zip(after, expected):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_without_a_scale_nothing_is_checked_where_nothing_overflows():
+    weight = low([1.0], "bfloat16")
+    optimizer = ks.MixedPrecision(o.SGD(1.0))
+    optimizer.apply([of_dtype([np.inf], "bfloat16")], [weight])
+    assert np.isinf(value(weight)).all() and optimizer.skipped_steps == 0
 
 
 def test_constraints_decay_and_averages_work_on_the_masters():

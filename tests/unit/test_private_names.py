@@ -493,3 +493,41 @@ def test_the_tensorflow_trainer_takes_batches_from_any_iterator():
     assert "range(self.steps_per_execution), iterator" in source
     assert "self._make_function(self.train_step)" in inspect.getsource(keras.Model.make_train_function)
     assert "self._make_function(self.test_step)" in inspect.getsource(keras.Model.make_test_function)
+
+
+def test_a_layer_call_says_whether_it_trains():
+    from keras.src.backend.common import global_state
+
+    seen = []
+
+    class Looks(keras.layers.Layer):
+        def call(self, x):
+            seen.append(global_state.get_global_attribute("current_call_ctx").training)
+            return x
+
+    for training in (True, False):
+        Looks()(keras.ops.zeros((1, 1)), training=training)
+    assert seen == [True, False] and global_state.get_global_attribute("current_call_ctx") is None
+
+
+def test_layers_assign_statistics_and_seeds_by_the_public_method(monkeypatch):
+    from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+    assigned, real = [], keras.Variable.assign
+    monkeypatch.setattr(keras.Variable, "assign", lambda self, value: (assigned.append(self), real(self, value))[1])
+    model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
+    model(keras.ops.ones((2, 2)), training=True)
+    normalize, dropout = model.layers
+    (seed,) = dropout._seed_generators
+    expected = [normalize.moving_mean, normalize.moving_variance, seed.state]
+    assert len(assigned) == 3 and all(any(v is other for other in assigned) for v in expected)
+    assert [id(v) for v in normalize._non_trainable_variables] == [id(v) for v in expected[:2]]
+    assert not in_stateless_scope()
+    with keras.StatelessScope():
+        assert in_stateless_scope()
+
+
+def test_a_frozen_weight_is_not_among_those_that_were_made_as_not_trainable():
+    layer = keras.layers.Dense(1, trainable=False)
+    layer.build((None, 1))
+    assert layer.non_trainable_variables and not layer._non_trainable_variables

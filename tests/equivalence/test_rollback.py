@@ -1,0 +1,356 @@
+"""A skipped update leaves nothing behind: statistics, seeds and counters are those of a run without the bad batch."""
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+from conftest import BACKEND
+
+import keras_shardopt as ks
+from keras_shardopt.replica import framework
+
+ROWS, FEATURES, OUTPUTS = 8, 4, 2
+NUM_BATCHES = 8
+SGD = keras.optimizers.SGD
+
+
+class Counter(keras.layers.Layer):
+    """Counts its calls in training, as a layer of a user's may."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="count")
+
+    def call(self, x, training=False):
+        if training:
+            self.count.assign(self.count + 1)
+        return x
+
+
+def model():
+    frozen = keras.layers.Dense(FEATURES, kernel_initializer="identity", name="frozen")
+    frozen.trainable = False
+    layers = [
+        keras.Input((FEATURES,)),
+        frozen,
+        keras.layers.BatchNormalization(momentum=0.5, name="first"),
+        keras.layers.Dropout(0.25, seed=3),
+        Counter(),
+        keras.layers.Dense(OUTPUTS, kernel_initializer="ones", name="out"),
+        keras.layers.BatchNormalization(momentum=0.5, name="second"),
+    ]
+    return keras.Sequential(layers)
+
+
+def batches(num_batches=NUM_BATCHES):
+    random = np.random.default_rng(5)
+    x = random.normal(size=(num_batches, ROWS, FEATURES)).astype("float32")
+    return x, np.tanh(x[..., :OUTPUTS])
+
+
+def joined(arrays):
+    return arrays.reshape(-1, *arrays.shape[2:])
+
+
+def arrays_of(variables):
+    return [(v.path, np.asarray(keras.ops.convert_to_numpy(v))) for v in variables]
+
+
+def state(model):
+    """What is the model's, with its path; not the loss scale, nor counts of skips."""
+    slots = innermost(model.optimizer).variables
+    return arrays_of([*model.weights, *seeds(model), *slots])
+
+
+def seeds(model):
+    return [v for v in model.non_trainable_variables if "seed" in v.path]
+
+
+def innermost(optimizer):
+    while (inner := getattr(optimizer, "inner", getattr(optimizer, "inner_optimizer", None))) is not None:
+        optimizer = inner
+    return optimizer
+
+
+def assert_equal(found, expected):
+    for (path, value), (_, reference) in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(value, reference, err_msg=path)
+
+
+def skipping(inner, **arguments):
+    return ks.CrossShard(inner, on_nonfinite="skip", **arguments)
+
+
+# Powers of two as scales, which leave every bit of a gradient. What does not skip can be compared with it.
+WAYS = {
+    "skip": skipping,
+    "scaling": lambda inner, **a: ks.CrossShard(ks.LossScaling(inner, "Backoff", {"scale_max": 4.0}), **a),
+    "scaling outermost": lambda inner: ks.LossScaling(inner, "Backoff", {"scale_max": 4.0}),
+    "stock": lambda inner, **a: ks.CrossShard(keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0), **a),
+    "skip and scaling": lambda inner, **a: skipping(ks.LossScaling(inner, "Backoff", {"scale_max": 4.0}), **a),
+}
+
+
+def trained(optimizer, x, y, **arguments):
+    built = model()
+    built.compile(optimizer, "mse", **arguments)
+    built.fit(joined(x), joined(y), batch_size=ROWS, shuffle=False, verbose=0)
+    return built
+
+
+def inner():
+    return SGD(0.125, momentum=0.5)
+
+
+def without(arrays, left_out):
+    return np.delete(arrays, left_out, axis=0)
+
+
+def with_nan(x, batch):
+    x = x.copy()
+    x[batch, 3, 1] = np.nan
+    return x
+
+
+ARGUMENTS = {"": {}, "eager": {"run_eagerly": True}, "jit": {"jit_compile": True}, "steps": {"steps_per_execution": 2}}
+FIT = [(way, "") for way in WAYS] + [("skip", name) for name in ARGUMENTS if name]
+FIT = [(way, name) for way, name in FIT if not (BACKEND == "torch" and name == "steps")]
+CASES = [(*case, 1) for case in FIT] + [(way, "", 4) for way in WAYS if way != "scaling outermost"]
+CASES += [("skip", name, 4) for name in ("eager", "jit")]
+
+
+@pytest.mark.parametrize(("way", "arguments", "window"), CASES)
+def test_it_is_as_if_the_batch_had_never_come(way, arguments, window):
+    """With windows of four, good batches of the window with the bad one count for nothing, too."""
+    x, y = batches(NUM_BATCHES * (2 if window > 1 else 1))
+    bad = 5
+    options = {} if window == 1 else {"gradient_accumulation_steps": window}
+    found = trained(WAYS[way](inner(), **options), with_nan(x, bad), y, **ARGUMENTS[arguments])
+    gone = np.arange(bad - bad % window, bad - bad % window + window)
+    # Of the same kind, so that windows and scales are no matter; none of its batches is bad.
+    expected = trained(WAYS[way](inner(), **options), without(x, gone), without(y, gone), **ARGUMENTS[arguments])
+    assert_equal(state(found), state(expected))
+    assert np.isfinite(found.evaluate(joined(x), joined(y), verbose=0))
+    values = {path.rpartition("/")[2]: value for path, value in state(found)}
+    assert {"moving_mean", "count", "seed_generator_state", "kernel", "iteration"} <= set(values)
+    # Good batches of a window that is not complete, or was not skipped, have left what they should.
+    assert values["count"] == len(x) - len(gone) and values["seed_generator_state"][1] == len(x) - len(gone)
+
+
+def test_the_first_batch_too():
+    """On TensorFlow the optimizer is built while the first step is traced, after its forward pass."""
+    x, y = batches()
+    found = trained(skipping(inner()), with_nan(x, 0), y)
+    assert_equal(state(found), state(trained(skipping(inner()), x[1:], y[1:])))
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_raise_leaves_nothing_behind_either(window):
+    x, y = batches()
+    raising = ks.CrossShard(inner(), on_nonfinite="raise", gradient_accumulation_steps=window)
+    found = model()
+    found.compile(raising, "mse")
+    arguments = {"batch_size": ROWS, "shuffle": False, "verbose": 0, "callbacks": [ks.callbacks.StopOnNonFinite()]}
+    with pytest.raises(Exception, match="NaN or infinity"):
+        found.fit(joined(with_nan(x, 5)), joined(y), **arguments)
+    kept = 5 if window == 1 else 4
+    expected = trained(skipping(inner(), gradient_accumulation_steps=window), x[:kept], y[:kept])
+    assert_equal(state(found), state(expected))
+
+
+def test_what_others_set_between_updates_stays(tmp_path):
+    x, y = batches()
+    source = trained(inner(), x, y)
+    source.save_weights(tmp_path / "source.weights.h5")
+    found = trained(skipping(inner()), x[:2], y[:2])
+    found.load_weights(tmp_path / "source.weights.h5", skip_mismatch=True)
+    found.get_layer("second").moving_mean.assign([7.0, 8.0])
+    found.train_on_batch(with_nan(x, 2)[2], y[2])
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(found.get_layer("second").moving_mean), [7.0, 8.0])
+    first, other = (m.get_layer("first").moving_variance for m in (found, source))
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(first), keras.ops.convert_to_numpy(other))
+
+
+def test_it_holds_for_loaded_and_copied_and_compiled_again(tmp_path):
+    x, y = batches()
+    good, bad = (x[0], y[0]), (with_nan(x, 1)[1], y[1])
+    start = trained(skipping(inner()), x[:3], y[:3])
+    start.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects={"Counter": Counter})
+    with keras.utils.custom_object_scope({"Counter": Counter}):
+        copied = pickle.loads(pickle.dumps(start))
+    cloned = keras.models.clone_model(start, clone_function=lambda layer: type(layer).from_config(layer.get_config()))
+    cloned.set_weights(start.get_weights())
+    cloned.compile(skipping(inner()), "mse")
+    again = trained(inner(), x[:3], y[:3])
+    again.compile(copy.deepcopy(skipping(inner())), "mse")
+    for built in (start, loaded, copied, cloned, again):
+        built.train_on_batch(*good)
+        before = arrays_of(built.weights)
+        built.train_on_batch(*bad)
+        assert int(keras.ops.convert_to_numpy(built.optimizer.skipped_steps)) == 1
+        assert_equal(arrays_of(built.weights), before)
+        built.train_on_batch(*good)
+        assert any(np.any(a != b) for (_, a), (_, b) in zip(arrays_of(built.weights), before))
+    start.compile("sgd", "mse")  # which skips nothing
+    start.train_on_batch(*bad)
+    assert np.isnan(keras.ops.convert_to_numpy(start.get_layer("first").moving_mean)).any()
+
+
+# -- several replicas ----------------------------------------------------------------------------------------------
+
+CLIPPED = {"replica_clipnorm": 1e9}
+REPLICATED = [("skip", False, 1, {}), ("stock", True, 1, {}), ("skip", True, 4, {}), ("scaling", False, 4, {})]
+REPLICATED += [("skip", True, 1, CLIPPED)] * (BACKEND == "jax")
+
+
+def replicated(way, prepared, options, x, y):
+    with ks.data_parallel(2) as replicas:
+        built = model()
+        built.compile(WAYS[way](inner(), **options), "mse")
+        if prepared:
+            ks.prepare(built)
+        built.fit(joined(x), joined(y), batch_size=ROWS, shuffle=False, verbose=0)
+        if prepared:  # in another order: the step was there before
+            ks.prepare(built)
+            again = (joined(array[:4]) for array in batches())
+            built.fit(*again, batch_size=ROWS, shuffle=False, verbose=0)
+    found = [(v.path, value) for v in built.variables for value in framework.copies(v)]
+    replicas.close()
+    return found
+
+
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.filterwarnings("ignore:.*accumulates gradients that are reduced already")
+@pytest.mark.parametrize(("way", "prepared", "window", "more"), REPLICATED)
+def test_on_several_replicas(way, prepared, window, more):
+    x, y = batches()
+    gone = [1] if window == 1 else range(4)
+    options = more if window == 1 else {**more, "gradient_accumulation_steps": window}
+    found = replicated(way, prepared, options, with_nan(x, 1), y)
+    order = [i for i in range(NUM_BATCHES) if i not in gone]
+    assert_equal(found, replicated(way, prepared, options, x[order], y[order]))
+
+
+# -- loops of one's own --------------------------------------------------------------------------------------------
+
+
+def step_of_ones_own(model, optimizer):
+    def loss(x, y):
+        return keras.ops.mean(keras.ops.square(model(x, training=True) - y))
+
+    if BACKEND == "torch":
+
+        def step(x, y):
+            model.zero_grad()
+            optimizer.scale_loss(loss(x, keras.ops.convert_to_tensor(y))).backward()
+            optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+
+        return step
+    import tensorflow as tf
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            scaled = optimizer.scale_loss(loss(x, y))
+        optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+
+    return step
+
+
+LOOPS = [(way, window, False) for way in ("skip", "stock") for window in (1, 4)]
+LOOPS += [("scaling", 4, True)] * (BACKEND == "tensorflow")
+
+
+@pytest.mark.backends("tensorflow", "torch")
+@pytest.mark.parametrize(("way", "window", "traced"), LOOPS)
+def test_in_a_custom_training_loop(way, window, traced):
+    x, y = batches()
+    gone = range(1) if window == 1 else range(4)
+
+    def run(x, y):
+        built = model()
+        built.optimizer = WAYS[way](inner(), **({} if window == 1 else {"gradient_accumulation_steps": window}))
+        step = step_of_ones_own(built, built.optimizer)
+        if traced:
+            import tensorflow as tf
+
+            step = tf.function(step)
+        for rows, targets in zip(x, y):
+            step(rows, targets)
+        return state(built)
+
+    assert_equal(run(with_nan(x, 0), y), run(without(x, gone), without(y, gone)))
+
+
+@pytest.mark.parametrize("iter_size", [1, 4])
+def test_in_a_step_of_optimize_loss(iter_size):
+    x, y = batches()
+    gone = [1] if iter_size == 1 else range(4)
+
+    def run(x, y):
+        built = model()
+
+        def loss(x, y):
+            return keras.ops.mean(keras.ops.square(built(x, training=True) - y))
+
+        step = ks.optimize_loss(loss, skipping(inner(), gradient_accumulation_steps=iter_size), model=built)
+        for rows, targets in zip(x, y):
+            step(rows, targets)
+        return arrays_of([*built.weights, *seeds(built)])
+
+    assert_equal(run(with_nan(x, 1), y), run(without(x, gone), without(y, gone)))
+
+
+@pytest.mark.backends("jax")
+def test_another_optimizer_than_that_of_compile_is_left_alone_with_a_warning():
+    """As in Keras' GAN guide: which parts of the state its step updates is its own affair."""
+    x, y = batches()
+    built = model()
+    built.second = skipping(inner())
+    built.second.build(built.trainable_variables)
+    built.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match=r"cannot be put back here.*other than `model.optimizer`"):
+        built.fit(joined(x), joined(y), batch_size=ROWS, shuffle=False, verbose=0)
+
+
+# -- statistics of parts of a batch --------------------------------------------------------------------------------
+
+PARTS = [[4, 4, 4, 4], [1, 1, 1, 0]]
+
+
+def statistics_of(rows):
+    return rows.astype("float64").mean(axis=0), rows.astype("float64").var(axis=0)
+
+
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.parametrize("window", [None, 2])
+def test_statistics_of_uneven_parts_are_those_of_numpy_and_a_part_without_rows_skips_nothing(window):
+    """A mean over no rows is a NaN, which no row of the batch is to blame for."""
+    x = np.random.default_rng(1).normal(size=(19, FEATURES)).astype("float32")
+    more = CLIPPED if BACKEND == "jax" else {}
+    with ks.data_parallel(4) as replicas:
+        normalize = keras.layers.BatchNormalization(momentum=0.5)
+        built = keras.Sequential([keras.Input((FEATURES,)), normalize, keras.layers.Dense(1)])
+        built.compile(skipping(inner(), gradient_accumulation_steps=window, **more), "mse")
+        ks.prepare(built)
+        built.fit(x, x[:, :1], batch_size=16, shuffle=False, verbose=0)
+    assert int(keras.ops.convert_to_numpy(built.optimizer.skipped_steps)) == 0
+    assert int(keras.ops.convert_to_numpy(built.optimizer.iterations)) == (2 if window is None else 1)
+    own = [[np.zeros(FEATURES), np.ones(FEATURES)] for _ in range(4)]
+    start = 0
+    for part in PARTS:
+        changes = np.zeros((2, FEATURES))
+        for replica, num_rows in enumerate(part):
+            rows, start = x[start : start + num_rows], start + num_rows
+            if num_rows:
+                change = [0.5 * (new - old) for new, old in zip(statistics_of(rows), own[replica])]
+                changes += np.array(change) * num_rows / sum(part)
+                if BACKEND == "tensorflow":  # each replica has statistics of its own
+                    own[replica] = [old + c for old, c in zip(own[replica], change)]
+        if BACKEND == "jax":
+            own = [[old + c for old, c in zip(mine, changes)] for mine in own]
+    for i, variable in enumerate((normalize.moving_mean, normalize.moving_variance)):
+        for replica, value in enumerate(framework.copies(variable)):
+            np.testing.assert_allclose(value, own[replica][i], rtol=1e-5, atol=1e-6)
+    replicas.close()
