@@ -27,7 +27,8 @@ def world_of(monkeypatch):
             every_argument.NUM_REPLICAS, Arrival(row["gradients"][1]), runs_one_program=row["program"] == "one"
         )
         if row["gradients"][0] != "auto":  # what is said counts, and not what is found
-            world.arrives = Arrival.SUMMED if world.arrives is not Arrival.SUMMED else Arrival.LOCAL
+            local, reduced = (Arrival.LOCAL, Arrival.LOCAL_PRESCALED), (Arrival.SUMMED, Arrival.GLOBAL)
+            (world.arrives,) = {*(local if world.arrives in local else reduced)} - {world.arrives}
         for replicas in world.replicas:
             factor = (every_argument.first_weights(row) or [1.0] * world.num_replicas)[replicas.replica_id]
             replicas.start_together = lambda *_, factor=factor: factor
