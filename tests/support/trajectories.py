@@ -283,6 +283,8 @@ def trained(run, replicas):
     # Compiled by XLA takes long, and once is enough.
     compiled = {"jit_compile": run is RUNS["adam"]} if BACKEND == "tensorflow" else {}
     model.compile(run.optimizer(), "mse", **compiled)
+    if BACKEND == "tensorflow" and run.policy == "bfloat16":
+        model.optimizer.build(model.trainable_variables)  # as `MixedPrecision` asks for, where there are penalties
     if run.how == "towers":
         model.train_step = ks.replicate(model.train_step, 2, "mean")
     if BACKEND in run.prepares:
