@@ -10,6 +10,7 @@ Private names of Keras touched here (a test holds them):
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import inspect
 import sys
@@ -125,19 +126,19 @@ def _describe(optimizer: Any, found: Description, paths: dict[str, str]) -> None
 
 
 def _describe_model(optimizer: Any, variables: Sequence[Variable], found: Description) -> None:
-    """Adds the layers and losses of the model that is trained, if there is one."""
-    models = models_with(variables)
-    compiled = _compiled_with(optimizer, models)
+    """Adds the layers and losses of the model that is compiled with this optimizer, if there is one."""
+    # Others that hold these variables do not count: one process may have made some for itself.
+    compiled = _compiled_with(optimizer, models_with(variables))
+    if compiled is not None:
+        del compiled
+        gc.collect()  # one that nothing holds any more may have gone on some processes and not on others
+        compiled = _compiled_with(optimizer, models_with(variables))
     if compiled is not None:
         found["`loss`"] = _short(_loss_in_words(getattr(compiled, "loss", None)))
         weights = getattr(getattr(compiled, "_compile_loss", None), "_user_loss_weights", None)
         found["`loss_weights`"] = _short(_in_words(weights, {}))
-    # Where nobody knows, the smallest: one process may have put the model into another one of its own.
-    wanted = {id(variable) for variable in variables}
-    holding = [model for model in models if wanted <= {id(v) for v in model.variables}]
-    model = compiled or (holding[-1] if holding else None)
     # Models inside it have nothing of their own, or nothing that could be told from their layers.
-    layers = [] if model is None else [layer for layer in layers_of(model) if not isinstance(layer, keras.Model)]
+    layers = [] if compiled is None else [layer for layer in layers_of(compiled) if not isinstance(layer, keras.Model)]
     for i, (layer, name) in enumerate(zip(layers, without_counters([layer.name for layer in layers]))):
         kind = type(layer)
         found[f"{_LAYER}{i}"] = f"`{name}` of {kind.__module__}.{kind.__qualname__}"

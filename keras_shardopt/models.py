@@ -43,7 +43,11 @@ def models_with(variables: Sequence[Variable]) -> list[Any]:
     """
     wanted = {id(variable) for variable in variables}
     # By type, not `isinstance`: that would run `__class__` of proxies and of other people's lazy objects.
-    living = [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
+    kinds = [keras.Model]
+    for kind in kinds:
+        kinds.extend(type.__subclasses__(kind))
+    wanted_types = frozenset(kinds)
+    living = [thing for thing in gc.get_objects() if type(thing) in wanted_types]
     models = [
         model for model in living if getattr(model, "built", False) and any(id(v) in wanted for v in model.variables)
     ]

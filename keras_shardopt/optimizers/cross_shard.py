@@ -340,7 +340,7 @@ class CrossShard(TwoPhases, DividedState):
         # What it was built as, in words, and whether all processes have found that they have the same.
         self.__dict__["_described"] = None
         self.__dict__["_agrees"] = False
-        self.__dict__["_num_replicas_when_made"] = framework.num_replicas_of_steps()
+        self.__dict__["_num_replicas_when_made"] = framework.num_replicas_of_scope()
         framework.notice(self)
 
     @property

@@ -449,8 +449,12 @@ class Framework:
     arrival_in_steps: Arrival | None = None
     """How gradients arrive in programs made by `compiled`, where that is another way than elsewhere."""
 
+    def num_replicas_of_scope(self) -> int:
+        """How many replicas have copies of a variable that is made here; 1 where that takes no scope."""
+        return 1
+
     def check_scope(self, variables: Sequence[Variable], num_replicas: int) -> None:
-        """Called before an optimizer is built that was made where a program would run on so many replicas.
+        """Called before an optimizer is built that was made in a scope of so many replicas.
 
         Raises:
             ValueError: if these trainable variables were made where there are fewer.

@@ -297,8 +297,11 @@ class TensorFlow(Framework):
             override = types.MethodType(_reduce_unless_claimed, optimizer)
             object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
+    def num_replicas_of_scope(self) -> int:
+        return int(tf.distribute.get_strategy().num_replicas_in_sync)
+
     def check_scope(self, variables: Sequence[Variable], num_replicas: int) -> None:
-        _check_mirrored(variables, max(num_replicas, self.num_replicas_of_steps()))
+        _check_mirrored(variables, max(num_replicas, self.num_replicas_of_scope()))
 
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         if tf.distribute.get_strategy().num_replicas_in_sync == 1:

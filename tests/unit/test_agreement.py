@@ -255,11 +255,11 @@ def test_right_programs_agree():
     assert any("Quiet" in value for value in one.values())
 
 
-def test_models_of_loops_by_hand_are_known_by_their_variables():
+def test_models_that_are_not_compiled_with_the_optimizer_do_not_count():
+    """One process may have made some for itself, or may hold one a little longer."""
+
     def found(rate):
         model = keras.Sequential([keras.Input((3,)), layers.Dropout(rate), layers.Dense(2)])
-        larger = keras.Sequential([keras.Input((3,)), layers.Dense(3), model])
-        optimizer = ks.CrossShard(SGD(0.1))
-        return described(optimizer, model.trainable_variables), larger
+        return described(ks.CrossShard(SGD(0.1)), model.trainable_variables), model
 
-    assert differing(found(0.1)[0], found(0.2)[0]) == ["`rate` of layer 1, `dropout`"]
+    assert differing(found(0.1)[0], found(0.2)[0]) == []
