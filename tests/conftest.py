@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import gc
 import os
 import pathlib
 import re
@@ -88,6 +89,7 @@ def _start_backend():
         import torch
 
         torch.set_num_threads(1)
+    gc.freeze()  # what was imported is there to stay, and need not be looked through
 
 
 def _suite(config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -234,6 +235,7 @@ def _be_worker(command, environment, output):
     os.environ.update(environment)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own does so by itself
+    gc.freeze()  # what was imported is there to stay, and need not be looked through
     sys.argv = command
     sys.path.insert(0, str(pathlib.Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")

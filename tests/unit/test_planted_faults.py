@@ -166,8 +166,8 @@ FAULTS = [
     # What replicas must have in common.
     fault(
         "agreement.py",
-        "        _describe(part, found, paths)\n\n\ndef _in_words",
-        "        pass\n\n\ndef _in_words",
+        "        _describe(part, found, paths)\n\n\ndef _describe_model",
+        "        pass\n\n\ndef _describe_model",
         "unit/test_agreement_in_words.py::test_what_differs_is_named_at_any_depth",
     ),
     fault(
