@@ -254,7 +254,7 @@ def prepare(model: Any) -> Any:
         elif optimizer is not model.optimizer and framework.processes_start_apart and framework.process()[0] > 1:
             raise ValueError(
                 "Where each process trains a copy of the model, every optimizer that the model holds must average the "
-                f"gradients of the ranks. Received: a {type(optimizer).__name__} beside {reducers[0]!r}. "
+                f"gradients of the ranks. Received: {check.with_article(optimizer)} beside {reducers[0]!r}. "
                 f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it, too."
             )
     framework.prepare(model, cross_shards)

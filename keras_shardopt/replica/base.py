@@ -371,7 +371,8 @@ class Framework:
         try:
             yield noticed
         finally:
-            self._watches.remove(noticed)
+            # `remove` compares what is in them, which may be the same in two.
+            self._watches = [other for other in self._watches if other is not noticed]
 
     def notice(self, optimizer: Any) -> None:
         """Tells whoever watches that this optimizer was made."""

@@ -8,6 +8,7 @@ import pytest
 from support import launch, problem
 
 import keras_shardopt as ks
+from keras_shardopt.replica import framework
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
@@ -350,3 +351,12 @@ def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
     x, y = problem.data(2)
     model.fit(x, y, verbose=0)
     assert int(model.optimizer.iterations) == 1
+
+
+def test_a_scope_inside_another_that_has_seen_the_same_optimizers_ends_by_itself():
+    with framework.watch() as outer:
+        with framework.watch() as inner:
+            first = ks.CrossShard("sgd")
+        second = ks.CrossShard("sgd")
+    assert list(inner) == [first]
+    assert set(map(id, outer)) == {id(first), id(second)}
