@@ -144,9 +144,18 @@ def test_golden(id):
         x, y = (np.array(batch[name], dtype) for name in ("x", "y"))
         rate = float(ops.convert_to_numpy(step.optimizer.learning_rate))
         np.testing.assert_allclose(rate, expected["learning_rate"], rtol=1e-5)
+        before = [np.array(ops.convert_to_numpy(v)) for v in (model.w, model.b)]
         value = step(x, y, **({"skip_update": now["skip_update"]} if "skip_update" in now else {}))
         if "returned_loss" in expected:
             golden.assert_close(value, expected["returned_loss"], rtol=3e-3 if mixed else 1e-5)
+        if "nan" in str(expected["variables"].get("master:w")):
+            # A gradient has overflowed, and the original's master weights stay infinite or NaN: repaired on purpose,
+            # the update is skipped (see `MixedPrecision`).
+            assert int(ops.convert_to_numpy(step.optimizer.skipped_steps)) == 1
+            for variable, value in zip((model.w, model.b), before):
+                np.testing.assert_array_equal(ops.convert_to_numpy(variable), value)
+            assert np.isfinite(before[0]).all()
+            break
         check_variables(step, model, expected["variables"], dtype, mixed)
         assert int(ops.convert_to_numpy(step.optimizer.iterations)) == expected["global_step"]
         if "summaries" in expected:
