@@ -14,7 +14,9 @@ from keras_shardopt.replica import framework
 from keras_shardopt.replica.base import Arrival
 
 # Updates in threads are not traced, as JAX would have it.
-eager = pytest.mark.backends("torch", "tensorflow")
+# Replicas in threads: TensorFlow's own operations fail there now and then ("Error while creating shape").
+eager = pytest.mark.backends("torch")
+pytestmark = pytest.mark.neutral
 ROWS = every_argument.rows()
 
 
