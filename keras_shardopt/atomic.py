@@ -18,8 +18,6 @@ import stat
 import sys
 import time
 
-from keras_shardopt.arguments import with_article
-
 ABANDONED_SECONDS = 3600
 """After how long without a change a folder is taken for left behind, where its lock does not say so."""
 
@@ -57,9 +55,11 @@ class Unfinished:
         self._target = os.path.realpath(path)
         folder, name = os.path.split(self._target)
         if os.path.exists(self._target) and not os.path.isfile(self._target):
-            kind = "folder" if os.path.isdir(self._target) else "device or pipe"
-            error = IsADirectoryError if kind == "folder" else OSError
-            raise error(f"There must be a file, or nothing. Received: {path!r}, which is {with_article(kind)}.")
+            is_folder = os.path.isdir(self._target)
+            raise (IsADirectoryError if is_folder else OSError)(
+                f"There must be a file, or nothing. Received: {path!r}, "
+                f"which is {'a folder' if is_folder else 'a device or pipe'}."
+            )
         _remove_abandoned(folder)
         self._scratch = os.path.join(folder, f".keras_shardopt-{_KERNEL}-{secrets.token_hex(4)}.unfinished")
         try:
