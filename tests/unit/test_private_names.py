@@ -515,7 +515,7 @@ def test_layers_assign_statistics_and_seeds_by_the_public_method(monkeypatch):
 
     assigned, real = [], keras.Variable.assign
     monkeypatch.setattr(keras.Variable, "assign", lambda self, value: (assigned.append(self), real(self, value))[1])
-    model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
+    model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=1)])
     model(keras.ops.ones((2, 2)), training=True)
     normalize, dropout = model.layers
     (seed,) = dropout._seed_generators
