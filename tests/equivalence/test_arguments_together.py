@@ -79,6 +79,8 @@ def test_under_a_strategy(row):
 
         def on_replica():
             r = tf.distribute.get_replica_context().replica_id_in_sync_group
+            if row["gradients"][1] == "prescaled":
+                assert strategy.num_replicas_in_sync > 1  # a step that divides by it reads it
             own = [None if g is None else tf.gather(g, r) for g in grads]  # noqa: B023
             applied(row, optimizer, mine, own, tf.gather(rows, r))  # noqa: B023
 
