@@ -60,6 +60,7 @@ def applied(row, optimizer, mine, own, rows):
         optimizer.apply(own, mine)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.backends("tensorflow")
 @each_row(
     "tensorflow",

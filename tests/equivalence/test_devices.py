@@ -147,12 +147,12 @@ def _unreduced(grads, variables, replicas, *_):
     return grads
 
 
-def _reduced_twice(grads, variables, replicas, reduction="mean", arrival=None, groups=None):
+def _reduced_twice(grads, variables, replicas, reduction="mean", arrival=None, groups=None, trained=None):
     once = real_global_gradients(grads, variables, replicas, reduction, arrival)
     return real_global_gradients(once, variables, replicas, reduction, arrival)
 
 
-def _taken_for_summed(grads, variables, replicas, reduction="mean", arrival=None, groups=None):
+def _taken_for_summed(grads, variables, replicas, reduction="mean", arrival=None, groups=None, trained=None):
     return real_global_gradients(grads, variables, replicas, reduction, Arrival.SUMMED)
 
 
