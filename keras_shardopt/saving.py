@@ -7,6 +7,7 @@ Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model` - writes a checkpoint; called with what `_get_file_path` and `_should_save_model` get.
     `ModelCheckpoint._get_file_path`, `_should_save_model` - where to, and whether.
     `keras.src.saving.saving_lib._save_state` - goes through all that is saved, in order; without a store it only goes.
+    `keras.src.saving.saving_lib.NpzIOStore` - a kind of store.
 """
 
 from __future__ import annotations
@@ -293,7 +294,7 @@ def saved_together(model: Any, which: Callable[[Any], bool] = needs_all_processe
     chosen = [(i, optimizer) for i, optimizer in enumerate(optimizers_of(model)) if which(optimizer)]
     if len(chosen) > 1:
         order = _Order()
-        saving_lib._save_state(model, None, None, "", order)
+        saving_lib._save_state(model, NoStore(), None, "", order)
         chosen.sort(key=lambda each: order.place_of(each[1]))
     found = []
     for i, optimizer in chosen:
@@ -301,6 +302,16 @@ def saved_together(model: Any, which: Callable[[Any], bool] = needs_all_processe
         own = optimizer.wrapper_state if isinstance(optimizer, OptimizerWrapper) else None
         found += [(optimizer, f"{prefix}state"), *([] if own is None else [(own, f"{prefix}wrapper_state")])]
     return found
+
+
+class NoStore(saving_lib.NpzIOStore):  # type: ignore[misc]
+    """Lets the saver go through a model and save nothing. Keras before 3.15 asks for a store of its own kind."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class _Order:

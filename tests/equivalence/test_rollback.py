@@ -11,6 +11,9 @@ from conftest import BACKEND
 import keras_shardopt as ks
 from keras_shardopt.replica import framework
 
+# Dynamo looks at every tensor's, and PyTorch warns of that.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 ROWS, FEATURES, OUTPUTS = 8, 4, 2
 NUM_BATCHES = 8
 SGD = keras.optimizers.SGD
