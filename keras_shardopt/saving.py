@@ -304,7 +304,7 @@ def saved_together(model: Any, which: Callable[[Any], bool] = needs_all_processe
     return found
 
 
-class NoStore(saving_lib.NpzIOStore):  # type: ignore[misc]
+class NoStore(saving_lib.NpzIOStore):
     """Lets the saver go through a model and save nothing. Keras before 3.15 asks for a store of its own kind."""
 
     def __init__(self) -> None:
