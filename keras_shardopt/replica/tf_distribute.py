@@ -494,7 +494,8 @@ class TensorFlow(Framework):
     def prepare(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         from keras_shardopt.replica import tf_fit  # it builds on this module
 
-        _check_mirrored(model.trainable_variables, self.num_replicas_of_last_scope)
+        if all(_num_mirrored(variable) == 1 for variable in model.trainable_variables):
+            _check_mirrored(model.trainable_variables, self.num_replicas_of_last_scope)
         tf_fit.prepare(model)
 
     def largest_difference(self, variables: Sequence[Variable]) -> float:
