@@ -3,17 +3,20 @@
 Keras knows `model.optimizer` only. The models of its GAN guide hold two optimizers as attributes, and an optimizer that
 updates variables does not know whose they are.
 
-Private name of Keras touched here (a test holds it):
+Private names of Keras touched here (a test holds each of them):
     `Layer._flatten_layers` - all layers of a model.
+    `keras.src.trainers.trainer.Trainer` - the class whose constructor and `compile` each model runs.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+from keras.src.trainers.trainer import Trainer
 
 from keras_shardopt._typing import Variable
 
@@ -39,17 +42,13 @@ def optimizers_of(model: Any) -> list[Any]:
 def models_with(variables: Sequence[Variable]) -> list[Any]:
     """The living models that hold one of these variables, those with most variables first.
 
-    It looks at every object that Python's garbage collector knows, which takes some 0.1 s: once per run, not per step.
+    A model made before this package was imported is found once it is compiled.
     """
     wanted = {id(variable) for variable in variables}
-    # By type, not `isinstance`: that would run `__class__` of proxies and of other people's lazy objects.
-    kinds = [keras.Model]
-    for kind in kinds:
-        kinds.extend(type.__subclasses__(kind))
-    wanted_types = frozenset(kinds)
-    living = [thing for thing in gc.get_objects() if type(thing) in wanted_types]
     models = [
-        model for model in living if getattr(model, "built", False) and any(id(v) in wanted for v in model.variables)
+        model
+        for model in living_models
+        if getattr(model, "built", False) and any(id(v) in wanted for v in model.variables)
     ]
     return sorted(models, key=lambda model: -len(model.variables))
 
@@ -67,3 +66,31 @@ def _optimizers_in(value: Any, seen: set[int]) -> Iterator[Any]:
         seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
             yield from _optimizers_in(item, seen)
+
+
+class Living:
+    """The living instances of a class, noted when one of these methods of theirs is called.
+
+    The garbage collector could list them without that. But while Python holds such a list, a tuple that another thread
+    is filling fails there: "SystemError: bad argument to internal function", in the middle of somebody's data loader.
+    """
+
+    def __init__(self, kind: type, *methods: str) -> None:
+        self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        for name in methods:
+            setattr(kind, name, self._noting(getattr(kind, name)))
+
+    def __iter__(self) -> Iterator[Any]:
+        living = (reference() for reference in self._known.valuerefs())
+        return iter([thing for thing in living if thing is not None])
+
+    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def noting(thing: Any, *args: Any, **kwargs: Any) -> Any:
+            self._known[id(thing)] = thing
+            return method(thing, *args, **kwargs)
+
+        return noting
+
+
+living_models = Living(Trainer, "__init__", "compile")

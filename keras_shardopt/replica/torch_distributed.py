@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import gc
 import os
 import random
 import sys
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.models import Living, living_models
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
 from keras_shardopt.replica.torch_fused import fused, may_fuse
 from keras_shardopt.replica.torch_group import close_group, gather_objects, meet, open_group, taking_part, tell
@@ -213,7 +213,7 @@ class Ranks(ReplicaBackend):
         trained = {id(w) for w in weights}
         models = [
             model
-            for model in _living(keras.Model)
+            for model in living_models
             if getattr(model, "built", False) and any(id(_tensor(v)) in trained for v in model.trainable_variables)
         ]
         if models:
@@ -235,7 +235,7 @@ class Ranks(ReplicaBackend):
         known = self._ddp_of.get(id(parameter))
         if known is None or known[0]() is not parameter:
             # A parameter does not tell that DDP owns it, and Keras may wrap the model out of our sight.
-            owner = next((ddp for ddp in _living(DistributedDataParallel) if _owns(ddp, parameter)), None)
+            owner = next((ddp for ddp in _ddps if _owns(ddp, parameter)), None)
             if owner is not None:
                 owner.register_forward_pre_hook(_note_forward)
                 self.arrival_is_a_guess = True  # whether the forward pass before went through it
@@ -289,11 +289,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         yield bucket
 
 
-def _living(kind: type) -> Iterator[Any]:
-    # By type, not isinstance: that would run `__class__` of proxies and other people's lazy objects.
-    return (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
-
-
+_ddps = Living(DistributedDataParallel, "__init__")
 _REDUCED_BY_DDP = "_keras_shardopt_reduced"
 
 

@@ -1,8 +1,14 @@
 """Which optimizers a model holds, and which models hold a variable."""
 
-import keras
+import copy
+import gc
+import threading
+import weakref
 
-from keras_shardopt.models import models_with, optimizers_of
+import keras
+import pytest
+
+from keras_shardopt.models import Living, models_with, optimizers_of
 
 
 class Pair(keras.Model):
@@ -41,3 +47,60 @@ def test_larger_models_that_hold_a_variable_come_first():
     assert outer in found[:2] and inner in found[2:] and other not in found
     assert other in models_with(other.trainable_variables)
     assert models_with([]) == []
+
+
+def test_models_are_found_however_they_were_made():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    for other in (keras.models.clone_model(model), copy.deepcopy(model)):
+        assert other in models_with(other.trainable_variables) and model not in models_with(other.trainable_variables)
+    subclassed = Pair()
+    subclassed(keras.ops.ones((1, 3)))
+    gc.freeze()  # hides what lives from the garbage collector, as one does before `os.fork`
+    try:
+        assert models_with(subclassed.trainable_variables) == [subclassed]
+    finally:
+        gc.unfreeze()
+
+
+def test_models_that_nothing_else_holds_are_let_go():
+    model = Pair()
+    model(keras.ops.ones((1, 3)))
+    variables, alive = model.trainable_variables, weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None and models_with(variables) == []
+
+
+def test_an_object_from_before_is_known_after_the_second_method():
+    class Thing:
+        def compile(self):
+            return 5
+
+    before = Thing()
+    living = Living(Thing, "__init__", "compile")
+    after = Thing()
+    assert list(living) == [after]
+    assert before.compile() == 5 and set(living) == {before, after}
+
+
+@pytest.mark.neutral
+def test_looking_for_models_leaves_other_threads_alone():
+    """With a list of all objects in hand, a tuple that another thread fills has one reference too many."""
+    model = Pair()
+    model(keras.ops.ones((1, 3)))
+    errors, over = [], threading.Event()
+
+    def fill():
+        try:
+            while not over.is_set():
+                tuple(i for i in range(20))
+        except SystemError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    for _ in range(100):
+        models_with(model.trainable_variables)
+    over.set()
+    thread.join()
+    assert not errors

@@ -282,6 +282,30 @@ def test_a_model_lists_all_layers_in_it():
     assert all(any(each is layer for each in layers) for layer in (model, inner, *inner.layers, *model.layers))
 
 
+def test_each_model_runs_the_constructor_and_compile_of_the_trainer(monkeypatch):
+    from keras.src.trainers.trainer import Trainer
+
+    class Custom(keras.Model):
+        def compile(self, optimizer):
+            super().compile(optimizer, loss="mse")
+
+    seen = []
+    for name in ("__init__", "compile"):
+        real = getattr(Trainer, name)
+        monkeypatch.setattr(
+            Trainer,
+            name,
+            lambda model, *args, _=(name, real), **more: (seen.append(_[0]), _[1](model, *args, **more))[1],
+        )
+    x = keras.Input((2,))
+    models = [Custom(), keras.Sequential([keras.layers.Dense(1)]), keras.Model(x, keras.layers.Dense(1)(x))]
+    assert seen.count("__init__") >= 3
+    del seen[:]
+    for model in models:
+        model.compile("sgd")
+    assert seen == ["compile"] * 3
+
+
 @pytest.mark.backends("tensorflow")
 def test_keras_trainer_calls_reduce_from_its_module():
     from keras.src.backend.tensorflow import trainer
