@@ -17,8 +17,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # torch.compile starts a process for every core
-# Programs as small as those of tests are compiled faster in one part.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1")
 # JAX spends most of the time on compiling, and mostly the same programs: once for all tests, and in all processes of
 # this run that test side by side.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -28,12 +26,15 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import pytest
+from support.launch import QUICKLY_COMPILED
 from support.patience import slowness
 
 BACKEND = os.environ["KERAS_BACKEND"]
 # Where the arithmetic and the messages that are the same on all backends are tested: here each test takes least.
 NEUTRAL_BACKEND = "torch"
 NUM_TENSORFLOW_DEVICES = 4
+# Programs as small as those of tests are compiled faster in one part.
+JAX_DEVICES = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
 
 
 def pytest_addoption(parser):
@@ -69,6 +70,8 @@ def pytest_configure(config):
         config.option.timeout = float(config.getini("timeout") or 300) * slowness()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # the order is below
+    # The default tests do not wait for programs to be made fast; the exhaustive ones run what users run.
+    os.environ.setdefault("XLA_FLAGS", f"{JAX_DEVICES} {QUICKLY_COMPILED if _suite(config) == 'default' else ''}")
     if runs_here:  # and not only in workers
         _start_backend()
     if config.option.cpu:

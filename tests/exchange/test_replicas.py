@@ -16,7 +16,9 @@ def run(backend, *arguments):
     if backend == "torch":
         return launch.torchrun(script, max(COUNTS), *arguments, timeout=240)
     environment = launch.variables(
-        backend, JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_force_host_platform_device_count={max(COUNTS)}"
+        backend,
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS=f"--xla_force_host_platform_device_count={max(COUNTS)} {launch.QUICKLY_COMPILED}",
     )
     return launch.workers(script, [environment], *arguments, timeout=240)[0]
 

@@ -23,6 +23,8 @@ from unittest import mock
 from support.patience import patient
 
 TESTS = pathlib.Path(__file__).parents[1]
+# For XLA_FLAGS: programs of the same meaning, compiled in less time, and slower.
+QUICKLY_COMPILED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 class WorkersFailed(AssertionError):
@@ -69,7 +71,7 @@ def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.
                 "jax",
                 JAX_PLATFORMS="cpu",
                 JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
-                XLA_FLAGS=f"--xla_force_host_platform_device_count={num_devices}",
+                XLA_FLAGS=f"--xla_force_host_platform_device_count={num_devices} {QUICKLY_COMPILED}",
                 KERAS_DISTRIBUTION_JOB_ADDRESSES=f"127.0.0.1:{port}",
                 KERAS_DISTRIBUTION_NUM_PROCESSES=str(num_processes),
                 KERAS_DISTRIBUTION_PROCESS_ID=str(process),

@@ -1,11 +1,12 @@
 import datetime
+import os
 import sys
 import warnings
 
 import keras
 import numpy as np
 import pytest
-from support import launch, problem
+from support import launch, problem, suites
 
 import keras_shardopt as ks
 from keras_shardopt.replica import framework
@@ -244,15 +245,29 @@ def test_cpu_devices_are_made_in_a_fresh_process(backend):
         "model.fit(keras.ops.ones((6, 2)), keras.ops.ones((6, 1)), batch_size=6, verbose=0)\n"
         "print('replicas', scope.num_replicas, 'difference', scope.largest_difference(model))\n"
     )
-    import os
-
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     output = launch.run([sys.executable, "-c", program], 100, {**environment, "KERAS_BACKEND": backend})
     assert "replicas 3 difference 0.0" in output
 
 
+FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+THREADS = [
+    ({}, "2 4", "16 None"),
+    ({}, "2 6", "24 None"),
+    ({}, "16 4", "None None"),  # the cores are enough
+    ({}, "2 1", "None None"),
+    ({}, "2", "None None"),
+    (FLAGS, "2", "16 None"),
+    ({"NPROC": "5"}, "2 4", "5 None"),
+    ({"PJRT_NPROC": "5"}, "2 4", "None 5"),
+]
+
+
 @pytest.mark.backends("jax")
-def test_jax_gets_threads_for_its_devices_unless_the_user_has_said_how_many():
+@pytest.mark.parametrize(
+    ("given", "arguments", "expected"), suites.some(THREADS, lambda case: case[:2] in [({}, "2 4"), ({}, "16 4")])
+)
+def test_jax_gets_threads_for_its_devices_unless_the_user_has_said_how_many(given, arguments, expected):
     program = (
         "import os, sys, keras, keras_shardopt as ks\n"
         "from unittest import mock\n"
@@ -260,23 +275,10 @@ def test_jax_gets_threads_for_its_devices_unless_the_user_has_said_how_many():
         "with cores, ks.data_parallel(*map(int, sys.argv[2:])):\n"
         "    print('threads', os.environ.get('NPROC'), os.environ.get('PJRT_NPROC'))\n"
     )
-    import os
-
     names = ("XLA_FLAGS", "NPROC", "PJRT_NPROC")
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
-    for given, arguments, expected in (
-        ({}, "2 4", "16 None"),
-        ({}, "2 6", "24 None"),
-        ({}, "16 4", "None None"),  # the cores are enough
-        ({}, "2 1", "None None"),
-        ({}, "2", "None None"),
-        (flags, "2", "16 None"),
-        ({"NPROC": "5"}, "2 4", "5 None"),
-        ({"PJRT_NPROC": "5"}, "2 4", "None 5"),
-    ):
-        output = launch.run([sys.executable, "-c", program, *arguments.split()], 100, {**environment, **given})
-        assert f"threads {expected}" in output, (given, arguments, output)
+    output = launch.run([sys.executable, "-c", program, *arguments.split()], 100, {**environment, **given})
+    assert f"threads {expected}" in output, output
 
 
 TRANSFORMER = """
@@ -303,8 +305,6 @@ print("updates", int(model.optimizer.iterations))
 @pytest.mark.backends("jax")
 def test_jax_trains_on_more_devices_than_cores():
     """XLA aborted the process within 400 steps where collectives had taken all of its threads."""
-    import os
-
     names = ("XLA_FLAGS", "NPROC", "PJRT_NPROC")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     assert "updates 400" in launch.run([sys.executable, "-c", TRANSFORMER], 600, environment)
