@@ -70,15 +70,15 @@ def pytest_configure(config):
         config.option.timeout = float(config.getini("timeout") or 300) * slowness()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # the order is below
-    # The default tests do not wait for programs to be made fast; the exhaustive ones run what users run.
     os.environ.setdefault("XLA_FLAGS", f"{JAX_DEVICES} {QUICKLY_COMPILED if _suite(config) == 'default' else ''}")
     if runs_here:  # and not only in workers
-        _start_backend()
+        _start_backend(quickly_compiled=_suite(config) == "default")
     if config.option.cpu:
         config.pluginmanager.register(_CpuSeconds(runs_here), "seconds of CPU")
 
 
-def _start_backend():
+def _start_backend(quickly_compiled):
+    """Imports the framework; the default tests do not wait for programs to be made fast, as the exhaustive ones do."""
     import keras  # noqa: F401
 
     if BACKEND == "tensorflow":
@@ -88,6 +88,7 @@ def _start_backend():
             tf.config.list_physical_devices("CPU")[0],
             [tf.config.LogicalDeviceConfiguration()] * NUM_TENSORFLOW_DEVICES,
         )
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": quickly_compiled})
     elif BACKEND == "torch":
         import torch
 
