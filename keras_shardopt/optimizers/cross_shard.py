@@ -781,7 +781,7 @@ class CrossShard(TwoPhases, DividedState):
     def _check_local(self, arrival: Arrival, replicas: ReplicaBackend) -> None:
         """Refuses gradients that are reduced already where each replica's own are needed."""
         is_reduced = arrival is Arrival.GLOBAL or arrival is Arrival.SUMMED
-        if replicas.num_replicas == 1 or not (is_reduced or replicas.arrival_is_a_guess):
+        if replicas.num_replicas == 1 or not is_reduced:
             return
         given = [
             f"{name}={getattr(self, name)!r}"

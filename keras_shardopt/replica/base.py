@@ -68,9 +68,6 @@ class ReplicaBackend(abc.ABC):
     spans_processes: bool = False
     """Whether some of the replicas are in other processes, which then make the same calls."""
 
-    arrival_is_a_guess: bool = False
-    """Whether the last answer of `arrival` was "local" because that does no harm, and not because it was known."""
-
     has_seen_losses: bool = True
     """Whether the last answer of `arrival` comes from something that was seen in this step."""
 

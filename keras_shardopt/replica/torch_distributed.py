@@ -76,12 +76,10 @@ class Ranks(ReplicaBackend):
 
     @torch.compiler.disable
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
-        self.arrival_is_a_guess = False
         ddp = self._ddp_owner(_tensor(variables[0]))
         if ddp is None:
             return Arrival.LOCAL
-        # DDP reduces what went forward through it, and nothing else. Where we do not know yet, "local" is right
-        # either way: the mean of equal gradients is the same gradient, only dearer.
+        # DDP reduces what went forward through it, and nothing else.
         reduced = ddp.__dict__.pop(_REDUCED_BY_DDP, False)
         return Arrival.GLOBAL if reduced else Arrival.LOCAL
 
@@ -236,9 +234,6 @@ class Ranks(ReplicaBackend):
         if known is None or known[0]() is not parameter:
             # A parameter does not tell that DDP owns it, and Keras may wrap the model out of our sight.
             owner = next((ddp for ddp in _ddps if _owns(ddp, parameter)), None)
-            if owner is not None:
-                owner.register_forward_pre_hook(_note_forward)
-                self.arrival_is_a_guess = True  # whether the forward pass before went through it
             known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
             self._ddp_of[id(parameter)] = known
         return None if known[1] is None else known[1]()
@@ -289,13 +284,27 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         yield bucket
 
 
-_ddps = Living(DistributedDataParallel, "__init__")
 _REDUCED_BY_DDP = "_keras_shardopt_reduced"
 
 
 def _note_forward(ddp: DistributedDataParallel, inputs: Any) -> None:
     if torch.is_grad_enabled():
         ddp.__dict__[_REDUCED_BY_DDP] = ddp.require_backward_grad_sync
+
+
+def _noticing(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of DDPs of which it is noted from the first one on what goes forward through them."""
+
+    @functools.wraps(init)
+    def noticing(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        init(ddp, *args, **kwargs)
+        ddp.register_forward_pre_hook(_note_forward)
+
+    return noticing
+
+
+_ddps = Living(DistributedDataParallel, "__init__")
+DistributedDataParallel.__init__ = _noticing(DistributedDataParallel.__init__)
 
 
 def _owns(ddp: DistributedDataParallel, parameter: Tensor) -> bool:
