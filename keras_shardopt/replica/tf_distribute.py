@@ -496,7 +496,7 @@ class TensorFlow(Framework):
 
         if all(_num_mirrored(variable) == 1 for variable in model.trainable_variables):
             _check_mirrored(model.trainable_variables, self.num_replicas_of_last_scope)
-        tf_fit.prepare(model)
+        tf_fit.prepare(model, reducers_of)
 
     def largest_difference(self, variables: Sequence[Variable]) -> float:
         largest = 0.0
