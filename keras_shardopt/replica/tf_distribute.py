@@ -334,8 +334,7 @@ class TensorFlow(Framework):
 
     arrival_in_steps = Arrival.LOCAL
 
-    def num_replicas_of_steps(self) -> int:
-        return int(tf.distribute.get_strategy().num_replicas_in_sync)
+    num_replicas_of_steps = num_replicas_of_scope
 
     def compiled(
         self, function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
