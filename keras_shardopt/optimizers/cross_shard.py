@@ -15,7 +15,7 @@ from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
 from keras_shardopt.agreement import check_agreement, described, losses_that_add_up
 from keras_shardopt.divided_state import DividedState
-from keras_shardopt.finite import UNKNOWN, first_not_finite, judge, num_flags, reduce_and_judge
+from keras_shardopt.finite import UNKNOWN, fail_among_all, first_not_finite, judge, num_flags, reduce_and_judge
 from keras_shardopt.numerics import is_next_value
 from keras_shardopt.reduction import (
     LocalTransform,
@@ -694,13 +694,23 @@ class CrossShard(TwoPhases, DividedState):
             return self._without_frozen(grads, verdict, variables, chosen)
         verdict = None
         if self._culprit is None:
-            grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups, trained)
+            try:
+                grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups, trained)
+            except ValueError:
+                if groups is not None and self._meets_inside and not replicas.runs_one_program:
+                    fail_among_all(replicas)
+                raise
         else:
             grads, verdict = reduce_and_judge(
                 grads, variables, replicas, self.reduction, arrival, groups, found, trained
             )
         grads = grads if self._shards is None else self._shards.slices_of(grads, variables)
         return self._without_frozen(grads, verdict, variables, chosen)
+
+    @property
+    def _meets_inside(self) -> bool:
+        """Whether a loss scaling inside decides together with all replicas, those of other groups too."""
+        return any(isinstance(part, OptimizerWrapper) and part._skips_overflows for part in inside(self))
 
     def _with_frozen(
         self, grads: Gradients, variables: Sequence[Variable]

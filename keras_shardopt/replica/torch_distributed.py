@@ -31,7 +31,16 @@ from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.models import Living, living_models
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
 from keras_shardopt.replica.torch_fused import fused, may_fuse
-from keras_shardopt.replica.torch_group import close_group, gather_objects, meet, open_group, taking_part, tell
+from keras_shardopt.replica.torch_group import (
+    close_group,
+    failure,
+    gather_objects,
+    meet,
+    open_group,
+    say_failure,
+    taking_part,
+    tell,
+)
 from keras_shardopt.replica.torch_overlap import Buckets, can_bucket
 from keras_shardopt.replica.torch_random import draw_apart, note_seed
 
@@ -59,9 +68,30 @@ class Ranks(ReplicaBackend):
         self._subgroups: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
         # Variables whose DDP owner has been looked for. By identity: tensors compare element by element.
         self._ddp_of: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None]] = {}
+        self._num_failures = 0
+        self._failures_taken: set[str] = set()
         if _INITIALIZE_DDP is not None:
             mine = weakref.ref(self)
             keras.Model._initialize_ddp = lambda model: _initialize_ddp(model, mine())
+
+    @torch.compiler.disable
+    def say_failure(self, words: str, groups: Groups) -> None:
+        # Without a collective: the other groups are somewhere else. Members of one count alike.
+        self._num_failures += 1
+        mine = next(group for group in groups if self.replica_id in group)
+        self._failures_taken.add(f"{mine[0]}/{self._num_failures}")
+        say_failure(f"{mine[0]}/{self._num_failures}", words)
+
+    @torch.compiler.disable
+    def others_have_failed(self) -> bool:
+        found = failure()
+        return found is not None and found[0] not in self._failures_taken
+
+    @torch.compiler.disable
+    def take_failure(self) -> str:
+        number, words = failure() or ("", "")
+        self._failures_taken.add(number)
+        return words
 
     def are_current(self) -> bool:
         """Whether this object still speaks of the process group that runs."""

@@ -4,6 +4,7 @@ Arguments: the file to which rank 0 writes the names of the checks that passed, 
 """
 
 import contextlib
+import functools
 import json
 import pathlib
 import sys
@@ -24,6 +25,7 @@ import keras_shardopt as ks
 from keras_shardopt.optimizers import cross_shard
 from keras_shardopt.replica import framework, torch_distributed
 from keras_shardopt.replica.base import Part, part_of_batch
+from keras_shardopt.replica.same_variables import NUM_MARKS
 
 warnings.filterwarnings("ignore")
 
@@ -460,8 +462,8 @@ def one_reduction_per_update_within_a_group(scope):
     grads = [torch.ones(tuple(v.shape)) for v in model.trainable_variables]
     optimizer.apply(grads, model.trainable_variables)
     sizes = counted(lambda: optimizer.apply(grads, model.trainable_variables))
-    # With which gradients there are, and whether the rank goes on or ends.
-    flags = len(grads) + 20 + 2  # which there are, marks of what is trained, and who goes on
+    # With which gradients there are, what is trained, who goes on or ends, and whether another group has failed.
+    flags = len(grads) + NUM_MARKS + 3
     assert sizes == [sum(g.numel() for g in grads) + flags], sizes
 
 
@@ -564,20 +566,36 @@ def ranks_draw_other_numbers_from_equal_seeds(scope):
 
 
 @check
-def a_layer_frozen_on_one_rank_is_named_in_its_group(scope):
-    model = problem.model()
-    optimizer = ks.CrossShard(problem.sgd_momentum(), group_assignment=GROUPS)
-    optimizer.build(model.trainable_variables)
+def a_layer_frozen_on_one_rank_is_named_in_every_group(scope):
+    words = "`mlp/hidden/kernel`, `mlp/hidden/bias` not trained on replica 1"
+    is_in_its_group = scope.replica_id in next(group for group in GROUPS if 1 in group)
     x, y = my_rows(scope)
-    update = lambda: optimizer.apply(gradients(model, x, y), model.trainable_variables)  # noqa: E731
-    update()
-    model.layers[0].trainable = scope.replica_id != 1
-    group = next(group for group in GROUPS if scope.replica_id in group)
-    before = model.get_weights()
-    if 1 in group:
-        refused(update, ValueError, "`mlp/hidden/kernel`, `mlp/hidden/bias` not trained on replica 1")
+    for meets, inner, arguments in (
+        (False, problem.sgd_momentum(), {}),
+        # Groups that decide together wait for each other in each update.
+        (True, problem.sgd_momentum(), {"on_nonfinite": "skip"}),
+        (True, ks.LossScaling(problem.sgd_momentum(), "Backoff", {"scale_max": 1.0}), {}),
+    ):
+        model = problem.model()
+        variables = model.trainable_variables
+        optimizer = ks.CrossShard(inner, group_assignment=GROUPS, **arguments)
+        optimizer.build(variables)
+
+        def update(model=model, optimizer=optimizer):
+            optimizer.apply(gradients(model, x, y), model.trainable_variables)
+
+        update()
+        dist.barrier()
+        model.layers[0].trainable = scope.replica_id != 1
+        before = model.get_weights()
+        if meets or is_in_its_group:
+            refused(update, ValueError, words)
+        dist.barrier()
+        if not (meets or is_in_its_group):  # at the latest when training ends
+            refused(functools.partial(optimizer.finalize_variable_values, variables), ValueError, words)
         assert all((a == b).all() for a, b in zip(before, model.get_weights()))
-    else:
+        model.layers[0].trainable = True
+        dist.barrier()
         update()
         assert not any((a == b).all() for a, b in zip(before, model.get_weights()))
 
