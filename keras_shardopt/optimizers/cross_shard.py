@@ -568,6 +568,8 @@ class CrossShard(TwoPhases, DividedState):
             return self._shards.slices_of(grads, variables)
         replicas = framework.replicas(self.axis_name)
         framework.check_ready(variables, leaves(self))
+        if self.__dict__.pop("_is_loaded", False):
+            framework.check_loaded(variables)
         if self._shards is not None:
             self._shards.check(replicas)
         elif self.shard_state and replicas.num_replicas > 1 and not replicas.speaks_for_all:
@@ -737,19 +739,24 @@ class CrossShard(TwoPhases, DividedState):
 
     def _arrival_of(self, grads: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend) -> Arrival:
         """How these gradients arrive: as the constructor was told, or as the replicas find it."""
-        if self.__dict__["_arrival"] is not None:
-            return self.__dict__["_arrival"]
+        arrival = self.__dict__["_arrival"]
+        if arrival is not None:
+            self._warn_once(replicas.objections(arrival) if self.gradients != "auto" else ())
+            return arrival
         arrival = replicas.arrival(grads, variables)
         doubts = list(replicas.doubts)
         if not replicas.has_seen_losses and self.__dict__["_last_arrival"] is Arrival.LOCAL_PRESCALED:
             # Rather a function that was traced before, which is not seen again, than another kind of loss.
             arrival, doubts = Arrival.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
         self.__dict__["_last_arrival"] = arrival
+        self._warn_once(doubts)
+        return arrival
+
+    def _warn_once(self, doubts: Sequence[str]) -> None:
         for doubt in doubts:
             if doubt not in self.__dict__["_doubts"]:
                 self.__dict__["_doubts"].add(doubt)
-                warnings.warn(doubt, stacklevel=2)
-        return arrival
+                warnings.warn(doubt, stacklevel=3)
 
     def _buckets_among(self, replicas: ReplicaBackend) -> Any:
         """What reduces gradients while they are computed; None where each is reduced by itself, after all of them."""
@@ -969,7 +976,9 @@ class CrossShard(TwoPhases, DividedState):
         if isinstance(transform, dict):
             transform = keras.saving.deserialize_keras_object(transform, custom_objects=custom_objects)
             config = {**config, "replica_transform": transform}
-        return super().from_config(config, custom_objects)
+        loaded = super().from_config(config, custom_objects)
+        loaded.__dict__["_is_loaded"] = True
+        return loaded
 
     def _repr_arguments(self) -> str:
         given = [f", reduction={self.reduction!r}"]

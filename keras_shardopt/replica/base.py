@@ -416,6 +416,10 @@ class Framework:
         del axis_name
         return SingleReplica()
 
+    def check_loaded(self, variables: Sequence[Variable]) -> None:
+        """Warns where an optimizer that was loaded from a file trains these weights on fewer replicas than it looks."""
+        del variables
+
     def take_over_reduction(self, optimizers: Sequence[Any]) -> None:
         """Makes these innermost optimizers keep their own reduction off inside `claim_reduction()`."""
         del optimizers
