@@ -306,9 +306,10 @@ class TrainingSummaries(keras.callbacks.Callback):
         """Begins to look."""
         model = self.model
         self._optimizers = _by_prefix(model)
-        if len(self._optimizers) == 1 and not model.optimizer.built:
+        optimizer = self._optimizers.get("")
+        if optimizer is not None and optimizer is model.optimizer and not optimizer.built:
             with framework.beside(model.trainable_variables[0]):
-                model.optimizer.build(model.trainable_variables)
+                optimizer.build(model.trainable_variables)
         self._updates_before = {prefix: _num_updates(o) for prefix, o in self._optimizers.items()}
         self._recorders = {}
         self._look()
