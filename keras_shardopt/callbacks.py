@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -15,9 +16,10 @@ from keras_shardopt.backup import BackupAndRestore
 from keras_shardopt.models import layers_of, optimizers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 from keras_shardopt.replica import framework
+from keras_shardopt.replica.trainer import has_built_in_step
 from keras_shardopt.saving import ModelCheckpoint
 from keras_shardopt.summaries import Recorder, checked_log_dir, checked_summaries, dynamic_loss_scale, rates
-from keras_shardopt.wrapper import inside
+from keras_shardopt.wrapper import OptimizerWrapper, inside
 
 __all__ = [
     "BackupAndRestore",
@@ -106,8 +108,8 @@ class CheckReplicas(keras.callbacks.Callback):
 
     Compared are the trainable weights, the weights of frozen layers, and all optimizer variables. What layers keep for
     themselves while they train is not: the moving statistics of a `BatchNormalization` and the seeds of a `Dropout` are
-    each replica's own on TensorFlow and PyTorch. With `CrossShard(group_assignment=...)` replicas are compared
-    with those of their group only, since groups differ on purpose.
+    each replica's own on TensorFlow and PyTorch. What a `CrossShard(group_assignment=...)` updates is compared within
+    its groups only, since groups differ on purpose.
 
     Args:
         every: int >= 1. After how many training batches to check.
@@ -179,10 +181,9 @@ class CheckReplicas(keras.callbacks.Callback):
         variables = _compared(model)
         fingerprints = framework.fingerprints(variables)
         self._alone = len(fingerprints) == 1
-        groups = _groups(model, len(fingerprints))
         found = [
             f"`{variable.path}` on {where}"
-            for variable, column in zip(variables, fingerprints.T)
+            for variable, column, groups in zip(variables, fingerprints.T, _groups(model, variables, len(fingerprints)))
             for group in groups
             if (where := _odd_ones(column, group))
         ]
@@ -246,11 +247,16 @@ class TrainingSummaries(keras.callbacks.Callback):
     | "variables" | `Loss_Optimization/variables/<variable>` | the same, as a histogram |
     | "larc_summaries" | `Loss_Optimization/larc_grad_update/<variable>`, `larc_final_lr`, `larc_clip_on` | the factor of `LARC`, the rate times it, and (in clip mode) whether it is below 1 |
 
-    and, unless `summaries` is empty, `train_loss`, the mean over the epoch so far. `<variable>` is its path. An update
-    that was skipped for an overflow leaves no trace.
+    and, unless `summaries` is empty, `train_loss`, the mean over the epoch so far, where the step keeps one.
+    `<variable>` is its path. An update that was skipped for an overflow leaves no trace.
 
     The logs of each epoch get `learning_rate` and, with dynamic loss scaling, `loss_scale`, which Keras then prints and
     keeps in the history, as it does for its own callbacks.
+
+    Of a model with a `train_step` of its own that holds several optimizers, all that update are watched, and tags and
+    logs begin with the name of the attribute: `d_optimizer/learning_rate`. One that its first update builds is seen
+    from the second step on. On JAX such a step takes along the state of `model.optimizer` only, so that of the others
+    there are "learning_rate" and "loss_scale".
 
     The numbers come from inside the optimizer, so it must be one of this package (`CrossShard(Adam())` will do, on one
     replica too); of others the learning rate is written, if nothing else is asked for. While the callback watches, the
@@ -269,7 +275,7 @@ class TrainingSummaries(keras.callbacks.Callback):
     Raises:
         TypeError: if `summaries` is not a list, or `every` not an int.
         ValueError: if a name is unknown or `every` less than 1; when training begins, if something is asked for that
-            the optimizer does not show.
+            an optimizer does not show.
         ImportError: when training begins, if files are to be written and `tensorboardX` is not installed.
 
     Example:
@@ -292,25 +298,64 @@ class TrainingSummaries(keras.callbacks.Callback):
         self.log_dir = log_dir
         self.summaries = None if summaries is None else list(summaries)
         self.every = check.integer("every", every, fix="In updates.")
-        self._recorder: Recorder | None = None
+        self._optimizers: dict[str, Any] = {}
+        self._recorders: dict[str, Recorder] = {}
+        self._updates_before: dict[str, int] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to look."""
         model = self.model
-        optimizer = model.optimizer
-        if not optimizer.built:
+        self._optimizers = _by_prefix(model)
+        optimizer = self._optimizers.get("")
+        if optimizer is not None and optimizer is model.optimizer and not optimizer.built:
             with framework.beside(model.trainable_variables[0]):
                 optimizer.build(model.trainable_variables)
-        if self.log_dir is not None or self.summaries:
-            self._recorder = Recorder(optimizer, self.log_dir, self.summaries, self.every)
-            model.make_train_function(force=True)
-            self._period = self.every * self._recorder.num_micro_steps
+        self._updates_before = {prefix: _num_updates(o) for prefix, o in self._optimizers.items()}
+        self._recorders = {}
+        self._look()
         self._count_from_updates()
 
+    def _look(self) -> None:
+        """Begins to look at those optimizers that have been built by now."""
+        if self.log_dir is None and not self.summaries:
+            return
+        model = self.model
+        for prefix, optimizer in self._optimizers.items():
+            if optimizer.built and prefix not in self._recorders:
+                self._recorders[prefix] = Recorder(
+                    optimizer,
+                    self.log_dir,
+                    self.summaries,
+                    self.every,
+                    prefix=prefix,
+                    beside=next(iter(self._recorders.values()), None),
+                    looks_inside=self._looks_inside(model, prefix, optimizer),
+                )
+                model.make_train_function(force=True)
+
+    def _looks_inside(self, model: Any, prefix: str, optimizer: Any) -> bool:
+        """Whether the updates of an optimizer can be seen, and are to be."""
+        if len(self._optimizers) == 1:
+            return True
+        if optimizer is model.optimizer:  # that of a bare `compile()`, as a rule, which is not used
+            return isinstance(optimizer, OptimizerWrapper)
+        if not framework.updates_are_stateless:
+            return True
+        hidden = set(checked_summaries(self.summaries)) - {"learning_rate", "loss_scale"}
+        if hidden and self.summaries is not None:
+            raise ValueError(
+                "On this Keras backend a training step takes along the state of `model.optimizer`, and what happens "
+                f"inside the updates of others cannot be seen. Received: summaries={self.summaries!r}, with "
+                f'`{prefix[:-1]}`. Use `summaries=["learning_rate", "loss_scale"]`.'
+            )
+        return False
+
     def _count_from_updates(self) -> None:
-        if self._recorder is not None:
-            updates = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
-            self._base = updates * self._recorder.num_micro_steps
+        recorders = list(self._recorders.values())
+        if recorders:
+            _ = self.model  # on JAX this takes the state out of the training step
+            self._base = max(_num_updates(recorder.optimizer) * recorder.num_micro_steps for recorder in recorders)
+            self._period = self.every * min(recorder.num_micro_steps for recorder in recorders)
             self._num_periods = self._base // self._period
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -321,38 +366,79 @@ class TrainingSummaries(keras.callbacks.Callback):
     # asks for an end.
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes, if it is time."""
-        recorder = self._recorder
-        if recorder is None:
+        if len(self._recorders) < len(self._optimizers):
+            before = len(self._recorders)
+            self._look()
+            if len(self._recorders) > before:
+                self._count_from_updates()
+                self._base -= batch
+        if not self._recorders:
             return
         done = self._base + batch
-        # Windows of micro-steps need not end where an epoch does, but one update is in each so many of them.
-        recorder.expect(done % self._period >= self._period - recorder.num_micro_steps)
+        if len(self._optimizers) == 1:
+            (recorder,) = self._recorders.values()
+            # Windows of micro-steps need not end where an epoch does, but one update is in each so many of them.
+            recorder.expect(done % self._period >= self._period - recorder.num_micro_steps)
+        else:  # of which each may make more updates than one in a step, or fewer
+            for recorder in self._recorders.values():
+                recorder.expect(None)
         if done // self._period > self._num_periods:
             self._num_periods = done // self._period
             self._record()
 
     def _record(self) -> None:
-        assert self._recorder is not None
         model = self.model  # on JAX this takes the state out of the training step
-        self._recorder.record(lambda: {"train_loss": float(keras.ops.convert_to_numpy(model.metrics[0].result()))})
+        more: Callable[[], dict[str, float]] = functools.partial(_train_loss, model)
+        for recorder in self._recorders.values():
+            if recorder.record(more):
+                more = dict  # once
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes what is left, and adds to `logs`, which is the dict that the callbacks after this one get."""
-        optimizer = self.model.optimizer
-        if self._recorder is not None:
-            self._record()
-        if logs is not None:
-            logs.update(rates(optimizer))
+        _ = self.model  # on JAX this takes the state out of the training step
+        self._record()
+        if logs is None:
+            return
+        for prefix, optimizer in self._optimizers.items():
+            if prefix and _num_updates(optimizer) == self._updates_before[prefix]:
+                continue  # the step does not use it
+            logs.update({f"{prefix}{tag}": rate for tag, rate in rates(optimizer).items()})
             if (scale := dynamic_loss_scale(optimizer)) is not None:
-                logs["loss_scale"] = scale
+                logs[f"{prefix}loss_scale"] = scale
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Looks no longer."""
-        if self._recorder is not None:
-            model = self.model
-            self._recorder.close()
-            self._recorder = None
-            model.train_function = None
+        for recorder in self._recorders.values():
+            recorder.close()
+        if self._recorders:
+            self.model.train_function = None
+        self._recorders, self._optimizers = {}, {}
+
+
+def _by_prefix(model: Any) -> dict[str, Any]:
+    """The optimizers that may update a model, by what their tags begin with: nothing where there is one only."""
+    held = [model.optimizer] if has_built_in_step(model) else optimizers_of(model)
+    if len(held) == 1:
+        return {"": held[0]}
+    names = {id(value): name for name, value in vars(model).items()}
+    found: dict[str, Any] = {}
+    for optimizer in held:
+        name = names.get(id(optimizer), optimizer.name)
+        name = name if f"{name}/" not in found else f"{name}_{len(found)}"
+        found[f"{name}/"] = optimizer
+    return found
+
+
+def _num_updates(optimizer: Any) -> int:
+    return int(keras.ops.convert_to_numpy(optimizer.iterations))
+
+
+def _train_loss(model: Any) -> dict[str, float]:
+    """The mean of the losses of an epoch so far; nothing where the training step does not keep it."""
+    tracker = next(iter(model.metrics), None)
+    if tracker is None or not float(keras.ops.convert_to_numpy(getattr(tracker, "count", 1))):
+        return {}
+    return {"train_loss": float(keras.ops.convert_to_numpy(tracker.result()))}
 
 
 _MOST_NAMES = 8
@@ -386,10 +472,27 @@ def _compared(model: Any) -> list[Variable]:
     return weights + _optimizer_variables(model)
 
 
-def _groups(model: Any, num_replicas: int) -> Groups:
-    chain = [part for optimizer in optimizers_of(model) for part in (optimizer, *inside(optimizer))]
-    assigned: list[Groups] = [groups for o in chain if (groups := getattr(o, "group_assignment", None)) is not None]
-    return [list(range(num_replicas))] if not assigned or num_replicas == 1 else assigned[0]
+def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> list[Groups]:
+    """For each variable the groups in which it must be equal: those of the optimizer that updates it."""
+    # As the number of the group that each replica is in, so that two assignments cut each other.
+    number_of: dict[int, list[tuple[int, ...]]] = {}
+    of_all: list[tuple[int, ...]] = [()] * num_replicas
+    for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *inside(optimizer))]:
+        groups: Groups | None = getattr(part, "group_assignment", None) if num_replicas > 1 else None
+        if groups is None and not isinstance(part, CrossShard):
+            continue
+        numbers = dict.fromkeys(range(num_replicas), 0)
+        numbers.update({replica: i for i, group in enumerate(groups or []) for replica in group})
+        of_all = [(*known, numbers[i]) for i, known in enumerate(of_all)]
+        for variable in [*part._trainable_variables, *part.variables]:
+            before = number_of.get(id(variable), [()] * num_replicas)
+            number_of[id(variable)] = [(*known, numbers[i]) for i, known in enumerate(before)]
+    found: list[Groups] = []
+    for variable in variables:
+        # One that no optimizer updates may differ where any of them lets weights differ.
+        labels = number_of.get(id(variable), of_all)
+        found.append([[i for i in range(num_replicas) if labels[i] == label] for label in dict.fromkeys(labels)])
+    return found
 
 
 def _odd_ones(fingerprints: np.ndarray, group: Sequence[int]) -> str:

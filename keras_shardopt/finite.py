@@ -13,7 +13,7 @@ from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.numerics import is_next_value, is_sparse
-from keras_shardopt.reduction import Reduction, global_gradients_and_flags
+from keras_shardopt.reduction import Reduction, global_gradients_and_flags, raise_failure_of_others
 from keras_shardopt.replica import Arrival, ReplicaBackend
 
 UNKNOWN = -1
@@ -73,6 +73,28 @@ def judge(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
     return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
 
 
+def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: ReplicaBackend) -> tuple[Tensor, Tensor]:
+    """What `check_grads` finds in the gradients of all replicas, from what it finds in those of each.
+
+    Raises:
+        ValueError: on the other replicas, if some make the call `fail_among_all` instead.
+    """
+    found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
+    (found,) = replicas.all_reduce([found], "max")
+    if not replicas.runs_one_program and replicas.is_at_hand(found) and found[0] > 1:
+        raise_failure_of_others(replicas)
+    return found[0] > 0, found[1]
+
+
+def fail_among_all(replicas: ReplicaBackend) -> None:
+    """Stands in for `largest_of_all` on replicas that raise an error."""
+    replicas.all_reduce([ops.convert_to_tensor([_FAILS, 0.0], "float32")], "max")
+
+
+_FAILS = 2.0
+"""More than any bool."""
+
+
 def reduce_and_judge(
     grads: Gradients,
     variables: Sequence[Variable],
@@ -100,15 +122,26 @@ def reduce_and_judge(
         return flags(found, replicas.replica_id, num_variables, size, dtype)
 
     travels = found is not None and groups is None
-    reduced, told = global_gradients_and_flags(
-        grads, variables, replicas, reduction, arrival, groups, mine if travels else None, trained
-    )
+    failure = None
+    try:
+        reduced, told = global_gradients_and_flags(
+            grads, variables, replicas, reduction, arrival, groups, mine if travels else None, trained
+        )
+    except ValueError as error:
+        if groups is None or replicas.runs_one_program:
+            raise
+        failure, reduced, told = error, list(grads), None  # other groups wait below
     # Also of the sum, which may overflow where no term does.
     position = first_not_finite(reduced, variables)
     if groups is not None:
         sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")
-        (everyones,) = replicas.all_reduce([ops.concatenate([mine("float32"), sum_overflows])], "max")
-        told, position = everyones[:-1], ops.cast(everyones[-1], "int32")
+        fails = ops.full((1,), float(failure is not None), "float32")
+        (everyones,) = replicas.all_reduce([ops.concatenate([mine("float32"), sum_overflows, fails])], "max")
+        if failure is not None:
+            raise failure
+        if not replicas.runs_one_program and replicas.is_at_hand(everyones) and everyones[-1] > 0:
+            raise_failure_of_others(replicas)
+        told, position = everyones[:-2], ops.cast(everyones[-2], "int32")
     if told is None:
         known = position if found is None else ops.where(found > 0, found, position)
         who = ops.full_like(known, 0 if size == 1 else UNKNOWN)

@@ -15,7 +15,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.replica import World, framework
-from keras_shardopt.replica.trainer import reducers_in
+from keras_shardopt.replica.trainer import reducers_in, refuse_groups
 
 # The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.
 _lingering: data_parallel | None = None
@@ -242,12 +242,7 @@ def prepare(model: Any) -> Any:
             f"Received: optimizer={getattr(model, 'optimizer', None)!r}. "
             "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)` before `prepare(model)`."
         )
-    for cross_shard in reducers:
-        if len(cross_shard.group_assignment or []) > 1:
-            raise ValueError(
-                "`model` must be trained by all replicas together, and with `group_assignment` the groups train apart. "
-                f"Received: {cross_shard!r}. Train it without `prepare`, on equal parts of each batch."
-            )
+    refuse_groups(reducers)
     for optimizer in optimizers_of(model):
         if cross_shards(optimizer):
             framework.notice(optimizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from keras import ops
 
@@ -333,22 +333,38 @@ def _reduce_some(
     if not filled:
         return [], flags
     told = [*[grad is not None for grad in grads], *marks(trained), trains, not trains]
+    num_told = len(told)
+    if groups is not None:
+        # Whether another group has failed, which the members of this one may find at different times.
+        told.append(replicas.is_at_hand(filled[0]) and replicas.others_have_failed())
     presence = ops.convert_to_tensor(told, dtype=filled[0].dtype)
     if flags is not None:
         presence = ops.concatenate([presence, ops.cast(flags, dtype_of(presence))])
     *sums, counts = replicas.all_reduce([*filled, presence], op, groups)
     flags = None if flags is None else counts[len(told) :]
-    counts = counts[: len(told)]
+    has_failed, counts = counts[num_told : len(told)], counts[:num_told]
     may_look = replicas.is_at_hand(counts) or not trains
     if all(grad is not None for grad in grads) and not may_look:
         return list(sums), flags
     found = ops.convert_to_numpy(ops.cast(counts, "float32"))
-    if may_look:
-        num_members = replicas.num_replicas if groups is None else len(groups[0])
-        factor = num_members if op == "mean" else 1
-        check_all_train(trains, found[-2] * factor, found[-1] * factor, num_members)
-    check_same_variables(trained, found[len(grads) : -2], variables, replicas, groups, may_look)
+    if groups is not None and may_look and float(ops.convert_to_numpy(ops.cast(has_failed, "float32"))[0]) > 0:
+        raise_failure_of_others(replicas)
+    try:
+        if may_look:
+            num_members = replicas.num_replicas if groups is None else len(groups[0])
+            factor = num_members if op == "mean" else 1
+            check_all_train(trains, found[-2] * factor, found[-1] * factor, num_members)
+        check_same_variables(trained, found[len(grads) : -2], variables, replicas, groups, may_look)
+    except ValueError as error:
+        if groups is not None:
+            replicas.say_failure(str(error), groups)
+        raise
     return [grad if has else None for grad, has in zip(sums, found > 0)], flags
+
+
+def raise_failure_of_others(replicas: ReplicaBackend) -> NoReturn:
+    """Raises the ValueError that the replicas of another group have raised."""
+    raise ValueError(replicas.take_failure() or "All groups must train. Received: an error in another one.")
 
 
 def end_together(

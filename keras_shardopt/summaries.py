@@ -87,19 +87,35 @@ class Recorder:
         log_dir: path or None. The chief of all processes writes event files there; None writes nothing.
         summaries: names out of `SUMMARIES`, or None.
         every: int >= 1, in updates.
+        prefix: what all tags of this optimizer begin with.
+        beside: another recorder, into whose files this one writes.
+        looks_inside: bool. Whether the updates themselves can be seen; else only what can be read between them.
 
     Raises:
         ValueError: if what is asked for cannot be seen.
         ImportError: if files are to be written and `tensorboardX` is not installed.
     """
 
-    def __init__(self, optimizer: Any, log_dir: Any, summaries: Sequence[str] | None, every: int) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        log_dir: Any,
+        summaries: Sequence[str] | None,
+        every: int,
+        *,
+        prefix: str = "",
+        beside: Recorder | None = None,
+        looks_inside: bool = True,
+    ) -> None:
         names = checked_summaries(summaries)
         self.optimizer = optimizer
+        self._prefix = prefix
         self.every = every
         self._names = names
         self._observer: _Observer | None = None
-        if isinstance(optimizer, OptimizerWrapper):
+        if not looks_inside:
+            pass
+        elif isinstance(optimizer, OptimizerWrapper):
             if set(names) - {"loss_scale"}:
                 self._observer = _Observer(optimizer, names, every)
         elif summaries is not None and set(names) - {"learning_rate"}:
@@ -108,7 +124,11 @@ class Recorder:
                 f"summaries={list(names)}, with {type(optimizer).__name__}. "
                 f"Put it into a `CrossShard`, which alone changes nothing: `CrossShard({type(optimizer).__name__}())`."
             )
-        self._write = None if log_dir is None or framework.process()[1] else _event_writer(log_dir)
+        self._write: Callable[[dict[str, Any] | None, int], None] | None = None
+        if beside is not None:
+            self._write = beside._write
+        elif log_dir is not None and not framework.process()[1]:
+            self._write = _event_writer(log_dir)
         self._last_step = -1
 
     @property
@@ -118,8 +138,11 @@ class Recorder:
         steps = [getattr(o, "gradient_accumulation_steps", None) for o in chain if isinstance(o, OptimizerWrapper)]
         return next((k for k in steps if k), 1)
 
-    def expect(self, is_due: bool) -> None:
-        """Says before a step, where steps are run line by line, whether what it does will be asked for."""
+    def expect(self, is_due: bool | None) -> None:
+        """Says before a step, where steps are run line by line, whether what it does will be asked for.
+
+        None stands for each `every`-th update, which is then found by reading their number.
+        """
         if self._observer is not None:
             self._observer.is_due = is_due
 
@@ -131,20 +154,22 @@ class Recorder:
             step, tags = self._observer.values()
         else:
             step = int(ops.convert_to_numpy(optimizer.iterations))
-            if "learning_rate" in self._names and not isinstance(optimizer, OptimizerWrapper):
+            if "learning_rate" in self._names:
                 tags.update(rates(optimizer))
         if "loss_scale" in self._names and (scale := dynamic_loss_scale(optimizer)) is not None:
             tags[f"{_PREFIX}loss_scale"] = scale
         return step, tags
 
-    def record(self, more: Callable[[], dict[str, float]] = dict) -> None:
-        """Writes what was seen since the last time, if anything, and what `more` returns."""
+    def record(self, more: Callable[[], dict[str, float]] = dict) -> bool:
+        """Writes what was seen since the last time, if anything, and what `more` returns. Returns whether it has."""
         if self._write is None or not self._names:
-            return
+            return False
         step, tags = self.values()
-        if step > self._last_step and step > 0:
-            self._last_step = step
-            self._write({**tags, **more()}, step)
+        if step <= self._last_step or step <= 0:
+            return False
+        self._last_step = step
+        self._write({**{f"{self._prefix}{tag}": value for tag, value in tags.items()}, **more()}, step)
+        return True
 
     def close(self) -> None:
         """Looks no longer, and ends the file. A compiled step must be compiled anew."""
@@ -184,7 +209,7 @@ class _Observer:
     """
 
     def __init__(self, optimizer: OptimizerWrapper, names: Sequence[str], every: int) -> None:
-        self.is_due = True
+        self.is_due: bool | None = True
         self._optimizer = optimizer
         self._every = every
         chain = [o for o in [optimizer, *inside(optimizer)] if isinstance(o, OptimizerWrapper)]
@@ -268,7 +293,7 @@ class _Observer:
         if not looks:
             return
         is_due: Any = self.is_due
-        if framework.steps_are_traced:
+        if framework.steps_are_traced or is_due is None:
             update = ops.add(ops.convert_to_tensor(wrapper.iterations), 1)
             is_due = ops.equal(ops.mod(update, self._every), 0)
         plain = [(g, v) for g, v in zip(grads, variables) if not is_next_value(v)]

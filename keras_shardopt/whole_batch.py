@@ -69,6 +69,7 @@ def _reduce_weighted_values(
     if part is None or reduction in (None, "none"):
         return _reduce_in_keras(values, sample_weight, mask, reduction, dtype)
     values = ops.convert_to_tensor(values, dtype=dtype)
+    adds_up = reduction == "sum" and len(values.shape) > 0
     if len(values.shape) == 0:
         if part.ends_early and not isinstance(part.num_rows, int):
             raise ValueError(
@@ -80,7 +81,7 @@ def _reduce_weighted_values(
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part)
-    return part.replicas.notice_divided_loss(loss) if part.losses_are_divided else loss
+    return part.replicas.notice_divided_loss(loss, adds_up) if part.losses_are_divided else loss
 
 
 def _loss_of_whole_batch(

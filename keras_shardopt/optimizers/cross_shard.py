@@ -15,7 +15,7 @@ from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
 from keras_shardopt.agreement import check_agreement, described, losses_that_add_up
 from keras_shardopt.divided_state import DividedState
-from keras_shardopt.finite import UNKNOWN, first_not_finite, judge, num_flags, reduce_and_judge
+from keras_shardopt.finite import UNKNOWN, fail_among_all, first_not_finite, judge, num_flags, reduce_and_judge
 from keras_shardopt.numerics import is_next_value
 from keras_shardopt.reduction import (
     LocalTransform,
@@ -568,6 +568,8 @@ class CrossShard(TwoPhases, DividedState):
             return self._shards.slices_of(grads, variables)
         replicas = framework.replicas(self.axis_name)
         framework.check_ready(variables, leaves(self))
+        if self.__dict__.pop("_is_loaded", False):
+            framework.check_loaded(variables)
         if self._shards is not None:
             self._shards.check(replicas)
         elif self.shard_state and replicas.num_replicas > 1 and not replicas.speaks_for_all:
@@ -694,13 +696,23 @@ class CrossShard(TwoPhases, DividedState):
             return self._without_frozen(grads, verdict, variables, chosen)
         verdict = None
         if self._culprit is None:
-            grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups, trained)
+            try:
+                grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups, trained)
+            except ValueError:
+                if groups is not None and self._meets_inside and not replicas.runs_one_program:
+                    fail_among_all(replicas)
+                raise
         else:
             grads, verdict = reduce_and_judge(
                 grads, variables, replicas, self.reduction, arrival, groups, found, trained
             )
         grads = grads if self._shards is None else self._shards.slices_of(grads, variables)
         return self._without_frozen(grads, verdict, variables, chosen)
+
+    @property
+    def _meets_inside(self) -> bool:
+        """Whether a loss scaling inside decides together with all replicas, those of other groups too."""
+        return any(isinstance(part, OptimizerWrapper) and part._skips_overflows for part in inside(self))
 
     def _with_frozen(
         self, grads: Gradients, variables: Sequence[Variable]
@@ -727,19 +739,24 @@ class CrossShard(TwoPhases, DividedState):
 
     def _arrival_of(self, grads: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend) -> Arrival:
         """How these gradients arrive: as the constructor was told, or as the replicas find it."""
-        if self.__dict__["_arrival"] is not None:
-            return self.__dict__["_arrival"]
+        arrival = self.__dict__["_arrival"]
+        if arrival is not None:
+            self._warn_once(replicas.objections(arrival) if self.gradients != "auto" else ())
+            return arrival
         arrival = replicas.arrival(grads, variables)
         doubts = list(replicas.doubts)
         if not replicas.has_seen_losses and self.__dict__["_last_arrival"] is Arrival.LOCAL_PRESCALED:
             # Rather a function that was traced before, which is not seen again, than another kind of loss.
             arrival, doubts = Arrival.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
         self.__dict__["_last_arrival"] = arrival
+        self._warn_once(doubts)
+        return arrival
+
+    def _warn_once(self, doubts: Sequence[str]) -> None:
         for doubt in doubts:
             if doubt not in self.__dict__["_doubts"]:
                 self.__dict__["_doubts"].add(doubt)
-                warnings.warn(doubt, stacklevel=2)
-        return arrival
+                warnings.warn(doubt, stacklevel=3)
 
     def _buckets_among(self, replicas: ReplicaBackend) -> Any:
         """What reduces gradients while they are computed; None where each is reduced by itself, after all of them."""
@@ -781,7 +798,7 @@ class CrossShard(TwoPhases, DividedState):
     def _check_local(self, arrival: Arrival, replicas: ReplicaBackend) -> None:
         """Refuses gradients that are reduced already where each replica's own are needed."""
         is_reduced = arrival is Arrival.GLOBAL or arrival is Arrival.SUMMED
-        if replicas.num_replicas == 1 or not (is_reduced or replicas.arrival_is_a_guess):
+        if replicas.num_replicas == 1 or not is_reduced:
             return
         given = [
             f"{name}={getattr(self, name)!r}"
@@ -959,7 +976,9 @@ class CrossShard(TwoPhases, DividedState):
         if isinstance(transform, dict):
             transform = keras.saving.deserialize_keras_object(transform, custom_objects=custom_objects)
             config = {**config, "replica_transform": transform}
-        return super().from_config(config, custom_objects)
+        loaded = super().from_config(config, custom_objects)
+        loaded.__dict__["_is_loaded"] = True
+        return loaded
 
     def _repr_arguments(self) -> str:
         given = [f", reduction={self.reduction!r}"]

@@ -16,11 +16,11 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.finite import largest_of_all
 from keras_shardopt.numerics import dtype_of, in_float32, is_next_value, map_values
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.replica import (
     Arrival,
-    ReplicaBackend,
     differing_along,
     framework,
     holds_slices,
@@ -158,20 +158,25 @@ class ScaledUpdate(OptimizerWrapper):
         has_nan, amax = check_grads(seen)
         amax = amax / scale
         if holds_slices(self):
-            return _largest_of_all(has_nan, amax, framework.replicas("batch"))
-        axes = [optimizer.axis_name for optimizer in inside(self) if hasattr(optimizer, "axis_name")]
+            return largest_of_all(has_nan, amax, framework.replicas("batch"))
+        reducers = [optimizer for optimizer in inside(self) if hasattr(optimizer, "axis_name")]
+        axes = [reducer.axis_name for reducer in reducers]
         if reduction_is_claimed(self):
             axis = differing_along(self)
             if axis is None:
                 return has_nan, amax  # the gradients are global
             axes = [axis]  # those of a group
         replicas = framework.replicas(axes[0] if axes else "batch")
-        # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike.
-        if not replicas.runs_one_program or replicas.arrival(grads, variables) in (
-            Arrival.LOCAL,
-            Arrival.LOCAL_PRESCALED,
+        # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
+        # user has said how they come, replicas may not know: what they hear from each other is right in any case.
+        is_said = any(reducer.__dict__["_arrival"] is not None for reducer in reducers)
+        may_differ = is_said and replicas.num_replicas > 1 and not replicas.speaks_for_all
+        if (
+            may_differ
+            or not replicas.runs_one_program
+            or replicas.arrival(grads, variables) in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED)
         ):
-            return _largest_of_all(has_nan, amax, replicas)
+            return largest_of_all(has_nan, amax, replicas)
         return has_nan, amax
 
     def _meet_outer_loss_scaling(self) -> None:
@@ -271,13 +276,6 @@ class LossScaling(ScaledUpdate):
 
     def _repr_arguments(self) -> str:
         return f", loss_scaling={self._scaler or self._static!r}"
-
-
-def _largest_of_all(has_nan: Tensor, amax: Tensor, replicas: ReplicaBackend) -> tuple[Tensor, Tensor]:
-    """What `check_grads` finds in the gradients of all replicas, from what it finds in those of each."""
-    found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
-    (found,) = replicas.all_reduce([found], "max")
-    return found[0] > 0, found[1]
 
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:

@@ -68,9 +68,6 @@ class ReplicaBackend(abc.ABC):
     spans_processes: bool = False
     """Whether some of the replicas are in other processes, which then make the same calls."""
 
-    arrival_is_a_guess: bool = False
-    """Whether the last answer of `arrival` was "local" because that does no harm, and not because it was known."""
-
     has_seen_losses: bool = True
     """Whether the last answer of `arrival` comes from something that was seen in this step."""
 
@@ -80,9 +77,30 @@ class ReplicaBackend(abc.ABC):
     inner_optimizers_sum: bool = False
     """Whether Keras' own optimizers add up the gradients of these replicas, if nobody has reduced them before."""
 
-    def notice_divided_loss(self, loss: Tensor) -> Tensor:
-        """Called with a loss that was divided so that the gradients of the replicas are to be summed. Returns it."""
+    def objections(self, arrival: Arrival) -> Sequence[str]:
+        """What speaks against gradients that are said to arrive in this way, each a sentence with what to do."""
+        del arrival
+        return ()
+
+    def notice_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
+        """Called with a loss that is such that the gradients of the replicas are to be summed. Returns it.
+
+        It was divided for that, unless it `adds_up` over rows.
+        """
+        del adds_up
         return loss
+
+    def say_failure(self, words: str, groups: Groups) -> None:
+        """Lets the replicas of other groups find an error of this one, of which all members say it."""
+        del words, groups
+
+    def others_have_failed(self) -> bool:
+        """Whether another group has said an error that this replica has not taken yet."""
+        return False
+
+    def take_failure(self) -> str:
+        """The last error that another group has said, or nothing."""
+        return ""
 
     def are_current(self) -> bool:
         """Whether these replicas can still be spoken to."""
@@ -397,6 +415,10 @@ class Framework:
         """The replicas around the caller, at this point of the program (or of its trace)."""
         del axis_name
         return SingleReplica()
+
+    def check_loaded(self, variables: Sequence[Variable]) -> None:
+        """Warns where an optimizer that was loaded from a file trains these weights on fewer replicas than it looks."""
+        del variables
 
     def take_over_reduction(self, optimizers: Sequence[Any]) -> None:
         """Makes these innermost optimizers keep their own reduction off inside `claim_reduction()`."""

@@ -40,7 +40,14 @@ from keras_shardopt._typing import Tensor
 from keras_shardopt.models import layers_of
 from keras_shardopt.replica.base import AllReplicasAtOnce, Part, claim_reduction, part_of_batch
 from keras_shardopt.replica.jax_sharding import MADE_HERE, MappedAxis, batch_size_of, gather_objects
-from keras_shardopt.replica.trainer import call_silently, has_built_in_step, num_rows, reducers_in, stand_in
+from keras_shardopt.replica.trainer import (
+    call_silently,
+    has_built_in_step,
+    num_rows,
+    reducers_in,
+    refuse_groups,
+    stand_in,
+)
 from keras_shardopt.whole_batch import share_losses
 
 
@@ -204,7 +211,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     """The trainer's step, unless the optimizer wants to see each replica's own gradients."""
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     distribution = keras.distribution.distribution()
-    _refuse_groups(reducers)
+    refuse_groups(reducers)  # perhaps of another `compile`
     stacks = any(reducer._is_stacked for reducer in reducers)
     needs_local = any(reducer._needs_local_gradients for reducer in reducers)
     if batch_size_of(distribution) == 1 or not (stacks or needs_local):
@@ -243,16 +250,6 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     )
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
     return logs, (new_weights, new_others, optimizer_state, metrics)
-
-
-def _refuse_groups(reducers: list[Any]) -> None:
-    """Those of another `compile` than the one before `prepare`."""
-    for reducer in reducers:
-        if len(reducer.group_assignment or []) > 1:
-            raise ValueError(
-                "A prepared model must be trained by all replicas together, and with `group_assignment` the groups "
-                f"train apart. Received: {reducer!r}. Leave `group_assignment` out, or train a model without `prepare`."
-            )
 
 
 def _rows_of(replica: Any, all_rows: int, num_replicas: int) -> Any:

@@ -13,6 +13,7 @@ import datetime
 import pickle
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,8 +56,26 @@ class ReplicaContext(ReplicaBackend):
         self.doubts = _doubts(seen)
         return Arrival.LOCAL_PRESCALED if tf_losses.DIVIDED in seen else Arrival.LOCAL
 
-    def notice_divided_loss(self, loss: Tensor) -> Tensor:
-        return tf_losses.note_divided(loss)
+    def objections(self, arrival: Arrival) -> Sequence[str]:
+        seen = tf_losses.noted()
+        if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
+            return [_MIXTURE]
+        if arrival is Arrival.LOCAL and tf_losses.BY_NUMBER in seen:
+            return [
+                'Gradients are "local" where the loss is not divided by the number of replicas. Received: '
+                '`gradients="local"`, and a step that divides it, as the losses of Keras do, so that updates are as '
+                "many times too small. Leave `gradients` out, unless the step multiplies the loss by that number again."
+            ]
+        if arrival is Arrival.LOCAL_PRESCALED and tf_losses.UNDIVIDED in seen:
+            return [
+                'Gradients are "prescaled" where the loss is divided by the number of replicas. Received: '
+                '`gradients="prescaled"`, and a loss function that returns a scalar, which Keras does not divide, so '
+                "that updates are as many times too large. Leave `gradients` out."
+            ]
+        return ()
+
+    def notice_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
+        return tf_losses.note_divided(loss, adds_up)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
         tensors = list(tensors)
@@ -123,16 +142,19 @@ class ReplicaContext(ReplicaBackend):
         return tf.gather(tf.constant(groups), tf.gather(tf.constant(group_of), self.replica_id))
 
 
+_MIXTURE = (
+    "All losses of a step must be divided by the number of replicas, or none. Received: a loss function that "
+    "returns a scalar, which Keras does not divide, beside losses or penalties that it divides, so that the "
+    "scalar counts as many times as there are replicas. Let the loss function return one value for each row, "
+    "or call `keras_shardopt.prepare(model)`."
+)
+
+
 def _doubts(seen: set[str]) -> list[str]:
     """What may be wrong with gradients of a step in which this was seen of the losses."""
     doubts = []
     if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
-        doubts.append(
-            "All losses of a step must be divided by the number of replicas, or none. Received: a loss function that "
-            "returns a scalar, which Keras does not divide, beside losses or penalties that it divides, so that the "
-            "scalar counts as many times as there are replicas. Let the loss function return one value for each row, "
-            "or call `keras_shardopt.prepare(model)`."
-        )
+        doubts.append(_MIXTURE)
     if tf_losses.BARE_TERM in seen:
         doubts.append(
             "All terms of a loss must be divided by the number of replicas, or none. Received: a loss with a term that "
@@ -303,6 +325,16 @@ class TensorFlow(Framework):
     def check_scope(self, variables: Sequence[Variable], num_replicas: int) -> None:
         _check_mirrored(variables, max(num_replicas, self.num_replicas_of_scope()))
 
+    def check_loaded(self, variables: Sequence[Variable]) -> None:
+        if self.num_replicas_of_last_scope > 1 and not any(_num_mirrored(variable) > 1 for variable in variables):
+            warnings.warn(
+                "A model that is to train on several replicas must be loaded inside the scope. Received: a loaded "
+                f"optimizer and weights that are on one device, after a scope of {self.num_replicas_of_last_scope} "
+                "replicas. Load it inside `with keras_shardopt.data_parallel():`. To train on one device, load it "
+                "inside `with keras_shardopt.data_parallel(1):`.",
+                stacklevel=2,
+            )
+
     def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         if tf.distribute.get_strategy().num_replicas_in_sync == 1:
             num_replicas = max((_num_mirrored(optimizer.iterations) for optimizer in optimizers), default=1)
@@ -334,8 +366,7 @@ class TensorFlow(Framework):
 
     arrival_in_steps = Arrival.LOCAL
 
-    def num_replicas_of_steps(self) -> int:
-        return int(tf.distribute.get_strategy().num_replicas_in_sync)
+    num_replicas_of_steps = num_replicas_of_scope
 
     def compiled(
         self, function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
@@ -496,7 +527,7 @@ class TensorFlow(Framework):
 
         if all(_num_mirrored(variable) == 1 for variable in model.trainable_variables):
             _check_mirrored(model.trainable_variables, self.num_replicas_of_last_scope)
-        tf_fit.prepare(model)
+        tf_fit.prepare(model, reducers_of)
 
     def largest_difference(self, variables: Sequence[Variable]) -> float:
         largest = 0.0

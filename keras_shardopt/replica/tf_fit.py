@@ -18,12 +18,14 @@ import tensorflow as tf
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.replica.base import Part, part_of_batch
 from keras_shardopt.replica.tf_distribute import ReplicaContext
-from keras_shardopt.replica.trainer import has_built_in_step, num_rows, stand_in
+from keras_shardopt.replica.trainer import has_built_in_step, num_rows, reducers_in, refuse_groups, stand_in
 from keras_shardopt.whole_batch import own_additional_losses, share_losses
 
 
-def prepare(model: Any) -> None:
-    """Gives the model steps that know which part of the batch they have."""
+def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+    """Gives the model steps that know which part of the batch they have. See `Framework.prepare`."""
+    # Past Keras' attribute tracking.
+    object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     stand_in(model, "train_step", _step)
     stand_in(model, "test_step", _step)
     stand_in(model, "compute_loss", _compute_loss)
@@ -37,6 +39,7 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync == 1:
         return real(data)
+    refuse_groups(reducers_in(model, model._keras_shardopt_reducers_of))  # perhaps of another `compile`
     share_losses(model)
     replicas = ReplicaContext(strategy, tf.distribute.get_replica_context())
     mine = tf.convert_to_tensor(num_rows(data))

@@ -24,6 +24,9 @@ from keras.src.losses import loss as keras_loss
 DIVIDED = "divided"
 """A loss that counts as it should where gradients are summed: divided by the number of replicas, or a plain sum."""
 
+BY_NUMBER = "by number"
+"""A loss that Keras, TensorFlow or a prepared step has divided by the number of replicas for sure."""
+
 UNDIVIDED = "undivided"
 """A loss that Keras could not divide, because its function returned a scalar."""
 
@@ -67,9 +70,11 @@ def note(what: str) -> None:
         vars(context).setdefault(_NOTES, set()).add(what)
 
 
-def note_divided(loss: Any) -> Any:
-    """Notes a loss that counts as it should where gradients are summed. Returns it."""
+def note_divided(loss: Any, adds_up: bool = False) -> Any:
+    """Notes a loss that counts as it should where gradients are summed, perhaps as it `adds_up`. Returns it."""
     note(DIVIDED)
+    if not adds_up:
+        note(BY_NUMBER)
     context = tf.distribute.get_replica_context()
     if context is not None and _NOTES in vars(context):
         vars(context).setdefault(_TENSORS, []).append(loss)
@@ -108,7 +113,7 @@ def _reduce_values(values: Any, sample_weight: Any = None, reduction: Any = "sum
     if reduction != "sum" and len(values.shape) == 0:
         note(UNDIVIDED)
         return loss
-    return note_divided(loss)
+    return note_divided(loss, adds_up=reduction == "sum")
 
 
 _scale_in_keras = keras_loss.scale_loss_for_distribution

@@ -31,7 +31,16 @@ from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.models import Living, living_models
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
 from keras_shardopt.replica.torch_fused import fused, may_fuse
-from keras_shardopt.replica.torch_group import close_group, gather_objects, meet, open_group, taking_part, tell
+from keras_shardopt.replica.torch_group import (
+    close_group,
+    failure,
+    gather_objects,
+    meet,
+    open_group,
+    say_failure,
+    taking_part,
+    tell,
+)
 from keras_shardopt.replica.torch_overlap import Buckets, can_bucket
 from keras_shardopt.replica.torch_random import draw_apart, note_seed
 
@@ -59,9 +68,30 @@ class Ranks(ReplicaBackend):
         self._subgroups: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
         # Variables whose DDP owner has been looked for. By identity: tensors compare element by element.
         self._ddp_of: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None]] = {}
+        self._num_failures = 0
+        self._failures_taken: set[str] = set()
         if _INITIALIZE_DDP is not None:
             mine = weakref.ref(self)
             keras.Model._initialize_ddp = lambda model: _initialize_ddp(model, mine())
+
+    @torch.compiler.disable
+    def say_failure(self, words: str, groups: Groups) -> None:
+        # Without a collective: the other groups are somewhere else. Members of one count alike.
+        self._num_failures += 1
+        mine = next(group for group in groups if self.replica_id in group)
+        self._failures_taken.add(f"{mine[0]}/{self._num_failures}")
+        say_failure(f"{mine[0]}/{self._num_failures}", words)
+
+    @torch.compiler.disable
+    def others_have_failed(self) -> bool:
+        found = failure()
+        return found is not None and found[0] not in self._failures_taken
+
+    @torch.compiler.disable
+    def take_failure(self) -> str:
+        number, words = failure() or ("", "")
+        self._failures_taken.add(number)
+        return words
 
     def are_current(self) -> bool:
         """Whether this object still speaks of the process group that runs."""
@@ -76,12 +106,10 @@ class Ranks(ReplicaBackend):
 
     @torch.compiler.disable
     def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
-        self.arrival_is_a_guess = False
         ddp = self._ddp_owner(_tensor(variables[0]))
         if ddp is None:
             return Arrival.LOCAL
-        # DDP reduces what went forward through it, and nothing else. Where we do not know yet, "local" is right
-        # either way: the mean of equal gradients is the same gradient, only dearer.
+        # DDP reduces what went forward through it, and nothing else.
         reduced = ddp.__dict__.pop(_REDUCED_BY_DDP, False)
         return Arrival.GLOBAL if reduced else Arrival.LOCAL
 
@@ -236,9 +264,6 @@ class Ranks(ReplicaBackend):
         if known is None or known[0]() is not parameter:
             # A parameter does not tell that DDP owns it, and Keras may wrap the model out of our sight.
             owner = next((ddp for ddp in _ddps if _owns(ddp, parameter)), None)
-            if owner is not None:
-                owner.register_forward_pre_hook(_note_forward)
-                self.arrival_is_a_guess = True  # whether the forward pass before went through it
             known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
             self._ddp_of[id(parameter)] = known
         return None if known[1] is None else known[1]()
@@ -289,13 +314,27 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         yield bucket
 
 
-_ddps = Living(DistributedDataParallel, "__init__")
 _REDUCED_BY_DDP = "_keras_shardopt_reduced"
 
 
 def _note_forward(ddp: DistributedDataParallel, inputs: Any) -> None:
     if torch.is_grad_enabled():
         ddp.__dict__[_REDUCED_BY_DDP] = ddp.require_backward_grad_sync
+
+
+def _noticing(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of DDPs of which it is noted from the first one on what goes forward through them."""
+
+    @functools.wraps(init)
+    def noticing(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        init(ddp, *args, **kwargs)
+        ddp.register_forward_pre_hook(_note_forward)
+
+    return noticing
+
+
+_ddps = Living(DistributedDataParallel, "__init__")
+DistributedDataParallel.__init__ = _noticing(DistributedDataParallel.__init__)
 
 
 def _owns(ddp: DistributedDataParallel, parameter: Tensor) -> bool:

@@ -38,7 +38,7 @@ from keras_shardopt.models import optimizers_of
 from keras_shardopt.replica.base import Part, SingleReplica, ending_together, part_of_batch
 from keras_shardopt.replica.torch_distributed import Ranks, Torch
 from keras_shardopt.replica.torch_group import tell
-from keras_shardopt.replica.trainer import arguments_of, call_silently, num_rows, reducers_in, stand_in
+from keras_shardopt.replica.trainer import arguments_of, call_silently, num_rows, reducers_in, refuse_groups, stand_in
 from keras_shardopt.whole_batch import mean_losses, share_losses
 
 
@@ -99,7 +99,9 @@ class _Session:
 
     def check_reduces(self) -> None:
         """Refuses an optimizer, perhaps of another `compile`, that would leave each rank with weights of its own."""
-        if not reducers_in(self.model, self._reducers_of):
+        reducers = reducers_in(self.model, self._reducers_of)
+        refuse_groups(reducers)
+        if not reducers:
             raise ValueError(
                 "A prepared model must be trained with a `CrossShard`, which averages the gradients of the ranks. "
                 f"Received: optimizer={self.model.optimizer!r}. "

@@ -163,6 +163,27 @@ def _leave_word(words: str | None) -> None:
 _WORD = "keras_shardopt/word"
 
 
+def say_failure(number: str, words: str) -> None:
+    """Leaves an error, under a number of its own, for ranks that look for it."""
+    with contextlib.suppress(RuntimeError):
+        store = distributed_c10d._get_default_store()
+        store.set(_FAILURE, f"{number} {words}")
+        store.check([_FAILURE])  # setting alone does not wait until it is there
+
+
+def failure() -> tuple[str, str] | None:
+    """The number and the words of the error that was left last; None if there is none."""
+    with contextlib.suppress(RuntimeError):
+        store = distributed_c10d._get_default_store()
+        if store.check([_FAILURE]):
+            number, _, words = store.get(_FAILURE).decode().partition(" ")
+            return number, words
+    return None
+
+
+_FAILURE = "keras_shardopt/failure"
+
+
 # The name since PyTorch 2.13, which warns about the older one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -61,6 +61,16 @@ def reducers_in(model: Any, reducers_of: Callable[[Any], list[Any]]) -> list[Any
     """
     optimizers = [getattr(model, "optimizer", None)] if has_built_in_step(model) else optimizers_of(model)
     return [reducer for optimizer in optimizers for reducer in reducers_of(optimizer)]
+
+
+def refuse_groups(reducers: Sequence[Any]) -> None:
+    """Raises ValueError if a prepared model would be trained with groups, of which each trains apart."""
+    for cross_shard in reducers:
+        if len(cross_shard.group_assignment or []) > 1:
+            raise ValueError(
+                "`model` must be trained by all replicas together, and with `group_assignment` the groups train apart. "
+                f"Received: {cross_shard!r}. Train it without `prepare`, on equal parts of each batch."
+            )
 
 
 def has_built_in_step(model: Any) -> bool:

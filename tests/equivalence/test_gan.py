@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from support import catalogue, gan, problem
+from support import catalogue, events, gan, problem
 
 import keras_shardopt as ks
 
@@ -59,3 +59,45 @@ def test_a_prepared_model_needs_a_reducing_optimizer_where_it_trains():
     model.another = ks.CrossShard("sgd")
     with pytest.raises(ValueError, match="compiled with a `CrossShard`"):
         ks.prepare(model)
+
+
+def reducing(inner, of_discriminator):
+    return ks.CrossShard(inner)
+
+
+def test_summaries_are_of_every_optimizer(tmp_path):
+    def trained(summaries):
+        model = gan.built(gan.compiled(reducing))
+        folder = tmp_path / str(summaries)
+        gan.fit(model, callbacks=[ks.callbacks.TrainingSummaries(folder, summaries, every=2)], epochs=2)
+        return events.read(folder), model
+
+    found, model = trained(None)
+    logs = {name: values for name, values in model.history.history.items() if "learning_rate" in name}
+    rates = {"d_optimizer/learning_rate": 0.1, "g_optimizer/learning_rate": 0.2}
+    assert logs == {name: pytest.approx([rate] * 2) for name, rate in rates.items()}
+    assert all("_optimizer/" in tag for tag in found)  # neither that of `compile`, nor a loss that no step keeps
+    steps = [2, 4, 6, 8, 10]
+    for name, rate in rates.items():
+        assert [step for step, _ in found[name] if step % 2 == 0] == steps
+        assert all(value == pytest.approx(rate) for _, value in found[name])
+    if keras.config.backend() == "jax":
+        with pytest.raises(ValueError, match=r"summaries=\['gradient_norm'\], with `d_optimizer`"):
+            trained(["gradient_norm"])
+        return
+    found, model = trained(["gradient_norm"])
+    for part, name in (("discriminator", "d_optimizer"), ("generator", "g_optimizer")):
+        paths = [variable.path for variable in getattr(model, part).trainable_variables]
+        for path in paths:
+            values = found.pop(f"{name}/Loss_Optimization/gradient_norm/{path}")
+            assert [step for step, _ in values] == steps and all(value > 0 for _, value in values)
+    assert not found
+
+
+@pytest.mark.backends("torch")
+def test_an_optimizer_that_its_first_update_builds_is_watched_from_then_on(tmp_path):
+    model = gan.compiled(reducing)
+    gan.fit(model, callbacks=[ks.callbacks.TrainingSummaries(tmp_path, ["global_gradient_norm"], every=1)])
+    found = events.read(tmp_path)
+    assert len(found) == 2 and all("global_gradient_norm" in tag for tag in found)
+    assert all([step for step, _ in values] == [2, 3, 4, 5] for values in found.values())

@@ -150,6 +150,29 @@ def test_outside_of_cross_shard_the_check_is_made_global(name, monkeypatch):
     assert problem.relative_difference(outside, inside) <= problem.TOLERANCE
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_outside_of_cross_shard_the_check_heeds_how_gradients_are_said_to_arrive(check_vma):
+    """Of two gradients one is local, and NaN on the last replica; the other one the loop has reduced."""
+    weights = [keras.Variable([1.0, 2.0]), keras.Variable([3.0])]
+    optimizer = ks.LossScaling(ks.CrossShard(keras.optimizers.SGD(1.0), gradients="local"), "Backoff")
+    optimizer.build(weights)
+
+    def step(values, state, local):
+        grads = [local[0] * 2.0**14, jax.lax.pmean(local[0, :1] * 0 + 2.0**14, "batch")]
+        return optimizer.stateless_apply(state, grads, values)
+
+    specs = dict(in_specs=(P(), P(), P("batch")), out_specs=(P(), P()))
+    step = jax.jit(jax.shard_map(step, mesh=mesh(2), check_vma=check_vma, **specs))
+    values, state = [v.value for v in weights], [v.value for v in optimizer.variables]
+    rows = np.array([[1.0, 2.0], [3.0, 4.0]], "float32")
+    values, state = step(values, state, rows)
+    for found, expected in zip(values, ([-1.0, -1.0], [2.0])):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    skipped, _ = step(values, state, np.where(rows > 3.5, np.nan, rows))
+    for found, before in zip(skipped, values):
+        assert all((np.asarray(shard.data) == before).all() for shard in found.addressable_shards)
+
+
 def make_built(make, model):
     optimizer = make()
     optimizer.build(model.trainable_variables)

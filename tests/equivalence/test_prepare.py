@@ -197,7 +197,7 @@ def test_a_prepared_model_trains_with_another_optimizer_as_keras_does():
         assert problem.relative_difference(mine, alone) <= problem.TOLERANCE
 
 
-@pytest.mark.backends("jax")
+@pytest.mark.backends("tensorflow", "jax")
 def test_groups_of_a_later_compile_are_refused():
     with ks.data_parallel(4) as replicas:
         model = problem.model()

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from support import launch, problem
 
+from keras_shardopt.replica.same_variables import NUM_MARKS
+
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(400)]
 
 FOR_ALL = ["SGD momentum", "sum", "clipped", "scaled", "eager loop", "replica clip", "replica clip, scaled"]
@@ -93,9 +95,9 @@ def test_every_keras_optimizer(ranks, name):
 def test_one_flat_all_reduce_per_update(ranks, num_replicas):
     # All gradients, and one number per variable that says whether it had one.
     calls = ranks(num_replicas)["SGD momentum/calls"]
-    # With which of 4 gradients there are, which variables are trained (20 marks), whether the rank goes on or ends,
+    # With which of 4 gradients there are, which variables are trained, whether the rank goes on or ends,
     # whether a gradient came late, whether the number of updates is odd or even; and once more when `fit` ends.
-    np.testing.assert_array_equal(calls, [NUM_PARAMETERS + 9 + 20] * (problem.NUM_STEPS + 1))
+    np.testing.assert_array_equal(calls, [NUM_PARAMETERS + 9 + NUM_MARKS] * (problem.NUM_STEPS + 1))
 
 
 @pytest.mark.parametrize("num_replicas", [2, 4])

@@ -189,6 +189,28 @@ def test_who_says_how_gradients_arrive_is_not_asked(gradients, one_process):
         check(loop(2, loss_of, True, gradients), one_process)
 
 
+@pytest.mark.parametrize("prepare", [False, True])
+@pytest.mark.parametrize(
+    ("gradients", "kind"),
+    [("local", "keras"), ("local", "scalar"), ("local", "train_step"), ("prescaled", "keras"), ("prescaled", "scalar")],
+)
+def test_what_is_said_of_gradients_holds_or_is_contradicted(gradients, kind, prepare, one_process):
+    with replicas(2).scope():
+        model = compiled(kind, ks.CrossShard(problem.sgd_momentum(), gradients=gradients))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weights = fitted(model, prepare)
+    said = [str(w.message) for w in caught if f'`gradients="{gradients}"`' in str(w.message)]
+    is_divided = kind == "keras" or (kind == "scalar" and prepare)
+    if is_divided == (gradients == "prescaled"):
+        assert not said
+        check(weights, one_process)
+    else:
+        (words,) = said
+        assert ("too small" if is_divided else "too large") in words and "Leave `gradients` out" in words
+        assert problem.relative_difference(weights, one_process) > 0.1  # it is worth saying
+
+
 def test_a_loss_that_was_traced_before_counts_as_it_did(one_process):
     """In the second eager step nothing is seen of a loss in a `tf.function` of its own."""
 

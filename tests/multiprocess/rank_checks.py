@@ -4,6 +4,7 @@ Arguments: the file to which rank 0 writes the names of the checks that passed, 
 """
 
 import contextlib
+import functools
 import json
 import pathlib
 import sys
@@ -24,6 +25,7 @@ import keras_shardopt as ks
 from keras_shardopt.optimizers import cross_shard
 from keras_shardopt.replica import framework, torch_distributed
 from keras_shardopt.replica.base import Part, part_of_batch
+from keras_shardopt.replica.same_variables import NUM_MARKS
 
 warnings.filterwarnings("ignore")
 
@@ -112,20 +114,23 @@ def every_argument_does_what_the_docstring_says(scope):
 def what_ddp_has_reduced_counts_also_on_a_rank_without_rows(scope):
     x, y = my_rows(scope)
     for num_steps in (None, 2):
+        reference = problem.model()
+        inner = keras.optimizers.SGD(0.1, momentum=0.9)
+        for _ in range(6 // (num_steps or 1)):
+            inner.apply(gradients(reference, *problem.data(1)), reference.trainable_variables)
         model = problem.model()
         owner = DistributedDataParallel(model)
         optimizer = ks.CrossShard(problem.sgd_momentum(), gradient_accumulation_steps=num_steps)
         optimizer.build(model.trainable_variables)
-        for step in range(6):
+        for _ in range(6):
             for variable in model.trainable_variables:
                 variable.value.grad = None
             keras.ops.mean(keras.ops.square(keras.ops.subtract(owner(x), y))).backward()
             grads = [v.value.grad for v in model.trainable_variables]
-            # DDP is known from the second step on.
-            num_rows = 0 if step > 1 and scope.replica_id == 3 else len(x)
-            part = Part(num_rows, len(x) * scope.num_replicas, framework.replicas("batch"))
-            with part_of_batch(part) if step > 1 else contextlib.nullcontext():
+            num_rows = 0 if scope.replica_id == 3 else len(x)
+            with part_of_batch(Part(num_rows, len(x) * scope.num_replicas, framework.replicas("batch"))):
                 optimizer.apply(grads, model.trainable_variables)
+        assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
         assert framework.largest_difference([*model.trainable_variables, *optimizer.inner.variables]) == 0
         assert all(np.any(a != b) for a, b in zip(model.get_weights(), problem.start_weights()))
 
@@ -330,8 +335,8 @@ def what_ddp_has_reduced_is_not_reduced_again(scope):
         grads = [v.value.grad for v in model.trainable_variables]
         return counted(lambda: optimizer.apply(grads, model.trainable_variables))
 
-    first = step()  # one number, from the common start, and the gradients once more while DDP is not known
-    assert len(first) == 2, first
+    first = step()  # one number, from the common start
+    assert first == [1], first
     for weight, expected in zip(model.get_weights(), reference.get_weights()):
         np.testing.assert_allclose(weight, expected, atol=1e-6)
     assert step() == []
@@ -457,8 +462,8 @@ def one_reduction_per_update_within_a_group(scope):
     grads = [torch.ones(tuple(v.shape)) for v in model.trainable_variables]
     optimizer.apply(grads, model.trainable_variables)
     sizes = counted(lambda: optimizer.apply(grads, model.trainable_variables))
-    # With which gradients there are, and whether the rank goes on or ends.
-    flags = len(grads) + 20 + 2  # which there are, marks of what is trained, and who goes on
+    # With which gradients there are, what is trained, who goes on or ends, and whether another group has failed.
+    flags = len(grads) + NUM_MARKS + 3
     assert sizes == [sum(g.numel() for g in grads) + flags], sizes
 
 
@@ -561,20 +566,36 @@ def ranks_draw_other_numbers_from_equal_seeds(scope):
 
 
 @check
-def a_layer_frozen_on_one_rank_is_named_in_its_group(scope):
-    model = problem.model()
-    optimizer = ks.CrossShard(problem.sgd_momentum(), group_assignment=GROUPS)
-    optimizer.build(model.trainable_variables)
+def a_layer_frozen_on_one_rank_is_named_in_every_group(scope):
+    words = "`mlp/hidden/kernel`, `mlp/hidden/bias` not trained on replica 1"
+    is_in_its_group = scope.replica_id in next(group for group in GROUPS if 1 in group)
     x, y = my_rows(scope)
-    update = lambda: optimizer.apply(gradients(model, x, y), model.trainable_variables)  # noqa: E731
-    update()
-    model.layers[0].trainable = scope.replica_id != 1
-    group = next(group for group in GROUPS if scope.replica_id in group)
-    before = model.get_weights()
-    if 1 in group:
-        refused(update, ValueError, "`mlp/hidden/kernel`, `mlp/hidden/bias` not trained on replica 1")
+    for meets, inner, arguments in (
+        (False, problem.sgd_momentum(), {}),
+        # Groups that decide together wait for each other in each update.
+        (True, problem.sgd_momentum(), {"on_nonfinite": "skip"}),
+        (True, ks.LossScaling(problem.sgd_momentum(), "Backoff", {"scale_max": 1.0}), {}),
+    ):
+        model = problem.model()
+        variables = model.trainable_variables
+        optimizer = ks.CrossShard(inner, group_assignment=GROUPS, **arguments)
+        optimizer.build(variables)
+
+        def update(model=model, optimizer=optimizer):
+            optimizer.apply(gradients(model, x, y), model.trainable_variables)
+
+        update()
+        dist.barrier()
+        model.layers[0].trainable = scope.replica_id != 1
+        before = model.get_weights()
+        if meets or is_in_its_group:
+            refused(update, ValueError, words)
+        dist.barrier()
+        if not (meets or is_in_its_group):  # at the latest when training ends
+            refused(functools.partial(optimizer.finalize_variable_values, variables), ValueError, words)
         assert all((a == b).all() for a, b in zip(before, model.get_weights()))
-    else:
+        model.layers[0].trainable = True
+        dist.barrier()
         update()
         assert not any((a == b).all() for a, b in zip(before, model.get_weights()))
 
@@ -608,7 +629,7 @@ def ddp_leaves_no_gradients_to_clip(scope):
     optimizer = ks.CrossShard("sgd", replica_clipnorm=1.0)
     keras.ops.mean(keras.ops.square(keras.ops.subtract(owner(x), y))).backward()
     grads = [v.value.grad for v in model.trainable_variables]
-    for _ in range(2):  # where it is a guess that DDP has reduced, and where it is known
+    for _ in range(2):
         refused(lambda: optimizer.apply(grads, model.trainable_variables), ValueError, "keras_shardopt.prepare(model)")
         keras.ops.mean(keras.ops.square(keras.ops.subtract(owner(x), y))).backward()
 

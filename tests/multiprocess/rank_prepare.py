@@ -160,6 +160,8 @@ def main():
         # Without a CrossShard, ranks would drift apart.
         model.compile("sgd", "mse")
         results["without"] = raised(lambda: model.fit(uneven.Batches({}, own), verbose=0))
+        model.compile(ks.CrossShard("sgd", group_assignment=[[rank] for rank in range(size)]), "mse")
+        results["apart"] = raised(lambda: model.fit(uneven.Batches({}, own), verbose=0))
 
         # Ranks that want different things all raise.
         callbacks = [StopEarly()] if rank == 0 else []

@@ -196,15 +196,6 @@ def test_alone_a_replica_is_clipped_however_its_gradients_arrive(arrival, monkey
     assert np.sqrt(sum(np.sum(g**2) for g in found[0])) == pytest.approx(CLIPNORM, rel=1e-5)
 
 
-def test_a_guess_is_not_good_enough(monkeypatch):
-    world = FakeWorld(2).hold(monkeypatch)
-    for replicas in world.replicas:
-        replicas.arrival_is_a_guess = True
-    optimizer = ks.CrossShard("sgd", replica_clipnorm=1.0)
-    with pytest.raises(ValueError, match=r"keras_shardopt\.prepare\(model\)"):
-        world.run(lambda _: optimizer._reduce_gradients([ops.ones(2)], [keras.Variable([0.0, 0.0])]))
-
-
 @pytest.mark.parametrize("argument", NEEDS_LOCAL)
 def test_inside_another_cross_shard_it_is_refused(argument):
     inner = ks.CrossShard("sgd", **{argument: NEEDS_LOCAL[argument]})

@@ -339,13 +339,13 @@ FAULTS = [
         "atomic.py",
         "os.fsync(file.fileno())",
         "pass",
-        "unit/test_saving.py::test_what_is_written_is_on_the_disk_before_it_has_the_name_and_then_the_name",
+        "unit/test_saving.py::test_content_reaches_the_disk_before_the_name_and_the_name_before_the_return",
     ),
     fault(
         "atomic.py",
         "_sync_folder(os.path.dirname(self._target))",
         "pass",
-        "unit/test_saving.py::test_what_is_written_is_on_the_disk_before_it_has_the_name_and_then_the_name",
+        "unit/test_saving.py::test_content_reaches_the_disk_before_the_name_and_the_name_before_the_return",
     ),
     fault(
         "backup.py",

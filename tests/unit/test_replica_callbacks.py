@@ -182,6 +182,31 @@ def test_groups_inside_other_wrappers_are_found(monkeypatch):
     checking(model).check()
 
 
+def test_each_optimizer_has_groups_of_its_own(monkeypatch):
+    """Of three optimizers two have groups, which are not the same, and one has none."""
+    model = problem.model()
+    model.compile("sgd", "mse")
+    model.optimizers = [
+        ks.CrossShard("sgd", group_assignment=[[0, 1], [2, 3]]),
+        ks.CrossShard("sgd", group_assignment=[[0, 2], [1, 3]]),
+        ks.CrossShard("sgd"),
+    ]
+    for optimizer, variable in zip(model.optimizers, model.trainable_variables):
+        optimizer.build([variable])
+    num_variables = 4 + sum(len(o.variables) for o in [model.optimizer, *model.optimizers])
+    rows = np.zeros((4, num_variables), "uint64")
+    monkeypatch.setattr(framework, "fingerprints", lambda variables: rows)
+    rows[:, 0], rows[:, 1] = [1, 1, 2, 2], [1, 2, 1, 2]
+    rows[:, 3] = [1, 2, 3, 4]  # of a weight that none of them updates: each of two assignments lets it differ
+    checking(model).check()
+    rows[:, 1] = rows[:, 0]
+    with pytest.raises(RuntimeError, match="`mlp/hidden/bias` on replica 0 against replica 2"):
+        checking(model).check()
+    rows[:, 1], rows[:, 2] = 0, rows[:, 0]
+    with pytest.raises(RuntimeError, match="`mlp/out/kernel` on replicas 0 and 1 against replicas 2 and 3"):
+        checking(model).check()
+
+
 def test_a_long_list_of_names_is_cut(monkeypatch):
     model = problem.model()
     model.compile("adam", "mse")

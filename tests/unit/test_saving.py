@@ -152,30 +152,6 @@ def full_disk(monkeypatch, fails=lambda key: True):
     monkeypatch.setattr(H5IOStore, "__setitem__", write)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="folders cannot be synchronised there")
-def test_what_is_written_is_on_the_disk_before_it_has_the_name_and_then_the_name(tmp_path, monkeypatch):
-    """A crash of the machine between any two of these leaves the file before or the whole new one."""
-    path = tmp_path / "model.keras"
-    path.write_text("before")
-    model, did = trained(), []
-    fsync, replace = os.fsync, os.replace
-
-    def noted_fsync(descriptor):
-        of = os.fstat(descriptor)
-        kind = "folder" if os.path.samestat(of, os.stat(tmp_path)) else "file"
-        did.append((kind, of.st_size > 10_000 if kind == "file" else None, path.read_bytes() == b"before"))
-        fsync(descriptor)
-
-    def noted_replace(source, target):
-        did.append(("replace", os.fspath(target) == str(path), path.read_bytes() == b"before"))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
-    ks.save_model(model, path)
-    assert did == [("file", True, True), ("replace", True, True), ("folder", None, False)]
-
-
 @both
 def test_a_full_disk_leaves_the_file_before(tmp_path, monkeypatch, name):
     SAVE[name](trained(), tmp_path / name)
@@ -494,6 +470,7 @@ def test_nobody_else_reads_what_is_not_finished(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.skipif(os.name == "nt", reason="folders cannot be synchronised there")
 def test_content_reaches_the_disk_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
     """The order in which a crash of the machine leaves the file before or the new one, each whole."""
     done = []

@@ -52,6 +52,22 @@ def test_a_model_loaded_after_the_scope_is_not_prepared(tmp_path):
         fit(ks.prepare(keras.saving.load_model(tmp_path / "model.keras")))
 
 
+def test_training_a_model_loaded_after_the_scope_is_warned_of(tmp_path):
+    with ks.data_parallel(2):
+        model = problem.model()
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded.predict(problem.data(1)[0], verbose=0)  # warnings are errors here
+    with pytest.warns(UserWarning, match=r"loaded inside the scope.* after a scope of 2 replicas\. Load it") as caught:
+        fit(loaded)
+        fit(loaded)
+    assert len(caught) == 1
+    for num_replicas in (2, 1):  # the two fixes
+        with ks.data_parallel(num_replicas):
+            fit(keras.saving.load_model(tmp_path / "model.keras"))
+
+
 @pytest.mark.parametrize("prepare", [True, False])
 def test_the_whole_step_is_not_compiled_by_xla(prepare):
     with ks.data_parallel(2):
