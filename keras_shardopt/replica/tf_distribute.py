@@ -53,7 +53,8 @@ class ReplicaContext(ReplicaBackend):
         seen = tf_losses.noted()
         self.has_seen_losses = not seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED})
         self.doubts = _doubts(seen)
-        return Arrival.LOCAL_PRESCALED if tf_losses.DIVIDED in seen else Arrival.LOCAL
+        is_divided = tf_losses.DIVIDED in seen and not tf_losses.is_bare(variables)
+        return Arrival.LOCAL_PRESCALED if is_divided else Arrival.LOCAL
 
     def notice_divided_loss(self, loss: Tensor) -> Tensor:
         return tf_losses.note_divided(loss)
@@ -396,11 +397,10 @@ class TensorFlow(Framework):
 
         # Replicas cannot meet inside a condition, and the update of a variable is such a meeting. So they meet first,
         # decide together, and part again for the update.
-        seen = tf_losses.noted()
+        note_again = tf_losses.carried()
 
         def update_on_replica(grads: Sequence[Any]) -> None:
-            for what in seen:
-                tf_losses.note(what)
+            note_again()
             update(grads)
 
         def together(strategy: tf.distribute.Strategy, condition: Any, grads: Any) -> None:

@@ -273,6 +273,68 @@ def test_a_bare_term_beside_what_keras_divides_is_said_once(kind, prepare):
             check(weights, reference)
 
 
+class LossesApart(keras.Model):
+    """Two losses in one step, a bare mean and one that Keras divides: each has weights of its own, or one is logged."""
+
+    kind = "logged"
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            outputs = self(x, training=True)
+            bare, divided = scalar(y, outputs), keras.losses.MeanSquaredError()(y, outputs)
+        first, last = self.trainable_variables[:2], self.trainable_variables[2:]
+        for loss, variables in {
+            "logged": [(bare, first + last)],
+            "divided first": [(divided, first), (bare, last)],
+            "bare first": [(bare, last), (divided, first)],
+        }[self.kind]:
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": divided}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prepare", "run_eagerly"),
+    [
+        ("logged", False, False),
+        ("logged", True, True),
+        ("divided first", True, False),
+        ("divided first", False, True),
+        ("bare first", False, False),
+    ],
+)
+def test_each_loss_of_a_step_counts_as_it_came(kind, prepare, run_eagerly):
+    """What Keras has divided for the logs, or for another optimizer, says nothing of a bare mean."""
+
+    def make(optimizer):
+        model = problem.model()
+        model = LossesApart(model.inputs, model.outputs)
+        model.kind = kind
+        model.compile(optimizer, jit_compile=False, run_eagerly=run_eagerly)
+        optimizer.build(model.trainable_variables)
+        return model
+
+    reference = fitted(make(problem.sgd_momentum()))
+    with replicas(2).scope():
+        model = make(ks.CrossShard(problem.sgd_momentum()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(fitted(model, prepare), reference)
+
+
+def test_each_loss_of_a_window_counts_as_it_came():
+    def make(optimizer):
+        model = problem.model()
+        model = LossesApart(model.inputs, model.outputs)
+        model.compile(optimizer, jit_compile=False)
+        return model
+
+    reference = fitted(make(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=STEPS)))
+    with replicas(2).scope():
+        model = make(ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9), gradient_accumulation_steps=STEPS))
+    check(fitted(model), reference)
+
+
 def test_a_mean_over_weights_of_one_replica_is_said(one_process):
     def make(optimizer):
         model = problem.model()
