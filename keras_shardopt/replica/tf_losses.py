@@ -2,8 +2,8 @@
 
 A gradient does not show it. What divides can be seen at work: Keras' losses and penalties, `tf.nn.compute_average_loss`
 and `tf.nn.scale_regularization_loss`, and a step that reads the number of replicas itself. What was seen belongs to the
-step of one replica, and is noted with its replica context. It is seen where Python runs: while a step is traced. Where a
-step has several losses, the tape says which one a gradient is of.
+step of one replica, and is noted with its replica context. It is seen where Python runs: while a step is traced.
+Where a step has several losses, the tape says which one a gradient is of.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.losses.loss.reduce_values` - makes a scalar of the values of a loss, and divides it.
