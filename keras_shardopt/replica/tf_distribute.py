@@ -140,9 +140,10 @@ def _doubts(seen: set[str]) -> list[str]:
             "is not, such as a bare mean, beside one that Keras divides, so that it counts as many times as there are "
             "replicas. Divide it, too: `term / tf.distribute.get_strategy().num_replicas_in_sync`."
         )
-    if seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED, tf_losses.IN_MODEL}):
+    is_mean = tf_losses.IN_MODEL in seen and tf_losses.SUM not in seen
+    if seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED}) and not is_mean:
         doubts.append(
-            "Whether the loss of a custom training loop is divided by the number of replicas cannot be known. "
+            "Whether the loss of a custom training step is divided by the number of replicas cannot be known. "
             "Received: a step in which nothing was seen to divide, so that `CrossShard` averages the gradients of the "
             'replicas. Use `CrossShard(..., gradients="local")` if the loss is the mean over the rows of one replica, '
             'and `CrossShard(..., gradients="prescaled")` if it is divided by the number of replicas, or by the rows '

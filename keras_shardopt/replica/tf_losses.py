@@ -37,6 +37,9 @@ OWN_WEIGHTS = "own weights"
 BY_HAND = "by hand"
 """The step reads the number of replicas, and so divides a loss itself."""
 
+SUM = "sum"
+"""A loss that adds up over rows, and is divided by a number at most."""
+
 IN_MODEL = "in model"
 """The step is a method of a model."""
 
@@ -167,6 +170,8 @@ def _looking(gradient: Callable[..., Any]) -> Callable[..., Any]:
         if tf.is_symbolic_tensor(target):
             names = {tensor.name for tensor in divided if tf.is_symbolic_tensor(tensor)}
             kinds = _terms(target, names, _num_replicas.fget(context.strategy))
+            if _adds_up_rows(target):
+                note(SUM)
             if divided and UNDIVIDED not in noted() and {DIVIDED, BARE_TERM} <= kinds:
                 note(BARE_TERM)
         graph = _graph_of(target)
@@ -210,6 +215,21 @@ def _terms(loss: Any, divided: set[str], num_replicas: int) -> set[str]:
     if len(several) < 2:
         return several[0] if several else set()
     return {DIVIDED} if any(DIVIDED in kinds for kinds in several) else {BARE_TERM}
+
+
+def _adds_up_rows(loss: Any) -> bool:
+    """Whether each term of a scalar in a graph is a sum over rows, divided by a number that is known before at most."""
+    kind, inputs = loss.op.type, list(loss.op.inputs)
+    if kind == "Sum" and inputs[0].op.type != "Pack":
+        values, shape = inputs[0].op, inputs[0].shape
+        is_mean = values.type == "Mean" and 0 in np.ravel(tf.get_static_value(values.inputs[1]))
+        return not is_mean and bool(shape.rank) and (shape.rank == 1 or shape[0] is None)
+    if kind in _MULTIPLYING:
+        inputs = [tensor for tensor in inputs if tf.get_static_value(tensor) is None]
+        return len(inputs) == 1 and _adds_up_rows(inputs[0])
+    terms = inputs if kind in _ADDING else inputs[:1] if kind in _PASSING else []
+    terms = [tensor for tensor in terms if tf.get_static_value(tensor) is None]
+    return bool(terms) and all(map(_adds_up_rows, terms))
 
 
 _num_replicas: Any = tf.distribute.Strategy.num_replicas_in_sync

@@ -273,6 +273,46 @@ def test_a_bare_term_beside_what_keras_divides_is_said_once(kind, prepare):
             check(weights, reference)
 
 
+class OverWholeBatch(keras.Model):
+    """A `train_step` with a loss of TensorFlow's guides: the sum over rows, divided by the rows of the whole batch."""
+
+    def loss_of(self, values):
+        return tf.reduce_sum(values) * (1.0 / problem.BATCH_SIZE)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(keras.ops.mean(keras.ops.square(self(x, training=True) - y), axis=-1))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+class OverReplica(OverWholeBatch):
+    """A mean over the replica's rows, written as a sum, and a penalty: nothing to be said."""
+
+    def loss_of(self, values):
+        penalty = tf.add_n([tf.reduce_sum(tf.square(v)) for v in self.trainable_variables])
+        return tf.reduce_sum(values) / tf.cast(tf.shape(values)[0], values.dtype) + 0.0 * penalty
+
+
+@pytest.mark.parametrize(("kind", "says"), [(OverWholeBatch, True), (OverReplica, False)])
+def test_a_sum_over_rows_in_a_train_step_is_said_once(kind, says, one_process):
+    for gradients in ("auto", "prescaled") if says else ("auto",):
+        with replicas(2).scope():
+            model = problem.model()
+            model = kind(model.inputs, model.outputs)
+            model.compile(ks.CrossShard(problem.sgd_momentum(), gradients=gradients), jit_compile=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            weights = fitted(model)
+        said = [str(w.message) for w in caught if DOUBT in str(w.message)]
+        is_doubtful = says and gradients == "auto"
+        assert len(said) == is_doubtful and all('"prescaled"' in text for text in said)
+        if not is_doubtful:
+            check(weights, one_process)
+
+
 class LossesApart(keras.Model):
     """Two losses in one step, a bare mean and one that Keras divides: each has weights of its own, or one is logged."""
 
