@@ -194,19 +194,30 @@ def _graph_of(tensor: Any) -> Any:
 
 def _terms(loss: Any, divided: set[str], num_replicas: int) -> set[str]:
     """Of which kinds the terms are that a scalar in a graph adds up."""
-    if loss.name in divided:
-        return {DIVIDED}
-    kind, inputs = loss.op.type, list(loss.op.inputs)
-    if kind in _NO_TERM:
-        return set()
-    if kind in _PASSING:
-        inputs = inputs[:1]
-    elif kind not in _ADDING | _MULTIPLYING:
-        return {BARE_TERM}
-    found = [_terms(tensor, divided, num_replicas) for tensor in inputs]
-    if kind not in _MULTIPLYING:
-        return set().union(*found)
-    several = [kinds for kinds in found if kinds]
+    found: set[str] = set()
+    waiting, names = [loss], set()
+    while waiting:  # not by recursion: a model may have a penalty for each of a thousand weights
+        tensor = waiting.pop()
+        kind, inputs = tensor.op.type, list(tensor.op.inputs)
+        if tensor.name in names or (kind in _NO_TERM and tensor.name not in divided):
+            continue
+        names.add(tensor.name)
+        if tensor.name in divided:
+            found.add(DIVIDED)
+        elif kind in _PASSING:
+            waiting.append(inputs[0])
+        elif kind in _ADDING:
+            waiting.extend(inputs)
+        elif kind in _MULTIPLYING:
+            found |= _kinds_of_product(tensor, divided, num_replicas)
+        else:
+            found.add(BARE_TERM)
+    return found
+
+
+def _kinds_of_product(product: Any, divided: set[str], num_replicas: int) -> set[str]:
+    kind, inputs = product.op.type, list(product.op.inputs)
+    several = [kinds for kinds in (_terms(tensor, divided, num_replicas) for tensor in inputs) if kinds]
     if several == [{BARE_TERM}]:
         by_hand = {"Mul": 1 / num_replicas, "RealDiv": num_replicas}.get(kind, 0)
         factors = [tf.get_static_value(tensor) for tensor in inputs]
@@ -219,17 +230,28 @@ def _terms(loss: Any, divided: set[str], num_replicas: int) -> set[str]:
 
 def _adds_up_rows(loss: Any) -> bool:
     """Whether each term of a scalar in a graph is a sum over rows, divided by a number that is known before at most."""
-    kind, inputs = loss.op.type, list(loss.op.inputs)
-    if kind == "Sum" and inputs[0].op.type != "Pack":
-        values, shape = inputs[0].op, inputs[0].shape
-        is_mean = values.type == "Mean" and 0 in np.ravel(tf.get_static_value(values.inputs[1]))
-        return not is_mean and bool(shape.rank) and (shape.rank == 1 or shape[0] is None)
-    if kind in _MULTIPLYING:
-        inputs = [tensor for tensor in inputs if tf.get_static_value(tensor) is None]
-        return len(inputs) == 1 and _adds_up_rows(inputs[0])
-    terms = inputs if kind in _ADDING else inputs[:1] if kind in _PASSING else []
-    terms = [tensor for tensor in terms if tf.get_static_value(tensor) is None]
-    return bool(terms) and all(map(_adds_up_rows, terms))
+    is_sum, waiting = False, [loss]
+    while waiting:
+        tensor = waiting.pop()
+        kind, inputs = tensor.op.type, list(tensor.op.inputs)
+        if tf.get_static_value(tensor) is not None:
+            continue
+        if kind == "Sum" and inputs[0].op.type != "Pack":
+            values, shape = inputs[0].op, inputs[0].shape
+            is_mean = values.type == "Mean" and 0 in np.ravel(tf.get_static_value(values.inputs[1]))
+            if is_mean or not shape.rank or (shape.rank > 1 and shape[0] is not None):
+                return False
+            is_sum = True
+        elif kind in _MULTIPLYING:
+            dynamic = [factor for factor in inputs if tf.get_static_value(factor) is None]
+            if len(dynamic) > 1:
+                return False
+            waiting.extend(dynamic)
+        elif kind in _ADDING | _PASSING:
+            waiting.extend(inputs if kind in _ADDING else inputs[:1])
+        else:
+            return False
+    return is_sum
 
 
 _num_replicas: Any = tf.distribute.Strategy.num_replicas_in_sync

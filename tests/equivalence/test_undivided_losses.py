@@ -273,6 +273,17 @@ def test_a_bare_term_beside_what_keras_divides_is_said_once(kind, prepare):
             check(weights, reference)
 
 
+def test_a_loss_may_have_any_number_of_terms():
+    """Keras adds penalties one by one."""
+    from keras_shardopt.replica import tf_losses
+
+    with tf.Graph().as_default():
+        terms = [tf.random.uniform(()) for _ in range(2000)]
+        loss = sum(terms)
+        assert tf_losses._terms(loss, {terms[0].name}, 2) == {tf_losses.DIVIDED, tf_losses.BARE_TERM}
+        assert not tf_losses._adds_up_rows(loss)
+
+
 class OverWholeBatch(keras.Model):
     """A `train_step` with a loss of TensorFlow's guides: the sum over rows, divided by the rows of the whole batch."""
 
