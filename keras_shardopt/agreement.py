@@ -13,7 +13,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import inspect
+import re
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +46,8 @@ def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
         found[f"{_VARIABLE}{i}"] = f"`{name}` of shape {tuple(variable.shape)} in {dtype}"
     paths = dict(zip(map(_path, variables), names))
     # Reading a rate, which is a variable, must not become a part of a traced step.
-    with framework.outside_trace():
+    with framework.outside_trace(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about functions in configs, which are not to be loaded
         _describe(optimizer, found, paths)
         for setting in ("dtype_policy", "floatx", "image_data_format", "epsilon"):
             value = getattr(keras.config, setting)()
@@ -173,6 +176,8 @@ def _loss_in_words(loss: Any) -> str:
 
 def _config_of(thing: Any) -> dict[str, Any]:
     """The arguments of a layer or loss, but for those that may differ."""
+    if isinstance(thing, keras.layers.TorchModuleWrapper):
+        return {"module": repr(thing.module)}  # its config holds all its weights, and the device of each
     try:
         config = thing.get_config()
     except Exception as error:  # anything: it is a function of the user's, and its failing is not our business
@@ -210,7 +215,8 @@ def _in_words(value: Any, paths: dict[str, str]) -> str:
             return "a lambda"  # stored with the name of its file, which may differ
         if isinstance(value.get("class_name"), str) and "config" in value:
             return f"{value['class_name']}({_in_words(value['config'], paths)})"
-        items = [f"{_in_words(key, paths)}: {_in_words(item, paths)}" for key, item in value.items()]
+        # Sorted: it may have been made of a set, which each process has in its own order.
+        items = sorted(f"{_in_words(key, paths)}: {_in_words(item, paths)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_in_words(item, paths) for item in value)}]"
@@ -219,7 +225,12 @@ def _in_words(value: Any, paths: dict[str, str]) -> str:
     if isinstance(value, keras.Variable):
         return repr(paths.get(value.path, value.path))
     if isinstance(value, str):
-        return repr(paths.get(value, value))
+        return repr(paths.get(value, re.sub(r" at 0x[0-9a-fA-F]+", "", value)))
+    if keras.ops.is_tensor(value):
+        value = keras.ops.convert_to_numpy(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return f"an array of shape {value.shape} in {value.dtype} ({digest[:8]})"
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (bool, int, float, type(None))):

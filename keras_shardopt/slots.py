@@ -98,6 +98,11 @@ def without_numbers(paths: Sequence[str]) -> list[str]:
     return ["/".join(re.sub(r"_\d+$", "", part) for part in path.split("/")) for path in paths]
 
 
+def without_digits(paths: Sequence[str]) -> list[str]:
+    """Paths in which no name ends in digits, with an underscore before them or without."""
+    return ["/".join(re.sub(r"_?\d+$", "", part) for part in path.split("/")) for path in paths]
+
+
 def _automatic_names() -> list[str]:
     """The names that Keras gives to layers and variables, without numbers, the longest first."""
     kinds: list[type] = [keras.layers.Layer, keras.Variable]

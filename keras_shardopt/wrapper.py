@@ -37,7 +37,7 @@ from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.arguments import with_article
 from keras_shardopt.replica import framework
 from keras_shardopt.rollback import Rollback, note_assignments
-from keras_shardopt.slots import SlotAccess, without_counters, without_numbers
+from keras_shardopt.slots import SlotAccess, without_counters, without_digits, without_numbers
 
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
 _ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
@@ -600,6 +600,10 @@ class OptimizerWrapper(SlotAccess, keras.optimizers.Optimizer):
         keys = [key for key in mine if key in notes.slots]
         found, wanted = ([_comparable(names[key], comparable) for key in keys] for names in (notes.slots, mine))
         differing = [key for key, one, other in zip(keys, found, wanted) if one != other]
+        # A program may count up names itself. The same names in another order are another architecture.
+        counted = [[_comparable(slot, without_digits) for slot in slots] for slots in (found, wanted)]
+        if counted[0] == counted[1] and sorted(found) != sorted(wanted):
+            differing = []
         listed = [f"`{notes.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing[:_MOST_NAMES]]
         if self.built and notes.kind not in (None, kind):
             listed = [f"state of `{notes.kind}` where this optimizer is `{kind}`", *listed]

@@ -54,7 +54,8 @@ class ReplicaContext(ReplicaBackend):
         seen = tf_losses.noted()
         self.has_seen_losses = not seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED})
         self.doubts = _doubts(seen)
-        return Arrival.LOCAL_PRESCALED if tf_losses.DIVIDED in seen else Arrival.LOCAL
+        is_divided = tf_losses.DIVIDED in seen and not tf_losses.is_bare(variables)
+        return Arrival.LOCAL_PRESCALED if is_divided else Arrival.LOCAL
 
     def objections(self, arrival: Arrival) -> Sequence[str]:
         seen = tf_losses.noted()
@@ -161,9 +162,10 @@ def _doubts(seen: set[str]) -> list[str]:
             "is not, such as a bare mean, beside one that Keras divides, so that it counts as many times as there are "
             "replicas. Divide it, too: `term / tf.distribute.get_strategy().num_replicas_in_sync`."
         )
-    if seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED, tf_losses.IN_MODEL}):
+    is_mean = tf_losses.IN_MODEL in seen and tf_losses.SUM not in seen
+    if seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED}) and not is_mean:
         doubts.append(
-            "Whether the loss of a custom training loop is divided by the number of replicas cannot be known. "
+            "Whether the loss of a custom training step is divided by the number of replicas cannot be known. "
             "Received: a step in which nothing was seen to divide, so that `CrossShard` averages the gradients of the "
             'replicas. Use `CrossShard(..., gradients="local")` if the loss is the mean over the rows of one replica, '
             'and `CrossShard(..., gradients="prescaled")` if it is divided by the number of replicas, or by the rows '
@@ -427,11 +429,10 @@ class TensorFlow(Framework):
 
         # Replicas cannot meet inside a condition, and the update of a variable is such a meeting. So they meet first,
         # decide together, and part again for the update.
-        seen = tf_losses.noted()
+        note_again = tf_losses.carried()
 
         def update_on_replica(grads: Sequence[Any]) -> None:
-            for what in seen:
-                tf_losses.note(what)
+            note_again()
             update(grads)
 
         def together(strategy: tf.distribute.Strategy, condition: Any, grads: Any) -> None:

@@ -3,6 +3,7 @@
 A gradient does not show it. What divides can be seen at work: Keras' losses and penalties, `tf.nn.compute_average_loss`
 and `tf.nn.scale_regularization_loss`, and a step that reads the number of replicas itself. What was seen belongs to the
 step of one replica, and is noted with its replica context. It is seen where Python runs: while a step is traced.
+Where a step has several losses, the tape says which one a gradient is of.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.losses.loss.reduce_values` - makes a scalar of the values of a loss, and divides it.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -36,11 +37,18 @@ BARE_TERM = "bare term"
 OWN_WEIGHTS = "own weights"
 """A loss divided by the sample weights of this replica's rows only."""
 
+BY_HAND = "by hand"
+"""The step reads the number of replicas, and so divides a loss itself."""
+
+SUM = "sum"
+"""A loss that adds up over rows, and is divided by a number at most."""
+
 IN_MODEL = "in model"
 """The step is a method of a model."""
 
 _NOTES = "_keras_shardopt_losses"
 _TENSORS = "_keras_shardopt_divided_losses"
+_BARE = "_keras_shardopt_sources_of_bare_losses"
 
 # Operations of which each input is a term, that pass one term on, and that make one term of several inputs.
 _ADDING = {"Add", "AddN", "AddV2", "Pack", "Sub"}
@@ -86,6 +94,27 @@ def noted() -> set[str]:
     context = tf.distribute.get_replica_context()
     found: set[str] = set() if context is None else vars(context).get(_NOTES, set())
     return set(found) if model_of_step() is None else found | {IN_MODEL}
+
+
+def is_bare(variables: Sequence[Any]) -> bool:
+    """Whether in this replica's step the latest gradients of all these were of losses without a divided one in them."""
+    context = tf.distribute.get_replica_context()
+    bare = {} if context is None else vars(context).get(_BARE, {})
+    known = [bare.get(id(v), bare.get(id(getattr(v, "value", v)), (v, False))) for v in variables]
+    return bool(known) and BY_HAND not in noted() and all(is_bare for _, is_bare in known)
+
+
+def carried() -> Callable[[], None]:
+    """A function that notes what is noted here in the replica context in which it is called."""
+    context = tf.distribute.get_replica_context()
+    seen, bare = noted(), {} if context is None else vars(context).get(_BARE, {})
+
+    def carry() -> None:
+        for what in seen:
+            note(what)
+        vars(tf.distribute.get_replica_context()).setdefault(_BARE, {}).update(bare)
+
+    return carry
 
 
 def model_of_step() -> keras.Model | None:
@@ -136,37 +165,64 @@ def _dividing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _looking(gradient: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(gradient)
-    def looking(tape: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def looking(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         context = tf.distribute.get_replica_context()
-        divided = [] if context is None else vars(context).get(_TENSORS, [])
+        if context is None or _num_replicas.fget(context.strategy) == 1:
+            return gradient(tape, target, sources, *args, **kwargs)
+        divided = vars(context).get(_TENSORS, [])
+        kinds = set()
         # Of eager tensors it is not known what they were made of. Where Keras had a scalar that has been said.
-        if divided and tf.is_symbolic_tensor(target) and UNDIVIDED not in noted():
-            num_replicas = _num_replicas.fget(context.strategy)
+        if tf.is_symbolic_tensor(target):
             names = {tensor.name for tensor in divided if tf.is_symbolic_tensor(tensor)}
-            kinds = _terms(target, names, num_replicas)
-            if {DIVIDED, BARE_TERM} <= kinds:
+            kinds = _terms(target, names, _num_replicas.fget(context.strategy))
+            if _adds_up_rows(target):
+                note(SUM)
+            if divided and UNDIVIDED not in noted() and {DIVIDED, BARE_TERM} <= kinds:
                 note(BARE_TERM)
-        return gradient(tape, target, *args, **kwargs)
+        graph = _graph_of(target)
+        here = [tensor for tensor in divided if _graph_of(tensor) is graph]
+        found, of_divided = gradient(tape, target, [sources, here], *args, **kwargs)
+        # A function that was traced may hide a divided loss.
+        is_known = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
+        is_bare = is_known and all(value is None for value in of_divided)
+        for source in tf.nest.flatten(sources):
+            vars(context).setdefault(_BARE, {})[id(source)] = (source, is_bare)
+        return found
 
     plain: Callable[..., Any] = tf.autograph.experimental.do_not_convert(looking)
     return plain
 
 
+def _graph_of(tensor: Any) -> Any:
+    return getattr(tensor, "graph", None)  # an eager tensor has none
+
+
 def _terms(loss: Any, divided: set[str], num_replicas: int) -> set[str]:
     """Of which kinds the terms are that a scalar in a graph adds up."""
-    if loss.name in divided:
-        return {DIVIDED}
-    kind, inputs = loss.op.type, list(loss.op.inputs)
-    if kind in _NO_TERM:
-        return set()
-    if kind in _PASSING:
-        inputs = inputs[:1]
-    elif kind not in _ADDING | _MULTIPLYING:
-        return {BARE_TERM}
-    found = [_terms(tensor, divided, num_replicas) for tensor in inputs]
-    if kind not in _MULTIPLYING:
-        return set().union(*found)
-    several = [kinds for kinds in found if kinds]
+    found: set[str] = set()
+    waiting, names = [loss], set()
+    while waiting:  # not by recursion: a model may have a penalty for each of a thousand weights
+        tensor = waiting.pop()
+        kind, inputs = tensor.op.type, list(tensor.op.inputs)
+        if tensor.name in names or (kind in _NO_TERM and tensor.name not in divided):
+            continue
+        names.add(tensor.name)
+        if tensor.name in divided:
+            found.add(DIVIDED)
+        elif kind in _PASSING:
+            waiting.append(inputs[0])
+        elif kind in _ADDING:
+            waiting.extend(inputs)
+        elif kind in _MULTIPLYING:
+            found |= _kinds_of_product(tensor, divided, num_replicas)
+        else:
+            found.add(BARE_TERM)
+    return found
+
+
+def _kinds_of_product(product: Any, divided: set[str], num_replicas: int) -> set[str]:
+    kind, inputs = product.op.type, list(product.op.inputs)
+    several = [kinds for kinds in (_terms(tensor, divided, num_replicas) for tensor in inputs) if kinds]
     if several == [{BARE_TERM}]:
         by_hand = {"Mul": 1 / num_replicas, "RealDiv": num_replicas}.get(kind, 0)
         factors = [tf.get_static_value(tensor) for tensor in inputs]
@@ -177,6 +233,32 @@ def _terms(loss: Any, divided: set[str], num_replicas: int) -> set[str]:
     return {DIVIDED} if any(DIVIDED in kinds for kinds in several) else {BARE_TERM}
 
 
+def _adds_up_rows(loss: Any) -> bool:
+    """Whether each term of a scalar in a graph is a sum over rows, divided by a number that is known before at most."""
+    is_sum, waiting = False, [loss]
+    while waiting:
+        tensor = waiting.pop()
+        kind, inputs = tensor.op.type, list(tensor.op.inputs)
+        if tf.get_static_value(tensor) is not None:
+            continue
+        if kind == "Sum" and inputs[0].op.type != "Pack":
+            values, shape = inputs[0].op, inputs[0].shape
+            is_mean = values.type == "Mean" and 0 in np.ravel(tf.get_static_value(values.inputs[1]))
+            if is_mean or not shape.rank or (shape.rank > 1 and shape[0] is not None):
+                return False
+            is_sum = True
+        elif kind in _MULTIPLYING:
+            dynamic = [factor for factor in inputs if tf.get_static_value(factor) is None]
+            if len(dynamic) > 1:
+                return False
+            waiting.extend(dynamic)
+        elif kind in _ADDING | _PASSING:
+            waiting.extend(inputs if kind in _ADDING else inputs[:1])
+        else:
+            return False
+    return is_sum
+
+
 _num_replicas: Any = tf.distribute.Strategy.num_replicas_in_sync
 
 
@@ -184,4 +266,5 @@ def _num_replicas_in_sync(strategy: Any) -> int:
     # A step that reads this number divides by it. TensorFlow and Keras read it for purposes of their own.
     if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _OF_OTHERS:
         note(DIVIDED)
+        note(BY_HAND)
     return int(_num_replicas.fget(strategy))

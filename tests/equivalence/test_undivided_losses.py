@@ -295,6 +295,119 @@ def test_a_bare_term_beside_what_keras_divides_is_said_once(kind, prepare):
             check(weights, reference)
 
 
+def test_a_loss_may_have_any_number_of_terms():
+    """Keras adds penalties one by one."""
+    from keras_shardopt.replica import tf_losses
+
+    with tf.Graph().as_default():
+        terms = [tf.random.uniform(()) for _ in range(2000)]
+        loss = sum(terms)
+        assert tf_losses._terms(loss, {terms[0].name}, 2) == {tf_losses.DIVIDED, tf_losses.BARE_TERM}
+        assert not tf_losses._adds_up_rows(loss)
+
+
+class OverWholeBatch(keras.Model):
+    """A `train_step` with a loss of TensorFlow's guides: the sum over rows, divided by the rows of the whole batch."""
+
+    def loss_of(self, values):
+        return tf.reduce_sum(values) * (1.0 / problem.BATCH_SIZE)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(keras.ops.mean(keras.ops.square(self(x, training=True) - y), axis=-1))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+class OverReplica(OverWholeBatch):
+    """A mean over the replica's rows, written as a sum, and a penalty: nothing to be said."""
+
+    def loss_of(self, values):
+        penalty = tf.add_n([tf.reduce_sum(tf.square(v)) for v in self.trainable_variables])
+        return tf.reduce_sum(values) / tf.cast(tf.shape(values)[0], values.dtype) + 0.0 * penalty
+
+
+@pytest.mark.parametrize(("kind", "says"), [(OverWholeBatch, True), (OverReplica, False)])
+def test_a_sum_over_rows_in_a_train_step_is_said_once(kind, says, one_process):
+    for gradients in ("auto", "prescaled") if says else ("auto",):
+        with replicas(2).scope():
+            model = problem.model()
+            model = kind(model.inputs, model.outputs)
+            model.compile(ks.CrossShard(problem.sgd_momentum(), gradients=gradients), jit_compile=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            weights = fitted(model)
+        said = [str(w.message) for w in caught if DOUBT in str(w.message)]
+        is_doubtful = says and gradients == "auto"
+        assert len(said) == is_doubtful and all('"prescaled"' in text for text in said)
+        if not is_doubtful:
+            check(weights, one_process)
+
+
+class LossesApart(keras.Model):
+    """Two losses in one step, a bare mean and one that Keras divides: each has weights of its own, or one is logged."""
+
+    kind = "logged"
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            outputs = self(x, training=True)
+            bare, divided = scalar(y, outputs), keras.losses.MeanSquaredError()(y, outputs)
+        first, last = self.trainable_variables[:2], self.trainable_variables[2:]
+        for loss, variables in {
+            "logged": [(bare, first + last)],
+            "divided first": [(divided, first), (bare, last)],
+            "bare first": [(bare, last), (divided, first)],
+        }[self.kind]:
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": divided}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prepare", "run_eagerly"),
+    [
+        ("logged", False, False),
+        ("logged", True, True),
+        ("divided first", True, False),
+        ("divided first", False, True),
+        ("bare first", False, False),
+    ],
+)
+def test_each_loss_of_a_step_counts_as_it_came(kind, prepare, run_eagerly):
+    """What Keras has divided for the logs, or for another optimizer, says nothing of a bare mean."""
+
+    def make(optimizer):
+        model = problem.model()
+        model = LossesApart(model.inputs, model.outputs)
+        model.kind = kind
+        model.compile(optimizer, jit_compile=False, run_eagerly=run_eagerly)
+        optimizer.build(model.trainable_variables)
+        return model
+
+    reference = fitted(make(problem.sgd_momentum()))
+    with replicas(2).scope():
+        model = make(ks.CrossShard(problem.sgd_momentum()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(fitted(model, prepare), reference)
+
+
+def test_each_loss_of_a_window_counts_as_it_came():
+    def make(optimizer):
+        model = problem.model()
+        model = LossesApart(model.inputs, model.outputs)
+        model.compile(optimizer, jit_compile=False)
+        return model
+
+    reference = fitted(make(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=STEPS)))
+    with replicas(2).scope():
+        model = make(ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9), gradient_accumulation_steps=STEPS))
+    check(fitted(model), reference)
+
+
 def test_a_mean_over_weights_of_one_replica_is_said(one_process):
     def make(optimizer):
         model = problem.model()

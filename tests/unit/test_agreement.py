@@ -1,8 +1,10 @@
 """What processes compare before they train together: whatever makes another training, and nothing else."""
 
 import inspect
+import warnings
 
 import keras
+import numpy as np
 import pytest
 from support import problem
 
@@ -263,3 +265,59 @@ def test_models_that_are_not_compiled_with_the_optimizer_do_not_count():
         return described(ks.CrossShard(SGD(0.1)), model.trainable_variables), model
 
     assert differing(found(0.1)[0], found(0.2)[0]) == []
+
+
+class Holding(layers.Layer):
+    """A layer of a user's, with anything at all in its config."""
+
+    def __init__(self, thing):
+        super().__init__()
+        self.thing = thing
+
+    def get_config(self):
+        return {"thing": self.thing}
+
+    def call(self, inputs):
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("<function relu at 0x7f10>", "<function relu at 0x7f20>"),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),  # made of a set of strings, which each process has in its own order
+        (keras.ops.ones((3,)), keras.ops.ones((3,))),
+    ],
+)
+def test_things_that_each_process_writes_in_its_own_way_agree(one, other):
+    one, other, another = (description([Holding(thing)]) for thing in (one, other, "other"))
+    assert differing(one, other) == []
+    assert differing(one, another) == ["`thing` of layer 2, `holding`"]
+
+
+def test_arrays_are_compared_to_the_last_element():
+    one, same, other = np.zeros((100, 100)), np.zeros((100, 100)), np.zeros((100, 100))
+    other[50, 50] = 1  # which `repr` does not show
+    one, same, other = (description([Holding(keras.ops.convert_to_tensor(thing))]) for thing in (one, same, other))
+    assert differing(one, same) == [] and differing(one, other) == ["`thing` of layer 2, `holding`"]
+
+
+def test_looking_at_functions_warns_of_nothing():
+    """Keras warns when it makes a config of a lambda, which is right where one is saved."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        description([layers.Dense(2, activation=lambda x: x), layers.Lambda(lambda x: x)])
+    assert not [str(w.message) for w in caught if "lambda" in str(w.message)]
+
+
+@pytest.mark.backends("torch")
+def test_modules_of_pytorch_are_compared_without_their_weights():
+    """Ranks start with rank 0's, and each has them on its own device."""
+    torch = pytest.importorskip("torch", reason="about PyTorch, which is not installed")
+
+    def found(*arguments):
+        module = torch.nn.Linear(2, *arguments)
+        return description([layers.TorchModuleWrapper(module, output_shape=(None, 3, 3, 3))])
+
+    assert differing(found(3), found(3)) == []
+    assert "`module` of layer 2, `torch_module_wrapper`" in differing(found(3), found(3, False))

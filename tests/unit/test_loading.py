@@ -112,6 +112,47 @@ def test_numbers_that_a_user_has_given_are_names(tmp_path):
         made(wrapped(o.Adam), ("tower_2", "tower_1"), (5, 5)).load_weights(tmp_path / "a.weights.h5")
 
 
+class Numbered(keras.layers.Layer):
+    """Gives itself a name by a counter of the program's own, as some people's layers do."""
+
+    count = 0
+
+    def __init__(self, units):
+        Numbered.count += 1
+        super().__init__(name=f"encoder{Numbered.count}")
+        self.units = units
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], self.units), name="kernel")
+
+    def call(self, x):
+        return x @ self.kernel
+
+    def get_config(self):
+        return {"units": self.units}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
+
+
+def test_what_a_program_counts_up_itself_is_no_other_name(tmp_path):
+    def make():
+        model = keras.Sequential([keras.Input((5,)), Numbered(5), Numbered(5)])
+        model.compile(wrapped(o.Adam), "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    saved = make()
+    saved.optimizer.iterations.assign(3)
+    saved.save(tmp_path / "a.keras")
+    saved.save_weights(tmp_path / "a.weights.h5")
+    loaded, other = keras.saving.load_model(tmp_path / "a.keras", custom_objects={"Numbered": Numbered}), make()
+    assert loaded.layers[0].name != saved.layers[0].name
+    other.load_weights(tmp_path / "a.weights.h5")
+    assert int(loaded.optimizer.iterations) == int(other.optimizer.iterations) == 3
+
+
 class Other(o.Adam):
     """Of the user's own."""
 
