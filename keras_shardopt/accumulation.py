@@ -17,6 +17,9 @@ from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import dense, dtype_of, is_next_value
 from keras_shardopt.replica import framework
 
+_NONE_YET = float("-inf")
+"""What is kept of next values, of which the largest counts, in a window that has had none."""
+
 
 class Accumulators:
     """The sums of one *window* of micro-steps.
@@ -100,8 +103,10 @@ class Accumulators:
         is_sum = [not is_next_value(v) for v in self._variables]
         framework.add_to([v for v, s in zip(self._sums, is_sum) if s], [v for v, s in zip(values, is_sum) if s], starts)
         for total, value, summed in zip(self._sums, values, is_sum):
-            if not summed and value is not None:
-                total.assign(ops.where(starts, value, ops.maximum(total, value)))
+            if not summed:
+                before = ops.convert_to_tensor(total)
+                first = ops.full_like(before, _NONE_YET) if value is None else value
+                total.assign(ops.where(starts, first, before if value is None else ops.maximum(before, value)))
         if self._share is not None:
             share = ops.cast(share, "float32")
             self._share.assign(ops.where(starts, share, ops.convert_to_tensor(self._share) + share))
@@ -153,7 +158,8 @@ class Accumulators:
     def _mean(self, i: int, total: Tensor) -> Tensor:
         variable = self._variables[i]
         if is_next_value(variable):
-            return ops.copy(total)
+            # None, where which micro-steps had one is not known: then it stays.
+            return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
         return ops.cast(total / self.num_steps, dtype_of(variable))
 
     def restart(self) -> None:

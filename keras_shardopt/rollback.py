@@ -21,7 +21,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -54,6 +54,10 @@ class Rollback:
         models = models_with(optimizer._trainable_variables)
         self.variables: list[Variable] = _changed_by_forward_passes(models)
         """What is put back."""
+        # Those that were noted before; and notes of them, so that a step of `fit` notes all at once where it begins.
+        # That takes a fraction of what noting one after another does, of which small models would feel it.
+        self._assigned: dict[int, Variable] = {}
+        self._entries: dict[int, _Note] = {}
         self.snapshots: list[Variable] = []
         """The values of `variables` when the window began, where Python does not see each step."""
         if accumulators is not None and framework.steps_are_traced and add_variable is not None:
@@ -78,7 +82,6 @@ class Rollback:
         """To be called when `optimizer` has updated, or skipped the update, or added to a window."""
         if optimizer._collects:
             return
-        noted = self._noted()
         moved = framework.has_moved(before.value, framework.stamp(optimizer._iterations))
         window = self.accumulators
         if isinstance(moved, bool):
@@ -86,6 +89,7 @@ class Rollback:
             if not self._within_window:
                 self._forget() if moved else self._put_back()
             return
+        noted = self._noted()
         self._forget()
         if not noted:
             return
@@ -112,8 +116,10 @@ class Rollback:
         return found
 
     def _forget(self) -> None:
+        values = _notes.values
         for variable in self.variables:
-            _notes.drop(variable)
+            if values.pop(id(variable), None) is not None:
+                self._assigned[id(variable)] = variable
 
     def _put_back(self) -> None:
         for variable, value in self._noted():
@@ -134,11 +140,21 @@ class Rollback:
 
     def _begin_step(self, is_compiled: bool) -> None:
         """Where Python runs each step: what was noted before it, by a forward pass without an update, is over."""
-        if not self._within_window:
-            self._forget()
-        if is_compiled:  # then no assignment is seen
-            for variable in self.variables:
+        if self._within_window:
+            for variable in self.variables if is_compiled else ():
                 _notes.keep(variable)
+            return
+        self._forget()
+        if is_compiled and len(self._assigned) < len(self.variables):  # no assignment is seen there
+            self._assigned.update((id(variable), variable) for variable in self.variables)
+        variables = list(self._assigned.values())
+        values = [variable._value for variable in variables]
+        if len(self._entries) == len(variables):
+            framework.copied(values, into=[note.value for note in self._entries.values()])
+        else:
+            copies = framework.copied(values)
+            self._entries = {id(v): _notes.made(v, copy) for v, copy in zip(variables, copies)}
+        _notes.values.update(self._entries)
 
     def settled(self, model: Any, state: Any, result: Any) -> Any:
         """The result of a stateless `train_step`, with what it should have left as it was."""
@@ -231,32 +247,50 @@ def _train_step(model: Any, real: Callable[..., Any], data: Any) -> Any:
 # -- noting --------------------------------------------------------------------------------------------------------
 
 
+class _Note(NamedTuple):
+    variable: weakref.ref[Any]
+    value: Tensor
+
+
 class _Notes(threading.local):  # TensorFlow's replicas are threads
     """What variables were before a forward pass assigned them."""
 
     def __init__(self) -> None:
-        self._values: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
+        self.values: dict[int, _Note] = {}
+        """By the number that Python gives a variable as long as it lives."""
 
     def of(self, variable: Variable) -> Tensor | None:
-        known = self._values.get(id(variable))
-        return None if known is None or known[0]() is not variable else known[1]
+        known = self.values.get(id(variable))
+        return None if known is None or known.variable() is not variable else known.value
+
+    def see(self, variable: Variable) -> None:
+        """To be called before a variable that is not trainable is assigned."""
+        call = global_state.get_global_attribute("current_call_ctx")
+        if call is None:
+            if id(variable) in self.values and not in_stateless_scope():
+                del self.values[id(variable)]  # whoever sets it now means it
+            return
+        known = self.of(variable)
+        if known is None or not framework.is_in_reach(known):
+            training = getattr(call, "training", None)  # perhaps a tensor
+            if training is not None and training is not False and not in_stateless_scope():
+                self.take(variable)
 
     def keep(self, variable: Variable) -> None:
         """Notes the value now, unless it is noted already."""
-        known = self.of(variable)
-        if known is None or not framework.is_in_reach(known):
+        if self.of(variable) is None:
             self.take(variable)
 
     def take(self, variable: Variable) -> None:
         """Notes the value now."""
-        key, values = id(variable), self._values
         # On JAX it may be that of a scope; elsewhere without autocast.
         now = variable.value if framework.updates_are_stateless else variable._value
-        value = ops.copy(ops.convert_to_tensor(now))
-        values[key] = (weakref.ref(variable, lambda _: values.pop(key, None)), value)
+        self.values[id(variable)] = self.made(variable, framework.copied([now])[0])
 
-    def drop(self, variable: Variable) -> None:
-        self._values.pop(id(variable), None)
+    def made(self, variable: Variable, value: Tensor) -> _Note:
+        """A note, which goes when the variable does."""
+        key, values = id(variable), self.values
+        return _Note(weakref.ref(variable, lambda _: values.pop(key, None)), value)
 
 
 _notes = _Notes()
@@ -274,12 +308,6 @@ def note_assignments() -> None:
 @framework.as_written
 def _assign(variable: Variable, value: Any) -> Tensor:
     """Stands in for Keras' method."""
-    if not (framework.is_compiling() or variable.trainable or in_stateless_scope()):
-        call = global_state.get_global_attribute("current_call_ctx")
-        if call is None:
-            _notes.drop(variable)  # whoever sets it now means it
-        else:
-            training = getattr(call, "training", None)  # perhaps a tensor
-            if training is not None and training is not False:
-                _notes.keep(variable)
+    if not (framework.is_compiling() or variable.trainable):
+        _notes.see(variable)
     return _assign_in_keras(variable, value)

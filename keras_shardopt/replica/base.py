@@ -628,6 +628,10 @@ class Framework:
         """Whether it is out of reach because it is of a function or a loop that was traced inside this one."""
         return False
 
+    def copied(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+        """Copies of tensors; where updates are neither traced nor stateless, in the memory of `into`, if given."""
+        return [ops.copy(ops.convert_to_tensor(tensor)) for tensor in tensors]
+
     def stamp(self, counter: Variable) -> Any:
         """What `has_moved` compares: the value of a counter, or something that changes with it."""
         return ops.copy(ops.convert_to_tensor(counter))

@@ -444,7 +444,14 @@ class Torch(Framework):
     def is_compiling(self) -> bool:
         return bool(torch.compiler.is_compiling())
 
-    @torch.compiler.disable
+    @torch.no_grad()
+    def copied(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+        if into is None:
+            return [tensor.clone() for tensor in tensors]
+        if into:
+            torch._foreach_copy_(into, tensors)
+        return into
+
     def stamp(self, counter: Variable) -> Any:
         return _tensor(counter)._version  # to read a number from a GPU is to wait for it
 

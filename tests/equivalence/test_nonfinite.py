@@ -2,12 +2,13 @@
 
 import functools
 import itertools
+import pathlib
 
 import keras
 import numpy as np
 import pytest
 from conftest import BACKEND
-from support import launch, nonfinite, problem
+from support import checks, nonfinite, problem
 from support.suites import some
 
 import keras_shardopt as ks
@@ -216,7 +217,20 @@ def test_eager_steps_raise_at_once():
 # -- ranks -------------------------------------------------------------------------------------------------------
 
 
+RANKS = pathlib.Path(__file__).parents[1] / "multiprocess" / "rank_nonfinite.py"
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory):
+    file = tmp_path_factory.mktemp("ranks") / "passed.json"
+    return checks.passed_and_failures(RANKS, NUM_REPLICAS, file, checks.names_in(RANKS), timeout_alone=90)
+
+
 @pytest.mark.backends("torch")
-@pytest.mark.timeout(300)
-def test_on_any_rank_the_update_is_left_out_on_all():
-    launch.torchrun("rank_nonfinite.py", NUM_REPLICAS)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", checks.names_in(RANKS))
+def test_on_ranks(on_ranks, name):
+    passed, failures = on_ranks
+    if name in failures:
+        pytest.fail(failures[name], pytrace=False)
+    assert name in passed

@@ -6,6 +6,7 @@ Keras' layers that are quantized to float8 keep their scales so. Nothing may ave
 import keras
 import numpy as np
 import pytest
+from conftest import BACKEND
 from keras import ops
 from support.fake_replicas import FakeWorld
 
@@ -114,3 +115,55 @@ def test_next_values_beside_state_that_is_laid_out(case):
         np.testing.assert_array_equal(ops.convert_to_numpy(scale), last)
         assert not optimizer.get_slot(weight, "momentum").value.sharding.is_fully_replicated
     replicas.close()
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_window_forgets_those_of_the_one_before(num_replicas, compiled, monkeypatch):
+    """Also one whose first micro-step has none; and one that has none at all leaves the variable as it is."""
+    if compiled and (BACKEND == "torch" or num_replicas > 1):
+        pytest.skip("nothing else is compiled here")
+    windows = [(5.0, 4.0), (None, 2.0), (3.0, None), (None, None), (1.0, 2.0), (None, None), (None, 1.0)]
+    wanted = [5.0, 2.0, 3.0, 3.0, 2.0, 2.0, 1.0]
+    world = FakeWorld(num_replicas, Arrival.LOCAL, runs_one_program=False)
+    if num_replicas > 1:
+        world.hold(monkeypatch)
+
+    def trained(replicas):
+        weight, scale = keras.Variable(np.ones(5), name="kernel"), keras.Variable(np.zeros(3), name="scale")
+        scale.overwrite_with_gradient = True
+        optimizer = ks.CrossShard(keras.optimizers.SGD(0.5), gradient_accumulation_steps=2, on_nonfinite="skip")
+        optimizer.build([weight, scale])
+        step = compiled_step(optimizer, [weight, scale]) if compiled else optimizer.apply
+        after = []
+        for window in windows:
+            for value in window:
+                grads = [ops.ones(5), None if value is None else ops.full((3,), value)]
+                step(grads, [weight, scale])
+            after.append(float(ops.convert_to_numpy(scale)[0]))
+        assert int(ops.convert_to_numpy(optimizer.skipped_steps)) == 0
+        np.testing.assert_array_equal(ops.convert_to_numpy(weight), 1 - 0.5 * len(windows))
+        return after
+
+    for after in world.run(trained) if num_replicas > 1 else [trained(None)]:
+        assert after == wanted
+
+
+def compiled_step(optimizer, variables):
+    """Compiled once with a next value, and once without."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(lambda grads, _: optimizer.apply(grads, variables), autograph=False)
+    import jax
+
+    apply = jax.jit(optimizer.stateless_apply)
+
+    def step(grads, _):
+        state = optimizer.variables
+        values, new_state = apply([v.value for v in state], grads, [v.value for v in variables])
+        for variable, value in zip([*variables, *state], [*values, *new_state]):
+            variable.assign(value)
+
+    return step
