@@ -96,12 +96,21 @@ class Rollback:
         skipped = ops.logical_not(moved)
         if window is not None:
             skipped = ops.logical_and(skipped, window.is_complete)
-        for variable, value in noted:
-            if window is not None:
+        if window is not None:
+            before_window = []
+            for variable, value in noted:
                 snapshot = self.snapshots[_position(variable, self.variables)]
                 value = ops.where(window.starts, value, ops.convert_to_tensor(snapshot))
                 snapshot.assign(value)
-            variable.assign(ops.where(skipped, value, ops.convert_to_tensor(variable)))
+                before_window.append((variable, value))
+            noted = before_window
+        variables = [variable for variable, _ in noted]
+
+        def put_back(values: Sequence[Tensor]) -> None:
+            for variable, value in zip(variables, values):
+                variable.assign(value)
+
+        framework.update_if(skipped, put_back, [value for _, value in noted], variables)
 
     def _noted(self) -> list[tuple[Variable, Tensor]]:
         found = []

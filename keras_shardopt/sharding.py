@@ -266,8 +266,7 @@ class Shards:
     ) -> Tensor:
         names = culprit(travelled, len(variables), self.num_replicas)
         # A sum may overflow where no term does, and each replica sees its own slice of it only.
-        nonempty = [None if g is None or 0 in g.shape else g for g in reduced]
-        position = first_not_finite(nonempty, variables)
+        position = first_not_finite(reduced, variables)
         last = len(variables) + 1
         mine = ops.cast(ops.where(position > 0, last - position, ops.zeros_like(position)), "float32")
         (first,) = replicas.all_reduce([ops.reshape(mine, (1,))], "max")

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from support import problem
+from support.fake_replicas import FakeWorld
 
 import keras_shardopt as ks
 
@@ -113,3 +114,52 @@ def test_an_inner_optimizer_of_another_model_is_refused():
     ks.CrossShard(inner).build(problem.model().trainable_variables)
     with pytest.raises(ValueError, match="one model only"):
         ks.CrossShard(inner).build(problem.model().trainable_variables)
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("gradients", ["local", "global"])
+def test_the_name_of_what_is_not_finite_is_right_beside_frozen_variables(monkeypatch, gradients):
+    world = FakeWorld(2, runs_one_program=False).hold(monkeypatch)
+
+    def work(replicas):
+        weights = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("frozen", "good", "bad", "last")]
+        optimizer = ks.CrossShard("sgd", on_nonfinite="skip", gradients=gradients)
+        optimizer.build(weights)
+        bad = np.nan if gradients == "global" or replicas.replica_id == 1 else 1.0
+        optimizer.apply([keras.ops.full((2,), value) for value in (1.0, bad, 1.0)], weights[1:])
+        return optimizer.last_nonfinite
+
+    assert world.run(work) == [(None if gradients == "global" else 1, "bad")] * 2
+
+
+@pytest.mark.neutral
+def test_a_variable_that_one_replica_leaves_out_is_named_on_all(monkeypatch):
+    world = FakeWorld(2, runs_one_program=False).hold(monkeypatch)
+
+    def work(replicas):
+        weights = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("first", "second", "third")]
+        optimizer = ks.CrossShard("sgd", gradients="local")
+        optimizer.build(weights)
+        given = weights if replicas.replica_id == 0 else weights[1:]
+        with pytest.raises(ValueError, match="`first`|'first'") as caught:
+            optimizer.apply([keras.ops.ones(2) for _ in given], given)
+        return str(caught.value)
+
+    assert all("1" in message for message in world.run(work))
+
+
+@pytest.mark.neutral
+def test_inside_another_one_the_name_of_what_is_not_finite_is_right_too():
+    weights = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("good", "bad", "last")]
+    inner = ks.CrossShard("sgd", on_nonfinite="skip")
+    optimizer = ks.CrossShard(inner)
+    optimizer.build(weights)
+    optimizer.apply([keras.ops.full((2,), value) for value in (1.0, np.inf, 1.0)], weights)
+    assert inner.last_nonfinite[1] == "bad" and int(optimizer.skipped_steps) == 1
+
+
+@pytest.mark.neutral
+def test_the_loss_scale_is_that_of_whatever_scales_inside():
+    assert ks.CrossShard("sgd").loss_scale == 1.0
+    scaled = keras.optimizers.SGD(loss_scale_factor=8.0)
+    assert ks.CrossShard(ks.GradientClipping(scaled, 1.0)).loss_scale == 8.0

@@ -300,3 +300,22 @@ def test_alone_it_changes_nothing():
     assert history == plain_history
     for a, b in zip(weights, plain_weights):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.neutral
+def test_weights_of_frozen_layers_are_compared_and_moving_statistics_are_not(monkeypatch):
+    layers = [keras.layers.Dense(2, name="frozen"), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    layers[0].trainable = False
+    model.compile(ks.CrossShard("sgd"), "mse")
+    model.optimizer.build(model.trainable_variables)
+    compared = []
+
+    def fingerprints(variables):
+        compared.extend(id(variable) for variable in variables)
+        return np.zeros((2, len(variables)), "uint64")
+
+    monkeypatch.setattr(framework, "fingerprints", fingerprints)
+    checking(model).check()
+    assert {id(v) for layer in (layers[0], layers[2]) for v in layer.weights} <= set(compared)
+    assert not {id(v) for v in layers[1].non_trainable_weights} & set(compared)
