@@ -93,7 +93,7 @@ CROSS = pytest.mark.exhaustive("jax", "tensorflow")
 EAGER_AND_COMPILED = [{"run_eagerly": True}, {"jit_compile": True}]
 
 
-@pytest.mark.parametrize("arguments", EAGER_AND_COMPILED)
+@pytest.mark.parametrize("arguments", some(EAGER_AND_COMPILED, [EAGER_AND_COMPILED[0]], "torch"))
 def test_eager_and_compiled_steps_skip_too(arguments):
     x, y = problem.data(num_steps=3)
     x[20, 1] = np.inf

@@ -342,6 +342,7 @@ SCALES = ["Backoff"] if keras.config.backend() == "torch" else [None, 128.0, "Ba
 
 
 @pytest.mark.parametrize("scale", some(SCALES, ["Backoff"]))
+@pytest.mark.exhaustive("torch")
 def test_the_regression_of_the_original_within_a_hundredth(scale):
     """10x10 weights, Adam 0.05, 6000 steps, float16."""
     scale = ks.AutomaticLossScaler(scale) if isinstance(scale, str) else scale

@@ -367,6 +367,7 @@ def test_a_torch_loop_of_ones_own(zero):
     assert_same(model, trained(problem.sgd_momentum())[0])
 
 
+@pytest.mark.exhaustive  # by default the contract of the wrappers compiles a Tower's update
 @pytest.mark.backends("torch")
 def test_torch_compile():
     import torch
