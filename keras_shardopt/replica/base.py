@@ -828,8 +828,10 @@ class Framework:
         """Takes back what `random_state` returned."""
         del state
 
-    def draw_apart(self) -> None:
-        """Lets each replica draw other random numbers, where all are seeded alike. Called when weights are there.
+    def draw_apart(self, variables: Sequence[Variable]) -> None:
+        """Lets each replica draw other random numbers in its training steps, where all are seeded alike.
+
+        Called when there are weights, with those that are trained.
 
         The default does nothing, which is right wherever the framework sees to it.
         """

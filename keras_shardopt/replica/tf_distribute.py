@@ -617,7 +617,7 @@ class TensorFlow(Framework):
             if hasattr(value, "distribute_strategy")
         )
 
-    def draw_apart(self) -> None:
+    def draw_apart(self, variables: Sequence[Variable]) -> None:
         from keras_shardopt.replica import tf_random
 
         if tf.distribute.has_strategy():

@@ -182,7 +182,8 @@ def test_the_states_of_a_stateful_rnn_too(layer, window):
     gone = [1] if window == 1 else range(4)
 
     def run(x, y):
-        rnn = keras.layers.LSTM(3, stateful=True, seed=2)
+        # Without dropout Keras' own backward pass fails on PyTorch: the states are assigned after they are read.
+        rnn = keras.layers.LSTM(3, stateful=True, recurrent_dropout=0.25, seed=2)
         rnn = keras.layers.Bidirectional(rnn) if layer == "Bidirectional" else rnn
         dense = keras.layers.Dense(1, kernel_initializer="ones")
         built = keras.Sequential([keras.Input((2, FEATURES // 2), batch_size=ROWS), rnn, dense])
