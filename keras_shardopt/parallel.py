@@ -96,7 +96,7 @@ class data_parallel:
             _lingering = self
             atexit.register(self.close)
         else:
-            self.close()
+            self._open.close()
 
     def close(self) -> None:
         """Restores what the scope changed.
@@ -109,6 +109,7 @@ class data_parallel:
             _lingering = None
         atexit.unregister(self.close)
         self._open.close()
+        framework.forget_scope()
 
     def _entered(self) -> World:
         if self._world is None:

@@ -209,11 +209,17 @@ def _changed_by_forward_passes(models: Sequence[Any]) -> list[Variable]:
     for model in models:
         for layer in layers_of(model):
             seeds = [generator.state for generator in layer._seed_generators]
-            for variable in [*layer._non_trainable_variables, *seeds]:
+            for variable in [*layer._non_trainable_variables, *seeds, *_states_of(layer)]:
                 is_small = keras.backend.is_float_dtype(variable.dtype) or len(variable.shape) < 2
                 if is_small and id(variable) not in metrics:
                     found[id(variable)] = variable
     return list(found.values())
+
+
+def _states_of(layer: Any) -> list[Variable]:
+    """What a stateful RNN carries from batch to batch: variables that Keras tracks nowhere."""
+    states = keras.tree.flatten(getattr(layer, "states", None))
+    return [state for state in states if isinstance(state, keras.Variable) and not state.trainable]
 
 
 def _position(variable: Variable, variables: Sequence[Variable]) -> int:

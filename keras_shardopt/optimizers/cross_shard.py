@@ -383,8 +383,8 @@ class CrossShard(TwoPhases, DividedState):
         """See `OptimizerWrapper.build`."""
         variables = list(variables)
         if not self.built:
-            framework.check_scope(variables, self.__dict__["_num_replicas_when_made"])
-            framework.draw_apart()
+            framework.check_scope(variables, self.__dict__["_num_replicas_when_made"], self)
+            framework.draw_apart(variables)
         if not self.built and framework.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self.__dict__["_described"] = described(self, variables)

@@ -476,13 +476,16 @@ class Framework:
         """How many replicas have copies of a variable that is made here; 1 where that takes no scope."""
         return 1
 
-    def check_scope(self, variables: Sequence[Variable], num_replicas: int) -> None:
+    def check_scope(self, variables: Sequence[Variable], num_replicas: int, optimizer: Any) -> None:
         """Called before an optimizer is built that was made in a scope of so many replicas.
 
         Raises:
-            ValueError: if these trainable variables were made where there are fewer.
+            ValueError: if these trainable variables, or the optimizer, were made where there are fewer.
         """
-        del variables, num_replicas
+        del variables, num_replicas, optimizer
+
+    def forget_scope(self) -> None:
+        """Called when a scope is closed for good, and not only left: what comes next may be for one device."""
 
     def num_replicas_of_steps(self) -> int:
         """How many replicas a program made here by `compiled` would run on."""
@@ -829,8 +832,10 @@ class Framework:
         """Takes back what `random_state` returned."""
         del state
 
-    def draw_apart(self) -> None:
-        """Lets each replica draw other random numbers, where all are seeded alike. Called when weights are there.
+    def draw_apart(self, variables: Sequence[Variable]) -> None:
+        """Lets each replica draw other random numbers in its training steps, where all are seeded alike.
+
+        Called when there are weights, with those that are trained.
 
         The default does nothing, which is right wherever the framework sees to it.
         """

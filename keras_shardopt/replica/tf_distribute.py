@@ -54,7 +54,9 @@ class ReplicaContext(ReplicaBackend):
         seen = tf_losses.noted()
         self.has_seen_losses = not seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED})
         self.doubts = _doubts(seen)
-        is_divided = tf_losses.DIVIDED in seen and not tf_losses.is_bare(variables)
+        is_divided = tf_losses.DIVIDED in seen and not tf_losses.is_bare(variables, grads)
+        if tf_losses.BY_HAND in seen and not is_divided:
+            self.doubts = [_READ, *self.doubts]
         return Arrival.LOCAL_PRESCALED if is_divided else Arrival.LOCAL
 
     def objections(self, arrival: Arrival) -> Sequence[str]:
@@ -96,7 +98,8 @@ class ReplicaContext(ReplicaBackend):
             # One call for all of a dtype: the strategy packs them into as few transfers as it can. It would pack those
             # of several dtypes together too, and fail.
             alike = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            sums = self._context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in alike])
+            with _meeting():
+                sums = self._context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in alike])
             for i, total in zip(alike, sums):
                 reduced[i] = total
         if op == "mean":
@@ -143,11 +146,35 @@ class ReplicaContext(ReplicaBackend):
         return tf.gather(tf.constant(groups), tf.gather(tf.constant(group_of), self.replica_id))
 
 
+@contextlib.contextmanager
+def _meeting() -> Iterator[None]:
+    """Says what to do where replicas cannot exchange anything."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise RuntimeError(
+            "Replicas cannot exchange anything in a `tf.function`, condition or loop inside a step, and must for an "
+            "update, and in a prepared model for a loss. Received: a call from inside one. Leave out the "
+            "`@tf.function` of what the step calls (the step as a whole is compiled already), and compute losses "
+            "outside of conditions and loops."
+        ) from error
+
+
 _MIXTURE = (
     "All losses of a step must be divided by the number of replicas, or none. Received: a loss function that "
     "returns a scalar, which Keras does not divide, beside losses or penalties that it divides, so that the "
     "scalar counts as many times as there are replicas. Let the loss function return one value for each row, "
     "or call `keras_shardopt.prepare(model)`."
+)
+
+
+_READ = (
+    "Whether the loss of a step that reads the number of replicas is divided by it cannot be known for sure. "
+    "Received: one in which that number is not found, so that `CrossShard` averages the gradients of the replicas. Use "
+    '`CrossShard(..., gradients="local")` if that is right, and `CrossShard(..., gradients="prescaled")` if the step '
+    "divides in another place."
 )
 
 
@@ -219,6 +246,19 @@ def _check_mirrored(variables: Sequence[Variable], num_replicas: int) -> None:
             )
 
 
+def check_made_inside(optimizers: Sequence[Any]) -> None:
+    """Raises ValueError if one of these was made outside the strategy in whose scope it is about to be built."""
+    strategy = tf.distribute.get_strategy()
+    for optimizer in optimizers if strategy.num_replicas_in_sync > 1 else ():
+        if not optimizer.built and _num_mirrored(optimizer.iterations) == 1:
+            raise ValueError(
+                "The optimizer of a model must be made in the scope of the model's strategy. "
+                f"Received: {with_article(optimizer)} that was made outside it, for a model on "
+                f"{strategy.num_replicas_in_sync} replicas. Make it, and call `compile`, inside "
+                "`with model.distribute_strategy.scope():`."
+            )
+
+
 def _check_trainer(model: Any) -> None:
     """Raises ValueError where a model was compiled for what Keras' trainer cannot do with several replicas."""
     if model is None or not getattr(model, "compiled", False) or model.run_eagerly:
@@ -264,7 +304,7 @@ class TensorFlow(Framework):
     steps_are_traced = True
 
     num_replicas_of_last_scope: int = 1
-    """Of the scope that was entered last, also after it was left."""
+    """Of the scope that was entered last, also after it was left, until it is closed for good."""
 
     def makes_variables_together(self) -> bool:
         return tf.distribute.has_strategy() and self.process()[0] > 1
@@ -324,8 +364,12 @@ class TensorFlow(Framework):
     def num_replicas_of_scope(self) -> int:
         return int(tf.distribute.get_strategy().num_replicas_in_sync)
 
-    def check_scope(self, variables: Sequence[Variable], num_replicas: int) -> None:
+    def check_scope(self, variables: Sequence[Variable], num_replicas: int, optimizer: Any) -> None:
         _check_mirrored(variables, max(num_replicas, self.num_replicas_of_scope()))
+        check_made_inside([optimizer])
+
+    def forget_scope(self) -> None:
+        self.num_replicas_of_last_scope = 1
 
     def check_loaded(self, variables: Sequence[Variable]) -> None:
         if self.num_replicas_of_last_scope > 1 and not any(_num_mirrored(variable) > 1 for variable in variables):
@@ -573,7 +617,7 @@ class TensorFlow(Framework):
             if hasattr(value, "distribute_strategy")
         )
 
-    def draw_apart(self) -> None:
+    def draw_apart(self, variables: Sequence[Variable]) -> None:
         from keras_shardopt.replica import tf_random
 
         if tf.distribute.has_strategy():

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.replica.base import Part, part_of_batch
-from keras_shardopt.replica.tf_distribute import ReplicaContext
+from keras_shardopt.replica.tf_distribute import ReplicaContext, check_made_inside
 from keras_shardopt.replica.trainer import has_built_in_step, num_rows, reducers_in, refuse_groups, stand_in
 from keras_shardopt.whole_batch import own_additional_losses, share_losses
 
@@ -65,6 +65,8 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
     # Keras takes the mean of the replicas' parts of the first batch to get at their shapes, which fails where the
     # parts are not equal. Those of one replica tell as much.
     strategy = model.distribute_strategy
+    with strategy.scope():
+        check_made_inside(optimizers_of(model))
     if iterator is not None and strategy.num_replicas_in_sync > 1:
         for _, _, batches in iterator:
             data_batch = keras.tree.map_structure(

@@ -96,12 +96,20 @@ def noted() -> set[str]:
     return set(found) if model_of_step() is None else found | {IN_MODEL}
 
 
-def is_bare(variables: Sequence[Any]) -> bool:
-    """Whether in this replica's step the latest gradients of all these were of losses without a divided one in them."""
+def is_bare(variables: Sequence[Any], grads: Sequence[Any]) -> bool:
+    """Whether in this replica's step the latest gradients of all these were of losses without a divided one in them.
+
+    Where the step reads the number of replicas it may divide the gradients as well.
+    """
     context = tf.distribute.get_replica_context()
     bare = {} if context is None else vars(context).get(_BARE, {})
     known = [bare.get(id(v), bare.get(id(getattr(v, "value", v)), (v, False))) for v in variables]
-    return bool(known) and BY_HAND not in noted() and all(is_bare for _, is_bare in known)
+    if not (known and all(is_bare for _, is_bare in known)):
+        return False
+    values = [getattr(grad, "values", grad) for grad in grads]
+    return BY_HAND not in noted() or not any(
+        _holds_number(value, _num_replicas.fget(context.strategy)) for value in values if value is not None
+    )
 
 
 def carried() -> Callable[[], None]:
@@ -184,6 +192,10 @@ def _looking(gradient: Callable[..., Any]) -> Callable[..., Any]:
         found, of_divided = gradient(tape, target, [sources, here], *args, **kwargs)
         # A function that was traced may hide a divided loss.
         is_known = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
+        if BY_HAND in noted():
+            num_replicas = _num_replicas.fget(context.strategy)
+            # A sum may be divided by the rows of all replicas, whatever that number is.
+            is_known &= graph is not None and not (_adds_up_rows(target) or _holds_number(target, num_replicas))
         is_bare = is_known and all(value is None for value in of_divided)
         for source in tf.nest.flatten(sources):
             vars(context).setdefault(_BARE, {})[id(source)] = (source, is_bare)
@@ -231,6 +243,22 @@ def _kinds_of_product(product: Any, divided: set[str], num_replicas: int) -> set
     if len(several) < 2:
         return several[0] if several else set()
     return {DIVIDED} if any(DIVIDED in kinds for kinds in several) else {BARE_TERM}
+
+
+def _holds_number(value: Any, num_replicas: int) -> bool:
+    """Whether a tensor in a graph was multiplied or divided by the number of replicas, or by a product with it."""
+    waiting, names = [value], set()
+    while waiting:
+        tensor = waiting.pop()
+        if not tf.is_symbolic_tensor(tensor) or tensor.name in names:
+            continue
+        names.add(tensor.name)
+        number = tf.get_static_value(tensor)
+        if number is not None and np.size(number) == 1 and (number == num_replicas or number * num_replicas == 1):
+            return True
+        if tensor.op.type in _ADDING | _PASSING | _MULTIPLYING:
+            waiting.extend(tensor.op.inputs)
+    return False
 
 
 def _adds_up_rows(loss: Any) -> bool:

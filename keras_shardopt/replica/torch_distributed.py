@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
-from keras_shardopt.models import Living, living_models
+from keras_shardopt.models import Living, living_models, models_with
 from keras_shardopt.replica.base import Arrival, Framework, ReplicaBackend, SingleReplica, World
 from keras_shardopt.replica.torch_fused import fused, may_fuse
 from keras_shardopt.replica.torch_group import (
@@ -42,7 +42,7 @@ from keras_shardopt.replica.torch_group import (
     tell,
 )
 from keras_shardopt.replica.torch_overlap import Buckets, can_bucket
-from keras_shardopt.replica.torch_random import draw_apart, note_seed
+from keras_shardopt.replica.torch_random import draw_apart, in_step, note_seed
 
 BUCKET_BYTES = 25 * 2**20
 """Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
@@ -217,7 +217,7 @@ class Ranks(ReplicaBackend):
         # Which other models are alive is each rank's own affair, so these follow only where all ranks agree.
         if all(signature[2] == theirs[0][2] for signature in theirs):
             self._take_from_root(others, groups)
-        draw_apart(self)  # also where a program has seeded PyTorch's generator since it was last said
+        draw_apart(self, [])  # also where a program has seeded PyTorch's generator since it was last said
         group, size = self._group(groups)
         num_equal = torch.tensor(float(equal), device=weights[0].device)
         with taking_part():
@@ -435,6 +435,8 @@ class Torch(Framework):
         self, function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
     ) -> Callable[..., Tensor]:
         function = torch.compile(function) if jit_compile else function
+        if isinstance(self.replicas(""), Ranks):
+            function = in_step(function)
         return torch.no_grad()(super().compiled(function, variables, jit_compile))
 
     @torch.compiler.disable
@@ -595,11 +597,11 @@ class Torch(Framework):
             torch.cuda.set_rng_state_all(on_devices)
         note_seed()
 
-    def draw_apart(self) -> None:
+    def draw_apart(self, variables: Sequence[Variable]) -> None:
         if dist.is_available() and dist.is_initialized():
             replicas = self.replicas("")
             if isinstance(replicas, Ranks):
-                draw_apart(replicas)
+                draw_apart(replicas, models_with(variables))
 
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):

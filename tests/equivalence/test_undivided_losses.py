@@ -346,6 +346,73 @@ def test_a_sum_over_rows_in_a_train_step_is_said_once(kind, says, one_process):
             check(weights, one_process)
 
 
+class Reading(keras.Model):
+    """Reads the number of replicas: for the logs, or to divide in a way that the loss itself does not show at once."""
+
+    kind = "logs"
+
+    def train_step(self, data):
+        x, y = data
+        num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        with tf.GradientTape() as tape:
+            loss = scalar(y, self(x, training=True))
+            if self.kind == "rows":
+                rows = keras.ops.cast(keras.ops.shape(x)[0] * num_replicas, loss.dtype)
+                loss = keras.ops.sum(keras.ops.mean(keras.ops.square(self(x, training=True) - y), axis=1)) / rows
+        variables = self.trainable_variables
+        grads = tape.gradient(loss, variables)
+        if self.kind == "gradients":
+            grads = [grad / num_replicas for grad in grads]
+        self.optimizer.apply(grads, variables)
+        return {"loss": loss, "rows": keras.ops.shape(x)[0] * num_replicas}
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("kind", ["logs", "rows", "gradients"])
+def test_who_reads_the_number_of_replicas_need_not_divide_by_it(kind, num_replicas, one_process):
+    with replicas(num_replicas).scope():
+        model = problem.model()
+        model = Reading(model.inputs, model.outputs)
+        model.kind = kind
+        model.compile(ks.CrossShard(problem.sgd_momentum()), jit_compile=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(fitted(model), one_process)
+    said = [str(w.message) for w in caught if "reads the number of replicas" in str(w.message)]
+    assert len(said) == (kind == "logs") and all('gradients="local"' in text for text in said)
+
+
+class WithFunction(keras.Model):
+    @tf.function
+    def loss_of(self, x, y):
+        return keras.losses.MeanSquaredError()(y, self(x, training=True))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_a_prepared_loss_in_a_function_of_its_own_is_refused_with_the_fix(one_process):
+    def make():
+        with replicas(2).scope():
+            model = problem.model()
+            model = WithFunction(model.inputs, model.outputs)
+            model.compile(ks.CrossShard(problem.sgd_momentum()), jit_compile=False)
+        return model
+
+    with pytest.raises(RuntimeError, match=r"Leave out the `@tf.function` of what the step calls"):
+        fitted(make(), prepare=True)
+    WithFunction.loss_of, kept = WithFunction.loss_of.python_function, WithFunction.loss_of
+    try:
+        check(fitted(make(), prepare=True), one_process)
+    finally:
+        WithFunction.loss_of = kept
+
+
 class LossesApart(keras.Model):
     """Two losses in one step, a bare mean and one that Keras divides: each has weights of its own, or one is logged."""
 

@@ -563,6 +563,38 @@ def ranks_draw_other_numbers_from_equal_seeds(scope):
             later.build((None, 9))
             values = keras.Variable(keras.random.normal((4,), seed=7))
             assert framework.largest_difference([later.kernel, values]) == 0
+            # Orders that are drawn between steps: all ranks must divide the same.
+            orders = [keras.random.shuffle(np.arange(20), seed=seed) for seed in (keras.random.SeedGenerator(5), None)]
+            orders = [keras.ops.convert_to_numpy(order).tolist() for order in orders]
+            everyones = framework.gather_objects([*orders, epochs_of(ShufflingWithASeed())])
+            assert all(each == everyones[0] for each in everyones), everyones
+
+
+class ShufflingWithASeed(keras.utils.PyDataset):
+    def __init__(self):
+        super().__init__()
+        self.seeds, self.rows = keras.random.SeedGenerator(6), np.arange(12)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.rows[2 * index : 2 * index + 2].tolist()
+
+    def on_epoch_end(self):
+        self.rows = keras.ops.convert_to_numpy(keras.random.shuffle(self.rows, seed=self.seeds))
+
+
+def epochs_of(dataset):
+    """What all ranks together see in an epoch: each row once, if they have shuffled alike."""
+    part = ks.shard_data(dataset)
+    seen = []
+    for _ in range(2):
+        mine = [part[i] for i in range(len(part))]
+        seen.append(sorted(row for rows in framework.gather_objects(mine) for batch in rows for row in batch))
+        part.on_epoch_end()
+    assert seen == [list(range(12))] * 2, seen
+    return seen
 
 
 @check

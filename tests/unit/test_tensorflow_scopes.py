@@ -37,6 +37,37 @@ def test_a_model_made_before_the_scope_is_refused(inside, momentum):
         fit(model)
 
 
+@pytest.mark.parametrize("around", [keras.optimizers.get, ks.CrossShard])
+def test_an_optimizer_made_after_the_scope_of_a_prepared_model_is_refused_with_the_fix(around):
+    with ks.data_parallel(2):
+        model = problem.model()
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=False)
+    ks.prepare(model)
+    fit(model)
+    start = model.get_weights()
+    model.compile(around(problem.sgd_momentum()), "mse", jit_compile=False)
+    with pytest.raises(ValueError, match=r"made outside it, for a model on 2 replicas\. .*distribute_strategy"):
+        fit(model)
+    with model.distribute_strategy.scope():  # as it says
+        model.compile(around(problem.sgd_momentum()), "mse", jit_compile=False)
+    weights = fit(model)
+    alone = problem.model()
+    alone.set_weights(start)
+    alone.compile(problem.sgd_momentum(), "mse", jit_compile=False)
+    assert problem.relative_difference(weights, fit(alone)) <= problem.TOLERANCE
+
+
+def test_a_scope_that_was_closed_is_over():
+    with ks.data_parallel(2) as replicas:
+        problem.model()
+    model = problem.model()
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    with pytest.raises(ValueError, match=OUTSIDE):
+        ks.prepare(model)
+    replicas.close()
+    fit(ks.prepare(model))
+
+
 def test_a_model_loaded_after_the_scope_is_not_prepared(tmp_path):
     with ks.data_parallel(2):
         model = problem.model()
