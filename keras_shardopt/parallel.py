@@ -39,8 +39,8 @@ class data_parallel:
     group stays until `close()`, until the next scope is entered, or until the program ends.
 
     On PyTorch, and on JAX with several processes, each process feeds its own rows: see `num_processes` and
-    `process_id`. Ranks that do not agree on Keras' random seed take rank 0's, so that models start equal; once there is
-    an optimizer, each draws random numbers of its own from it.
+    `process_id`. Ranks that do not agree on Keras' random seed take rank 0's, so that models start equal; in its
+    training steps, each then draws random numbers of its own from it.
 
     Args:
         num_replicas: int >= 1 or None. How many replicas; None (default) takes all devices. On a machine without
