@@ -162,7 +162,7 @@ FEATURES = [
         "`on_nonfinite`: skipped on all, replica and variable named",
         _on(
             one_program="equivalence/test_nonfinite.py::test_on_any_replica_the_update_is_left_out_on_all",
-            torch="equivalence/test_nonfinite.py::test_on_any_rank_the_update_is_left_out_on_all",
+            torch="equivalence/test_nonfinite.py::test_on_ranks",
         ),
     ),
     Feature(
