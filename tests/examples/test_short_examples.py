@@ -23,7 +23,7 @@ def printed(output, name):
     [
         ("jax", [sys.executable], ["--replicas", "4"], "jax_loop.py"),
         pytest.param("tensorflow", [sys.executable], ["--replicas", "2"], None, marks=pytest.mark.exhaustive),
-        ("torch", TORCHRUN, [], "torch_loop.py"),
+        pytest.param("torch", TORCHRUN, [], "torch_loop.py", marks=pytest.mark.exhaustive),
     ],
 )
 def test_examples_show_what_they_say(backend, start, replicas, loop):
