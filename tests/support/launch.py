@@ -98,6 +98,14 @@ def tensorflow_workers(script, num_workers, *arguments, timeout=150.0, grace=10.
     return workers(script, environments, *arguments, timeout=timeout, grace=grace, start=start)
 
 
+def program(backend, text, *arguments, environment, timeout=100.0):
+    """Runs a program's text in a process that has done nothing yet but import Keras. Returns what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "program.py"
+        file.write_text(text)
+        return workers(file, [environment], *arguments, timeout=timeout, start=fork_with(backend))[0]
+
+
 def free_ports(number):
     """Ports on the loopback device that nobody listens on."""
     with contextlib.ExitStack() as stack:
