@@ -185,7 +185,7 @@ FEATURES = [
     Feature(
         "`CheckReplicas` finds one flipped bit",
         _on(
-            one_program="unit/test_replica_callbacks.py::test_one_flipped_bit_is_found_in_100_of_100_trials",
+            one_program="unit/test_replica_callbacks.py::test_one_flipped_bit_is_found_in_every_trial",
             torch=_FOUR + "[one_flipped_bit_is_found_in_100_of_100_trials]",
         ),
     ),

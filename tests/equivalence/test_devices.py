@@ -46,6 +46,11 @@ def on_one_device(name):
     return fit(OPTIMIZERS[name]()).get_weights()
 
 
+@functools.cache
+def with_momentum(num_replicas):
+    return fit_on_replicas(num_replicas, lambda: ks.CrossShard(problem.sgd_momentum()))
+
+
 def check_equals_one_device(num_replicas, name="SGD momentum"):
     weights = fit_on_replicas(num_replicas, lambda: ks.CrossShard(OPTIMIZERS[name]()))
     assert problem.relative_difference(weights, on_one_device(name)) <= problem.tolerance(name)
@@ -53,10 +58,12 @@ def check_equals_one_device(num_replicas, name="SGD momentum"):
 
 @each_number
 def test_replicas_equal_one_device(num_replicas):
-    check_equals_one_device(num_replicas)
+    assert problem.relative_difference(with_momentum(num_replicas), on_one_device("SGD momentum")) <= problem.TOLERANCE
 
 
-@pytest.mark.parametrize("name", some([n for n in OPTIMIZERS if n != "SGD momentum"], ["Adafactor", "Adam", "Lamb"]))
+@pytest.mark.parametrize(
+    "name", some([n for n in OPTIMIZERS if n != "SGD momentum"], ["Lamb" if BACKEND == "tensorflow" else "Adafactor"])
+)
 def test_every_keras_optimizer(name):
     check_equals_one_device(SOME, name)
 
@@ -75,9 +82,8 @@ def test_the_list_of_optimizers_is_complete():
 @each_number
 def test_the_whole_agrees_with_a_run_in_numpy(num_replicas):
     """Against arithmetic that shares nothing with Keras: the model, its gradient and SGD with momentum by hand."""
-    weights = fit_on_replicas(num_replicas, lambda: ks.CrossShard(problem.sgd_momentum()))
     # float32 against float64 over twenty steps.
-    assert problem.relative_difference(weights, problem.trained_in_numpy()) <= 1e-5
+    assert problem.relative_difference(with_momentum(num_replicas), problem.trained_in_numpy()) <= 1e-5
 
 
 @each_number
@@ -100,7 +106,11 @@ def test_clipping_inside_sees_the_global_gradient(clip):
     "make",
     [
         pytest.param(lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.5), id="ema"),
-        pytest.param(lambda: keras.optimizers.LossScaleOptimizer(problem.sgd_momentum(), initial_scale=4.0), id="lso"),
+        pytest.param(
+            lambda: keras.optimizers.LossScaleOptimizer(problem.sgd_momentum(), initial_scale=4.0),
+            id="lso",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             lambda: keras.optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=8.0),
             id="loss_scale_factor",
@@ -160,7 +170,7 @@ real_global_gradients = cross_shard.global_gradients
 FAULTS = {"tensorflow": [_unreduced, _reduced_twice, _taken_for_summed], "jax": [_taken_for_summed]}
 
 
-@pytest.mark.parametrize("fault", FAULTS.get(BACKEND, []))
+@pytest.mark.parametrize("fault", some(FAULTS.get(BACKEND, []), 3))
 def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
     monkeypatch.setattr(cross_shard, "global_gradients", fault)
     with pytest.raises(AssertionError):

@@ -116,9 +116,7 @@ def both(make, tolerance=0.0, **given):
 MUST_SEE_WHOLE = ("Adafactor", "Ftrl", "Lamb", "Muon")
 
 
-@pytest.mark.parametrize(
-    "name", some([n for n in problem.keras_optimizers() if n not in MUST_SEE_WHOLE], ["SGD momentum", "AdamW"])
-)
+@pytest.mark.parametrize("name", some([n for n in problem.keras_optimizers() if n not in MUST_SEE_WHOLE], ["AdamW"]))
 def test_updates_are_those_of_whole_state(name):
     both(problem.keras_optimizers()[name], num_steps=2)
 
@@ -160,16 +158,16 @@ def test_excluded_masters_do_not_decay():
     starts = [w.astype("float64") for w in arrays(variables("bfloat16"))]
     zeros = lambda number, rows: [row.__setitem__(slice(None), [0 * g for g in row]) for row in rows]  # noqa: E731
     make = lambda: ks.MixedPrecision(keras.optimizers.AdamW(0.1, weight_decay=0.5))  # noqa: E731
-    optimizer, weights = trained(make, dtype="bfloat16", prepare=excluded, change=zeros)
+    optimizer, weights = trained(make, dtype="bfloat16", num_steps=1, prepare=excluded, change=zeros)
     masters = {}  # without gradients nothing but decay moves a weight
     optimizer.wrapper_state.save_own_variables(masters)
     for i, (weight, start) in enumerate(zip(weights, starts)):
-        expected = start if i in (0, 2) else start * (1 - 0.1 * 0.5) ** 3
+        expected = start if i in (0, 2) else start * (1 - 0.1 * 0.5)
         np.testing.assert_allclose(masters[str(i)], expected, rtol=1e-6)
         np.testing.assert_array_equal(weight.numpy(), masters[str(i)].astype(weight.numpy().dtype))
 
 
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", some([1, 2], [2]))
 def test_next_values_are_the_largest_of_all_replicas(window):
     """As float8 scales are: neither averaged, nor unscaled, nor cut into slices, nor updated."""
     strategy = mirrored(2)
@@ -200,32 +198,33 @@ def test_around_it_everything_means_the_same(case):
 
 
 def test_rows_of_an_embedding_are_summed_first():
-    whole = trained(problem.sgd_momentum, shard_state=False, sparse=True)
+    whole = trained(problem.sgd_momentum, shard_state=False, sparse=True, num_steps=2)
     # Keras multiplies the listed rows by the rate before it adds them up.
-    check_equal(trained(problem.sgd_momentum, sparse=True), whole, 1e-6)
+    check_equal(trained(problem.sgd_momentum, sparse=True, num_steps=2), whole, 1e-6)
 
 
 def test_it_may_be_built_by_the_first_update():
-    check_equal(trained(problem.sgd_momentum, build=False), trained(problem.sgd_momentum, shard_state=False))
+    how = {"num_steps": 2}
+    check_equal(trained(problem.sgd_momentum, build=False, **how), trained(problem.sgd_momentum, 2, False, **how))
 
 
 def test_the_checks_can_fail(monkeypatch):
-    expected = arrays(trained(problem.sgd_momentum, shard_state=False)[1])
+    expected = arrays(trained(problem.sgd_momentum, shard_state=False, num_steps=1)[1])
     real = even_shards.EvenShards._slice
     monkeypatch.setattr(even_shards.EvenShards, "_slice", lambda self, i, whole, replica_id: real(self, i, whole, 0))
-    assert largest(arrays(trained(problem.sgd_momentum)[1]), expected) > 1e-2
+    assert largest(arrays(trained(problem.sgd_momentum, num_steps=1)[1]), expected) > 1e-2
     monkeypatch.setattr(even_shards.EvenShards, "_slice", real)
     make, given = CASES["exclusions"]
-    expected = arrays(trained(make, **given)[1])
+    expected = arrays(trained(make, **given, num_steps=1)[1])
     monkeypatch.setattr(even_shards, "keep_exclusions", lambda *args: None)
-    assert largest(arrays(trained(make, **given)[1]), expected) > 1e-3
+    assert largest(arrays(trained(make, **given, num_steps=1)[1]), expected) > 1e-3
 
 
 def test_files_are_those_of_whole_state_for_any_number_of_replicas():
     def make():
         return keras.optimizers.Adam(0.01, use_ema=True)
 
-    optimizer, _ = trained(make, num_replicas=2)
+    optimizer, _ = trained(make, num_replicas=2, num_steps=1)
     store = saved(optimizer)
     plain = make()
     plain.build(variables())

@@ -24,6 +24,7 @@ def test_replicas_train_as_one_process(tmp_path):
     replicas.close()
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_backups_hold_every_optimizer(tmp_path):
     class Interrupted(Exception):
         pass
@@ -65,6 +66,7 @@ def reducing(inner, of_discriminator):
     return ks.CrossShard(inner)
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_summaries_are_of_every_optimizer(tmp_path):
     def trained(summaries):
         model = gan.built(gan.compiled(reducing))

@@ -62,7 +62,7 @@ ARGUMENTS = {
 }
 CASES = [(inner, "plain", {"momentum": 2, "ema": 8}.get(inner, 4)) for inner in INNER]
 CASES += [("ema", arguments, 4) for arguments in ARGUMENTS if arguments != "plain"]
-BY_DEFAULT = [("momentum", "plain", 2), ("scaled", "plain", 4), ("ema", "accumulates", 4), ("ema", "clips", 4)]
+BY_DEFAULT = [("momentum", "plain", 2), ("ema", "accumulates", 4), ("ema", "clips", 4)]
 
 
 @pytest.mark.parametrize(("inner", "arguments", "num_replicas"), some(CASES, BY_DEFAULT))
@@ -108,14 +108,16 @@ def test_an_embedding_of_most_weights_is_balanced():
             assert optimizer.memory_report().max_over_ideal <= 1.02
 
 
-def test_files_hold_whole_arrays_and_fit_any_number_of_devices(tmp_path):
+@pytest.mark.parametrize("numbers", some(["1 2 4", "1 4"], ["1 4"]))
+def test_files_hold_whole_arrays_and_fit_any_number_of_devices(tmp_path, numbers):
+    numbers = [int(number) for number in numbers.split()]
     arrays = {}
-    for num_replicas in (1, 2, 4):
+    for num_replicas in numbers:
         with ks.data_parallel(num_replicas):
             model = fitted(compiled(ks.CrossShard(INNER["ema"](), shard_state=True)))
             model.save(tmp_path / f"{num_replicas}.keras")
             arrays[num_replicas] = [keras.ops.convert_to_numpy(v) for v in model.optimizer.variables]
-    for num_replicas in (1, 2, 4):
+    for num_replicas in numbers:
         with ks.data_parallel(num_replicas):
             for number, expected in arrays.items():
                 loaded = keras.models.load_model(tmp_path / f"{number}.keras")
@@ -219,26 +221,26 @@ def test_a_mesh_of_ones_own_is_fine_where_state_stays_whole():
     np.testing.assert_array_equal(after, np.full((8, 4), 0.5))
 
 
-def test_excluded_masters_do_not_decay():
+@pytest.mark.parametrize("num_steps", some([2, 5], [2]))
+@pytest.mark.parametrize("by_name", [True, False])
+def test_excluded_masters_do_not_decay(by_name, num_steps):
     keras.config.set_dtype_policy("float16")
-    for excluded in ({"var_names": ["bias"]}, {"by position": [0, 2]}):
-        with ks.data_parallel(4):
-            optimizer = ks.CrossShard(ks.MixedPrecision(decaying()), shard_state=True)
-            model = compiled(optimizer)
-            weights = model.trainable_variables
-            left_out = excluded.get("by position", [1, 3])
-            arguments = excluded if "var_names" in excluded else {"var_list": [weights[i] for i in left_out]}
-            optimizer.exclude_from_weight_decay(**arguments)
-            optimizer.build(weights)
-            for _ in range(5):  # without gradients nothing but decay moves a weight
-                optimizer.apply([keras.ops.zeros(w.shape, "float16") for w in weights])
-            for i, (weight, start) in enumerate(zip(weights, START)):
-                start = start.astype("float16").astype("float64")
-                expected = start if i in left_out else start * (1 - 0.1 * 0.5) ** 5
-                master = optimizer.get_slot(weight, "master")
-                assert master.value.sharding.is_fully_replicated == (i == 3)  # its three elements cannot be divided
-                np.testing.assert_allclose(np.asarray(master.value), expected, rtol=1e-6)
-                np.testing.assert_array_equal(np.asarray(weight.value), np.asarray(master.value).astype("float16"))
+    with ks.data_parallel(4):
+        optimizer = ks.CrossShard(ks.MixedPrecision(decaying()), shard_state=True)
+        weights = compiled(optimizer).trainable_variables
+        left_out = [1, 3] if by_name else [0, 2]
+        arguments = {"var_names": ["bias"]} if by_name else {"var_list": [weights[i] for i in left_out]}
+        optimizer.exclude_from_weight_decay(**arguments)
+        optimizer.build(weights)
+        for _ in range(num_steps):  # without gradients nothing but decay moves a weight
+            optimizer.apply([keras.ops.zeros(w.shape, "float16") for w in weights])
+        for i, (weight, start) in enumerate(zip(weights, START)):
+            start = start.astype("float16").astype("float64")
+            expected = start if i in left_out else start * (1 - 0.1 * 0.5) ** num_steps
+            master = optimizer.get_slot(weight, "master")
+            assert master.value.sharding.is_fully_replicated == (i == 3)  # its three elements cannot be divided
+            np.testing.assert_allclose(np.asarray(master.value), expected, rtol=1e-6)
+            np.testing.assert_array_equal(np.asarray(weight.value), np.asarray(master.value).astype("float16"))
 
 
 def test_mapped_axes_are_refused():

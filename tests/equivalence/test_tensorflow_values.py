@@ -1,9 +1,13 @@
 """TensorFlow: what replicas compute, in numbers that are exact or those of one process."""
 
+import functools
+import itertools
+
 import keras
 import numpy as np
 import pytest
 from support import problem
+from support.suites import some
 
 import keras_shardopt as ks
 
@@ -50,10 +54,18 @@ def penalised(optimizer, prepare=False):
     return keras.ops.convert_to_numpy(model.optimizer.get_slot(model.trainable_variables[0], "master")).item()
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
-@pytest.mark.parametrize(("way", "prepare"), [*[(way, False) for way in WRAPPED], ("in CrossShard", True)])
+@functools.cache
+def of_one_process(way):
+    return penalised(WRAPPED[way](keras.optimizers.SGD(0.5)))
+
+
+PENALISED = [*[(way, False) for way in WRAPPED], ("in CrossShard", True)]
+
+
+@pytest.mark.parametrize("num_replicas", some([2, 4], [2]))
+@pytest.mark.parametrize(("way", "prepare"), some(PENALISED, lambda case: case != ("in CrossShard", False)))
 def test_penalties_of_masters_are_those_of_one_process(way, prepare, num_replicas):
-    alone = penalised(WRAPPED[way](keras.optimizers.SGD(0.5)))
+    alone = of_one_process(way)
     # All of these are powers of two, so that half precision is exact: 0.5 - 0.5 * (2 * 0.25 + 2 * 0.125) * 0.5. (An
     # older Keras adds up the penalties of the 8 rows.)
     if alone != 0.3125:
@@ -66,10 +78,13 @@ def test_penalties_of_masters_are_those_of_one_process(way, prepare, num_replica
 # -- sums ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_steps", [None, 2])
-@pytest.mark.parametrize(("shard_state", "num_replicas"), [(True, 2), (True, 4), (False, 2)])
-def test_the_sum_of_prescaled_gradients(shard_state, num_replicas, num_steps):
+SUMS = list(itertools.product([(True, 2), (True, 4), (False, 2)], [None, 2]))
+
+
+@pytest.mark.parametrize(("divided", "num_steps"), some(SUMS, [((True, 2), 2), ((False, 2), None)]))
+def test_the_sum_of_prescaled_gradients(divided, num_steps):
     """It is N times the mean, so a rate of 1/N makes the updates of one process."""
+    shard_state, num_replicas = divided
 
     def fitted(model, optimizer):
         model.compile(optimizer, "mse", jit_compile=False)
@@ -91,9 +106,13 @@ def test_the_sum_of_prescaled_gradients(shard_state, num_replicas, num_steps):
 # -- groups ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gradients", ["local", "prescaled"])
-@pytest.mark.parametrize("compression", ["bfloat16", "float16"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+COMPRESSED = list(itertools.product(["mean", "sum"], ["bfloat16", "float16"], ["local", "prescaled"]))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "compression", "gradients"),
+    some(COMPRESSED, [("mean", "bfloat16", "local"), ("sum", "float16", "prescaled")]),
+)
 def test_compression_in_groups_divides_by_the_size_of_a_group(reduction, compression, gradients):
     strategy = replicas(4)
     with strategy.scope():

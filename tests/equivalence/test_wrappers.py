@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support import at_work, launch, problem
+from support.suites import some
 
 import keras_shardopt as ks
 
@@ -36,10 +37,11 @@ def test_it_is_at_work(name):
     assert problem.relative_difference(on_one_device(name), problem.trained_in_numpy()) > 1e-2
 
 
-@each_wrapper
 @pytest.mark.backends("tensorflow", "jax")
-def test_inside_cross_shard_it_sees_global_gradients(name):
-    with ks.data_parallel(4) as replicas:
+@pytest.mark.parametrize("num_replicas", some([2, 4], [2]))
+@pytest.mark.parametrize("name", some(at_work.AT_WORK, ["LARC", "Tower", "VariableClipping"]))
+def test_inside_cross_shard_it_sees_global_gradients(name, num_replicas):
+    with ks.data_parallel(num_replicas) as replicas:
         model = at_work.compiled(name, at_work.in_cross_shard(name))
         weights = fit(model)
         assert replicas.largest_difference(model) == 0
@@ -78,7 +80,7 @@ def test_rows_that_any_replica_looks_up_are_clipped_on_all():
         model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
         return model
 
-    with ks.data_parallel(4) as replicas:
+    with ks.data_parallel(2) as replicas:
         model = trained(ks.CrossShard)
         assert replicas.largest_difference(model) == 0
     np.testing.assert_allclose(np.linalg.norm(model.get_weights()[0], axis=1), [1, 1, 1, 1, 1, 4], rtol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from unittest import mock
 
 from support.patience import patient
@@ -55,7 +57,7 @@ def torchrun(script, num_replicas, *arguments, timeout=150.0, environment=None):
         )
         for rank in range(num_replicas)
     ]
-    return workers(script, environments, *arguments, timeout=timeout, start=fork_with_torch)[0]
+    return workers(script, environments, *arguments, timeout=timeout, start=fork_with("torch"))[0]
 
 
 def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.0, grace=10.0):
@@ -81,6 +83,7 @@ def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.
         *arguments,
         timeout=timeout,
         grace=grace,
+        start=fork_with("jax"),
     )
 
 
@@ -91,7 +94,16 @@ def tensorflow_workers(script, num_workers, *arguments, timeout=150.0, grace=10.
         {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}} for worker in range(num_workers)
     ]
     environments = [variables("tensorflow", TF_CONFIG=json.dumps(task)) for task in tasks]
-    return workers(script, environments, *arguments, timeout=timeout, grace=grace)
+    start = fork_with("tensorflow")
+    return workers(script, environments, *arguments, timeout=timeout, grace=grace, start=start)
+
+
+def program(backend, text, *arguments, environment, timeout=100.0):
+    """Runs a program's text in a process that has done nothing yet but import Keras. Returns what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "program.py"
+        file.write_text(text)
+        return workers(file, [environment], *arguments, timeout=timeout, start=fork_with(backend))[0]
 
 
 def free_ports(number):
@@ -190,10 +202,10 @@ class _Interpreter:
 
 
 class _Fork:
-    """A process that has imported already what `server` has."""
+    """A process that has imported already what `_server` of this backend has."""
 
-    def __init__(self, server, command, environment, output):
-        self._process = server.Process(target=_be_worker, args=(command, environment, output))
+    def __init__(self, backend, command, environment, output):
+        self._process = _server(backend).Process(target=_be_worker, args=(command, environment, output))
         self._process.start()
         self.pid = self._process.pid
 
@@ -206,17 +218,27 @@ class _Fork:
         self._process.join(timeout)
 
 
-def fork_with_torch(command, environment, output):
-    """A process that has imported Keras and PyTorch; for `workers`."""
-    return _Fork(_server_with_torch(), command, environment, output)
+def fork_with(backend):
+    """Makes processes that have imported Keras and this framework; for `workers`. One framework per test process."""
+    return functools.partial(_Fork, backend)
+
+
+# Imports alone: they start no threads, as the first operation does, which forks would lack. What is not there is left
+# out; TensorFlow is what `keras.utils.set_random_seed` imports on every backend.
+_IMPORTED = {
+    "torch": ["keras", "torch", "torch.distributed", "torch._dynamo", "tensorflow"],  # _dynamo is for the first step
+    "jax": ["keras", "jax", "tensorflow"],
+    "tensorflow": ["keras", "tensorflow"],
+}
 
 
 @functools.cache
-def _server_with_torch():
+def _server(backend):
+    assert multiprocessing.forkserver._forkserver._forkserver_pid is None, "there is one server, of another backend"
     server = multiprocessing.get_context("forkserver")
-    # Keras imports torch._dynamo in the first step of training, every rank for itself.
-    server.set_forkserver_preload(["keras", "torch", "torch.distributed", "torch._dynamo"])
-    with mock.patch.dict(os.environ, variables("torch", OMP_NUM_THREADS="1")):
+    server.set_forkserver_preload(_IMPORTED[backend])
+    # One thread of NumPy's own; and JAX reads the platform while it is imported.
+    with mock.patch.dict(os.environ, variables(backend, OMP_NUM_THREADS="1", JAX_PLATFORMS="cpu")):
         multiprocessing.forkserver.ensure_running()
     return server
 
@@ -235,12 +257,22 @@ def _be_worker(command, environment, output):
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
+    if "jax" in sys.modules:  # which has read those of the server
+        settings = {name.lower(): value for name, value in environment.items() if name.startswith("JAX_CPU_")}
+        for name, value in settings.items():
+            sys.modules["jax"].config.update(name, value)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own does so by itself
     gc.freeze()  # what was imported is there to stay, and need not be looked through
     sys.argv = command
     sys.path.insert(0, str(pathlib.Path(command[0]).parent))
-    runpy.run_path(command[0], run_name="__main__")
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()  # as JAX's, which tells the other processes; `multiprocessing` leaves them out
 
 
 def run(command, timeout, environment):

@@ -147,7 +147,7 @@ def rows_of(case, rows=slice(None)):
     return keras.tree.map_structure(lambda array: array[rows], whole)
 
 
-def run(case, num_replicas, prepared=True, rows=slice(None), **more):
+def run(case, num_replicas, prepared=True, rows=slice(None), validates=True, **more):
     """The weights and the history of a case, on that many replicas of this process."""
     case = {**CASES.get(case, {}), **more}
     x, y, *weights = rows_of(case, rows)
@@ -156,7 +156,9 @@ def run(case, num_replicas, prepared=True, rows=slice(None), **more):
         if prepared:
             assert ks.prepare(ks.prepare(model)) is model
     given = {"batch_size": BATCH_SIZE, "shuffle": False, "verbose": 0, **case.get("fit", {})}
-    history = model.fit(x, y, sample_weight=weights[0] if weights else None, validation_data=(x, y, *weights), **given)
+    if validates:
+        given["validation_data"] = (x, y, *weights)
+    history = model.fit(x, y, sample_weight=weights[0] if weights else None, **given)
     replicas.close()
     return model.get_weights(), history.history
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from support import problem
+from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.agreement import described
@@ -132,6 +133,7 @@ def made(kind, argument, more, value):
     return kind(**given)
 
 
+@pytest.mark.neutral
 @pytest.mark.parametrize(
     ("kind", "argument"), [(k, a) for k, cases in CASES.items() for a in cases], ids=lambda v: getattr(v, "__name__", v)
 )
@@ -211,7 +213,7 @@ def description(given):
     return described(model.optimizer, model.trainable_variables)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, ["regularizer"], "jax", "tensorflow"))
 def test_what_differs_in_models_is_named(name):
     one, other, thing, value = MODELS[name]
     found = [description(one), description(other)]
@@ -281,6 +283,7 @@ class Holding(layers.Layer):
         return inputs
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -295,6 +298,7 @@ def test_things_that_each_process_writes_in_its_own_way_agree(one, other):
     assert differing(one, another) == ["`thing` of layer 2, `holding`"]
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_arrays_are_compared_to_the_last_element():
     one, same, other = np.zeros((100, 100)), np.zeros((100, 100)), np.zeros((100, 100))
     other[50, 50] = 1  # which `repr` does not show

@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 from conftest import BACKEND
 from support import problem, restarting
+from support.suites import some
 
 import keras_shardopt as ks
 
 EPOCHS = 4
 STEPS = 3
+
+# The same Python on all backends; what each must get right is that training goes on as if nothing had happened.
+of_files = pytest.mark.exhaustive("jax", "tensorflow")
 
 
 class Noise(keras.layers.Layer):
@@ -85,12 +89,13 @@ def test_the_global_seed_goes_on_too(tmp_path):
 
 
 @pytest.mark.backends("tensorflow", "jax")
-def test_on_several_replicas(tmp_path):
-    with ks.data_parallel(4) as replicas:
+@pytest.mark.parametrize("num_replicas", some([2, 4], [2]))
+def test_on_several_replicas(tmp_path, num_replicas):
+    with ks.data_parallel(num_replicas) as replicas:
         alone, _ = trained(tmp_path / "alone", prepared=True)
-    with ks.data_parallel(4) as replicas:
+    with ks.data_parallel(num_replicas) as replicas:
         trained(tmp_path / "backup", interrupted=True, prepared=True)
-    with ks.data_parallel(4) as replicas:
+    with ks.data_parallel(num_replicas) as replicas:
         resumed, epochs = trained(tmp_path / "backup", prepared=True)
     replicas.close()
     assert epochs == EPOCHS - 2
@@ -98,6 +103,7 @@ def test_on_several_replicas(tmp_path):
     assert_same(resumed[weights], alone[weights])
 
 
+@of_files
 def test_a_crash_while_writing_leaves_the_backup_before(tmp_path, monkeypatch, alone):
     trained(tmp_path, interrupted=True)
     before = (tmp_path / "backup.npz").read_bytes()
@@ -114,6 +120,7 @@ def test_a_crash_while_writing_leaves_the_backup_before(tmp_path, monkeypatch, a
     assert_same(trained(tmp_path)[0], alone)
 
 
+@of_files
 def test_a_damaged_backup_falls_back_on_the_one_before(tmp_path, alone):
     trained(tmp_path, interrupted=True, double_checkpoint=True)
     whole = (tmp_path / "backup.npz").read_bytes()
@@ -124,6 +131,7 @@ def test_a_damaged_backup_falls_back_on_the_one_before(tmp_path, alone):
     assert sorted(os.listdir(tmp_path)) == ["backup.npz", "previous.npz"]
 
 
+@of_files
 def test_the_newest_backup_is_read_first(tmp_path, alone):
     trained(tmp_path, interrupted=True, double_checkpoint=True)
     assert sorted(os.listdir(tmp_path)) == ["backup.npz", "previous.npz"]
@@ -138,6 +146,7 @@ def test_a_damaged_backup_without_another_is_an_error(tmp_path):
         trained(tmp_path)
 
 
+@of_files
 def test_a_backup_of_another_model_is_refused(tmp_path):
     trained(tmp_path, interrupted=True)
     model = problem.model()

@@ -220,6 +220,7 @@ def test_an_optimizer_that_was_refused_can_still_be_used():
     assert float(keras.ops.convert_to_numpy(weight)[0]) == pytest.approx(0.9)
 
 
+@pytest.mark.neutral
 def test_a_class_that_is_not_checked_is_found(monkeypatch):
     """The test itself: a constructor with a hole fails it."""
 

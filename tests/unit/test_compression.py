@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from support import problem
 from support.fake_replicas import FakeReplicas, FakeWorld
+from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.replica.base import Arrival
@@ -175,7 +176,7 @@ def test_jax_adds_up_in_that_dtype():
 
 
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("dtype", some(UNITS, ["bfloat16"]))
 def test_under_a_strategy(dtype):
     found = []
     for compression in (None, dtype):

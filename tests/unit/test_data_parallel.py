@@ -6,6 +6,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+from conftest import BACKEND
 from support import launch, problem, suites
 
 import keras_shardopt as ks
@@ -235,6 +236,11 @@ def test_torch_asks_for_torchrun():
         pass
 
 
+# Where the test of several processes has made a process that others are forked from.
+with_processes = pytest.mark.xdist_group({"jax": "test_jax_processes"}.get(BACKEND, "test_tensorflow_workers"))
+
+
+@with_processes
 @pytest.mark.backends("tensorflow", "jax")
 def test_cpu_devices_are_made_in_a_fresh_process(backend):
     program = (
@@ -245,8 +251,8 @@ def test_cpu_devices_are_made_in_a_fresh_process(backend):
         "model.fit(keras.ops.ones((6, 2)), keras.ops.ones((6, 1)), batch_size=6, verbose=0)\n"
         "print('replicas', scope.num_replicas, 'difference', scope.largest_difference(model))\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    output = launch.run([sys.executable, "-c", program], 100, {**environment, "KERAS_BACKEND": backend})
+    environment = {name: value for name, value in launch.variables(backend).items() if name != "XLA_FLAGS"}
+    output = launch.program(backend, program, environment=environment)
     assert "replicas 3 difference 0.0" in output
 
 
@@ -263,6 +269,7 @@ THREADS = [
 ]
 
 
+@with_processes
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize(
     ("given", "arguments", "expected"), suites.some(THREADS, lambda case: case[:2] in [({}, "2 4"), ({}, "16 4")])
@@ -276,8 +283,8 @@ def test_jax_gets_threads_for_its_devices_unless_the_user_has_said_how_many(give
         "    print('threads', os.environ.get('NPROC'), os.environ.get('PJRT_NPROC'))\n"
     )
     names = ("XLA_FLAGS", "NPROC", "PJRT_NPROC")
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-    output = launch.run([sys.executable, "-c", program, *arguments.split()], 100, {**environment, **given})
+    environment = {name: value for name, value in launch.variables("jax").items() if name not in names}
+    output = launch.program("jax", program, *arguments.split(), environment={**environment, **given})
     assert f"threads {expected}" in output, output
 
 

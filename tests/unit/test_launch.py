@@ -19,7 +19,7 @@ if os.environ["WORKER"] in sys.argv[3]:
 
 # The processes of JAX and TensorFlow are interpreters of their own, PyTorch's ranks are forks.
 each_start = pytest.mark.parametrize(
-    "start", [None, pytest.param(launch.fork_with_torch, marks=pytest.mark.backends("torch"))], ids=["new", "forked"]
+    "start", [None, pytest.param(launch.fork_with("torch"), marks=pytest.mark.backends("torch"))], ids=["new", "forked"]
 )
 pytestmark = [pytest.mark.neutral, each_start]
 

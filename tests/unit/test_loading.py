@@ -1,12 +1,11 @@
 """State that does not fit is an error that names what differs, where Keras alone warns or says nothing."""
 
-import subprocess
-import sys
 import warnings
 
 import keras
 import numpy as np
 import pytest
+from conftest import BACKEND
 from keras import optimizers as o
 from support import catalogue, corpus, launch
 from support.suites import some
@@ -165,7 +164,7 @@ SAME_NAMES = {
 
 
 @pytest.mark.parametrize("build", [True, False], ids=["built", "not yet"])
-@pytest.mark.parametrize("pair", SAME_NAMES)
+@pytest.mark.parametrize("pair", some(SAME_NAMES, ["derived"], "jax", "tensorflow"))
 def test_another_class_whose_slots_have_the_same_names(tmp_path, pair, build):
     for make, other in (SAME_NAMES[pair], SAME_NAMES[pair][::-1]):
         saved = made(wrapped(make))
@@ -258,7 +257,7 @@ def test_names_are_those_of_any_chain(tmp_path, source, target):
 
 
 @pytest.mark.filterwarnings("ignore:.build... was called on layer")  # the blocks of keras.io have none
-@pytest.mark.parametrize("name", corpus.MODELS)
+@pytest.mark.parametrize("name", some(corpus.MODELS, ["nested", "tied embeddings"], "jax", "tensorflow"))
 def test_files_of_ordinary_models(tmp_path, name):
     make = corpus.MODELS[name]
     plain = corpus.filled(make(), corpus.adam())
@@ -280,11 +279,11 @@ def test_files_of_ordinary_models(tmp_path, name):
     assert corpus.numbers(loaded) == corpus.expected(num_arrays)
 
 
-@pytest.mark.backends("jax")  # nothing here is of one backend
+@pytest.mark.neutral
 def test_files_of_ordinary_models_in_another_process(tmp_path):
     keras.layers.Dense(1)  # so that counters are others there
     for i, make in enumerate(corpus.MODELS.values()):
         ks.save_model(corpus.filled(make(), ks.CrossShard(corpus.adam())), tmp_path / f"{i}.keras")
-    command = [sys.executable, corpus.__file__, str(tmp_path), *corpus.MODELS]
-    done = subprocess.run(command, env=launch.variables("jax"), capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == list(corpus.MODELS), done.stderr
+    environments, start = [launch.variables(BACKEND)], launch.fork_with(BACKEND)
+    (printed,) = launch.workers(corpus.__file__, environments, tmp_path, *corpus.MODELS, timeout=120, start=start)
+    assert printed.splitlines() == list(corpus.MODELS)

@@ -149,7 +149,7 @@ def test_a_loss_in_half_precision_is_scaled_in_float32():
 @pytest.mark.parametrize(
     "wrap",
     [
-        pytest.param(lambda inner: ks.LossScaling(inner), id="LossScaling"),
+        pytest.param(lambda inner: ks.LossScaling(inner), id="LossScaling", marks=CROSS),
         pytest.param(lambda inner: ks.CrossShard(ks.LossScaling(inner)), id="CrossShard"),
         pytest.param(lambda inner: ks.Tower(ks.CrossShard(ks.LossScaling(inner, "LogMax"))), id="Tower", marks=CROSS),
         pytest.param(
@@ -158,7 +158,7 @@ def test_a_loss_in_half_precision_is_scaled_in_float32():
             marks=CROSS,
         ),
         pytest.param(lambda inner: ks.CrossShard(o.LossScaleOptimizer(inner)), id="stock"),
-        pytest.param(lambda inner: ks.MixedPrecision(inner, 128.0), id="MixedPrecision"),
+        pytest.param(lambda inner: ks.MixedPrecision(inner, 128.0), id="MixedPrecision", marks=CROSS),
     ],
 )
 def test_mixed_float16_needs_no_argument_and_scales_once(wrap, tmp_path):
@@ -213,7 +213,7 @@ class Read(keras.callbacks.Callback):
         logs["loss_scale"] = self.seen[-1][0]
 
 
-@pytest.mark.parametrize("wrap", [lambda inner: inner, ks.CrossShard], ids=["alone", "in CrossShard"])
+@pytest.mark.parametrize("wrap", some([lambda inner: inner, ks.CrossShard], [ks.CrossShard], "jax", "tensorflow"))
 def test_callbacks_read_the_scalars_at_epoch_ends(wrap):
     x, y = problem.data(num_steps=2)
     x[-1, 0] = np.inf
@@ -253,7 +253,7 @@ def loaded(optimizer, path, build_first=True):
     return model
 
 
-@pytest.mark.parametrize("build_first", [True, False])
+@pytest.mark.parametrize("build_first", some([True, False], [False], "jax", "tensorflow"))
 def test_files_hold_the_scale_beside_the_state_of_the_inner_optimizer(tmp_path, build_first):
     path = tmp_path / "model.weights.h5"
     model = saved(ks.CrossShard(ks.LossScaling(o.Adam(0.01), "LogMax")), path)

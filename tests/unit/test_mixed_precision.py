@@ -87,7 +87,7 @@ def test_golden_with_gradients_that_are_really_sparse():
 # -- masters -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", some(["float16", "bfloat16"], ["bfloat16"], "jax", "tensorflow"))
 def test_updates_too_small_for_the_weight_add_up(dtype):
     weight, without = low([1.0, -2.0, 0.0], dtype), low([1.0, -2.0, 0.0], dtype)
     optimizer, plain = ks.MixedPrecision(o.SGD(1e-4)), o.SGD(1e-4)
@@ -217,8 +217,15 @@ def test_rules_by_path_and_wrappers_inside_see_the_weights_names():
 # -- penalties -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [{}, {"run_eagerly": True}])
-@pytest.mark.parametrize("scale", [None, 128.0])
+@pytest.mark.parametrize(
+    ("scale", "arguments"),
+    some(
+        [(scale, arguments) for scale in (None, 128.0) for arguments in ({}, {"run_eagerly": True})],
+        lambda case: case == (128.0, {}),
+        "jax",
+        "tensorflow",
+    ),
+)
 def test_the_gradient_of_a_penalty_is_exact_in_float32(scale, arguments):
     """1e-4 times 1e-4 vanishes in float16, also when it is scaled by 128 beside a gradient of 0."""
     keras.config.set_dtype_policy("float16")
@@ -318,7 +325,7 @@ def test_an_optimizer_that_was_never_built_is_saved_too(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The file holds no optimizer state")
-@pytest.mark.parametrize("build_first", [True, False])
+@pytest.mark.parametrize("build_first", some([True, False], [True], "jax", "tensorflow"))
 def test_masters_follow_a_file_without_an_optimizer(tmp_path, build_first):
     keras.config.set_dtype_policy("bfloat16")
     source = problem.model()
@@ -341,6 +348,7 @@ def test_masters_follow_a_file_without_an_optimizer(tmp_path, build_first):
 SCALES = ["Backoff"] if keras.config.backend() == "torch" else [None, 128.0, "Backoff", "LogMax"]
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 @pytest.mark.parametrize("scale", some(SCALES, ["Backoff"]))
 @pytest.mark.exhaustive("torch")
 def test_the_regression_of_the_original_within_a_hundredth(scale):

@@ -3,12 +3,15 @@
 Keras' layers that are quantized to float8 keep their scales so. Nothing may average, unscale or decay such a value.
 """
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 from conftest import BACKEND
 from keras import ops
 from support.fake_replicas import FakeWorld
+from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.replica import Arrival
@@ -76,8 +79,11 @@ def check(case, num_replicas, arrival, monkeypatch):
             np.testing.assert_array_equal(scale, scale_wanted.astype("float32"), err_msg=f"call {call}")
 
 
-@pytest.mark.parametrize("arrival", [Arrival.LOCAL, Arrival.LOCAL_PRESCALED])
-@pytest.mark.parametrize("case", CASES)
+ARRIVING = list(itertools.product(CASES, [Arrival.LOCAL, Arrival.LOCAL_PRESCALED]))
+FEW = [("scaled window", Arrival.LOCAL), ("masters", Arrival.LOCAL_PRESCALED)]
+
+
+@pytest.mark.parametrize(("case", "arrival"), some(ARRIVING, FEW, "jax", "tensorflow"))
 def test_next_values_are_the_largest_of_all_replicas_and_of_the_window(case, arrival, monkeypatch):
     check(case, 4 if arrival is Arrival.LOCAL else 2, arrival, monkeypatch)
 
@@ -95,7 +101,9 @@ def test_next_values_beside_divided_state(case, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*accumulates gradients that are reduced already")
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("case", [name for name in DIVIDED if "skips" not in name])
+@pytest.mark.parametrize(
+    "case", some([name for name in DIVIDED if "skips" not in name], ["scaled window, divided state"])
+)
 def test_next_values_beside_state_that_is_laid_out(case):
     arguments, around, factor = DIVIDED[case]
     num_micro_steps = arguments.get("gradient_accumulation_steps", 1)

@@ -391,7 +391,7 @@ def run(folder, tests):
     for name in ("REPORTS", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID", "PYTEST_CURRENT_TEST"):
         environment.pop(name, None)  # of the run that this is a part of
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
-    start = launch.fork_with_torch if BACKEND == "torch" else None
+    start = launch.fork_with("torch") if BACKEND == "torch" else None
     launch.workers(__file__, [environment], folder, file, *tests, timeout=300, start=start)
     return json.loads(file.read_text())
 

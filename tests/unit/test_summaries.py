@@ -203,6 +203,7 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.neutral
 def test_writing_loads_no_tensorflow(tmp_path):
     program = f"""
 import sys

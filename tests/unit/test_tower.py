@@ -237,7 +237,7 @@ def assert_same(model, reference, num_times=1):
     assert difference <= num_times * problem.TOLERANCE
 
 
-@pytest.mark.parametrize("num_towers", [1, 2, 4])
+@pytest.mark.parametrize("num_towers", some([1, 2, 4], [2], "jax", "tensorflow"))
 def test_fit_with_towers_equals_the_whole_batch(num_towers):
     model, losses = trained(ks.Tower(problem.sgd_momentum()), num_towers)
     reference, expected = trained(problem.sgd_momentum())
@@ -246,7 +246,10 @@ def test_fit_with_towers_equals_the_whole_batch(num_towers):
     assert int(ops.convert_to_numpy(model.optimizer.iterations)) == 6
 
 
-@pytest.mark.parametrize("compile_arguments", [{"run_eagerly": True}, {"jit_compile": True}])
+@pytest.mark.parametrize(
+    "compile_arguments",
+    some([{"run_eagerly": True}, {"jit_compile": True}], [{"run_eagerly": True}], "jax", "tensorflow"),
+)
 def test_fit_eager_and_compiled(compile_arguments):
     if BACKEND == "torch" and compile_arguments.get("jit_compile"):
         pytest.skip("slow; test_torch_compile")
@@ -319,7 +322,7 @@ def test_a_jitted_loop_of_ones_own():
 
 
 @pytest.mark.backends("tensorflow")
-@pytest.mark.parametrize("devices", [None, ["CPU:1", "CPU:2"]])
+@pytest.mark.parametrize("devices", some([None, ["CPU:1", "CPU:2"]], 2))
 def test_a_tf_function_loop_of_ones_own(devices):
     import tensorflow as tf
 
