@@ -286,4 +286,5 @@ def test_files_of_ordinary_models_in_another_process(tmp_path):
         ks.save_model(corpus.filled(make(), ks.CrossShard(corpus.adam())), tmp_path / f"{i}.keras")
     environments, start = [launch.variables(BACKEND)], launch.fork_with(BACKEND)
     (printed,) = launch.workers(corpus.__file__, environments, tmp_path, *corpus.MODELS, timeout=120, start=start)
-    assert printed.splitlines() == list(corpus.MODELS)
+    lines = [line for line in printed.splitlines() if line in corpus.MODELS]  # and not warnings of Keras
+    assert lines == list(corpus.MODELS), printed
