@@ -1,11 +1,12 @@
 """State that does not fit is an error that names what differs, where Keras alone warns or says nothing."""
 
+import subprocess
+import sys
 import warnings
 
 import keras
 import numpy as np
 import pytest
-from conftest import BACKEND
 from keras import optimizers as o
 from support import catalogue, corpus, launch
 from support.suites import some
@@ -279,11 +280,11 @@ def test_files_of_ordinary_models(tmp_path, name):
     assert corpus.numbers(loaded) == corpus.expected(num_arrays)
 
 
-@pytest.mark.neutral
+@pytest.mark.backends("jax")  # nothing here is of one backend
 def test_files_of_ordinary_models_in_another_process(tmp_path):
     keras.layers.Dense(1)  # so that counters are others there
     for i, make in enumerate(corpus.MODELS.values()):
         ks.save_model(corpus.filled(make(), ks.CrossShard(corpus.adam())), tmp_path / f"{i}.keras")
-    environments, start = [launch.variables(BACKEND)], launch.fork_with(BACKEND)
-    (printed,) = launch.workers(corpus.__file__, environments, tmp_path, *corpus.MODELS, timeout=120, start=start)
-    assert printed.splitlines() == list(corpus.MODELS)
+    command = [sys.executable, corpus.__file__, str(tmp_path), *corpus.MODELS]
+    done = subprocess.run(command, env=launch.variables("jax"), capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == list(corpus.MODELS), done.stderr
