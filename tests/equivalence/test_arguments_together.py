@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of gradients that do not ex
 def each_row(backend, **limits):
     """A row for each pair of what is left of the levels, on one backend; by default a few of these rows."""
     few = every_argument.rows(**limits) + every_argument.threesomes(**limits) if backend == BACKEND else [None]
-    return pytest.mark.parametrize("row", some(few, 8), ids=lambda row: row and every_argument.told(row))
+    return pytest.mark.parametrize("row", some(few, 4), ids=lambda row: row and every_argument.told(row))
 
 
 def of_all(row):

@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from conftest import BACKEND
 from support import launch
 from support.patience import patient
 
@@ -17,11 +18,10 @@ if os.environ["WORKER"] in sys.argv[3]:
 """
 
 
-# The processes of JAX and TensorFlow are interpreters of their own, PyTorch's ranks are forks.
+# Most processes of the tests are forks of one that has imported the framework.
 each_start = pytest.mark.parametrize(
     "start", [None, pytest.param(launch.fork_with("torch"), marks=pytest.mark.backends("torch"))], ids=["new", "forked"]
 )
-pytestmark = [pytest.mark.neutral, each_start]
 
 
 def run(folder, start, fail="", hang="", **limits):
@@ -31,10 +31,14 @@ def run(folder, start, fail="", hang="", **limits):
     return launch.workers(script, environments, "hello", fail, hang, start=start, **limits)
 
 
+@pytest.mark.neutral
+@each_start
 def test_what_each_worker_printed(tmp_path, start):
     assert run(tmp_path, start) == [f"worker {i} says hello\n" for i in range(3)]
 
 
+@pytest.mark.neutral
+@each_start
 def test_the_traceback_of_every_worker_that_fails(tmp_path, start):
     with pytest.raises(launch.WorkersFailed) as caught:
         run(tmp_path, start, fail="02")
@@ -43,6 +47,8 @@ def test_the_traceback_of_every_worker_that_fails(tmp_path, start):
     assert "worker 1, exit status 0\nworker 1 says hello" in message
 
 
+@pytest.mark.neutral
+@each_start
 @pytest.mark.parametrize(("fail", "limits"), [("0", {"grace": 1.0}), ("", {"timeout": 4.0})])
 def test_a_worker_that_waits_for_ever_says_where_and_is_killed(tmp_path, start, fail, limits):
     begin = time.monotonic()
@@ -64,6 +70,8 @@ print(os.environ.get("KERAS_BACKEND"), os.getpgid(0) == os.getpid())
 """
 
 
+@pytest.mark.neutral
+@each_start
 def test_workers_share_no_random_state_and_no_variables(tmp_path, start):
     script = tmp_path / "state.py"
     script.write_text(STATE)
@@ -72,3 +80,19 @@ def test_workers_share_no_random_state_and_no_variables(tmp_path, start):
     assert (first[0], second[0]) == ("0", "1")
     assert first[1] != second[1] and first[2] != second[2]
     assert first[3:] == second[3:] == ["None", "True"]
+
+
+@pytest.mark.neutral
+@each_start
+def test_what_is_left_to_the_end_is_done_after_the_traceback(tmp_path, start):
+    script = tmp_path / "end.py"
+    script.write_text("import atexit\natexit.register(print, 'the end')\nraise ValueError('wrong')")
+    with pytest.raises(launch.WorkersFailed, match=r"exit status 1\n[^$]*ValueError: wrong\nthe end\n"):
+        launch.workers(script, [dict(os.environ)], start=start)
+
+
+@pytest.mark.xdist_group({"jax": "test_jax_processes", "tensorflow": "test_tensorflow_workers"}.get(BACKEND, "ranks"))
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="this system does not list threads")
+def test_what_others_are_forked_from_has_no_thread_that_they_would_lack():
+    text = "import os\nprint(len(os.listdir(f'/proc/{os.getppid()}/task')))"
+    assert launch.program(BACKEND, text, environment=launch.variables(BACKEND)) == "1\n"
