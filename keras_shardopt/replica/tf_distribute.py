@@ -250,7 +250,7 @@ def check_made_inside(optimizers: Sequence[Any]) -> None:
     """Raises ValueError if one of these was made outside the strategy in whose scope it is about to be built."""
     strategy = tf.distribute.get_strategy()
     for optimizer in optimizers if strategy.num_replicas_in_sync > 1 else ():
-        if not optimizer.built and _num_mirrored(optimizer.iterations) == 1:
+        if not optimizer.built and _num_mirrored(optimizer._iterations) == 1:
             raise ValueError(
                 "The optimizer of a model must be made in the scope of the model's strategy. "
                 f"Received: {with_article(optimizer)} that was made outside it, for a model on "
