@@ -102,7 +102,7 @@ FAULTS = [
     ),
     fault(
         "accumulation.py",
-        "ops.maximum(total, value)",
+        "ops.maximum(before, value)",
         "value",
         "unit/test_accumulation.py::test_next_values_take_the_largest_of_the_window",
     ),
