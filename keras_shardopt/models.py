@@ -94,3 +94,27 @@ class Living:
 
 
 living_models = Living(Trainer, "__init__", "compile")
+
+
+_OUTERMOST = "_keras_shardopt_outermost"
+
+
+def stand_in(model: Any, name: str, function: Callable[..., Any], outermost: bool = False) -> None:
+    """Lets `model.name(...)` call `function(model, real, ...)`, where `real` is the method that it replaces.
+
+    Doing it twice changes nothing. One that is `outermost` stays around those that come later.
+    """
+    real = getattr(model, name)
+    around = []  # the functions that stand around the method, the outermost first
+    while isinstance(real, functools.partial) and len(real.args) == 2 and real.args[0] is model:
+        around.append(real.func)
+        real = real.args[1]
+    if function not in around:
+        place = sum(1 for other in around if hasattr(other, _OUTERMOST)) if not outermost else 0
+        around.insert(place, function)
+        if outermost:
+            vars(function)[_OUTERMOST] = True
+        for other in reversed(around):
+            real = functools.partial(other, model, real)
+        # Past Keras' attribute tracking, and torch's.
+        object.__setattr__(model, name, real)

@@ -227,7 +227,7 @@ def clean_keras_state():
         tf.distribute.MirroredStrategy._collective_key_base += 100_000
     yield
     if BACKEND == "tensorflow":
-        from keras_shardopt.replica import framework
+        from keras_shardopt.backends import framework
 
         framework.num_replicas_of_last_scope = 1
     keras.config.set_dtype_policy("float32")

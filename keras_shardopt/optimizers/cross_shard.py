@@ -12,24 +12,7 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
-from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
-from keras_shardopt.agreement import check_agreement, described, losses_that_add_up
-from keras_shardopt.divided_state import DividedState
-from keras_shardopt.finite import UNKNOWN, fail_among_all, first_not_finite, judge, num_flags, reduce_and_judge
-from keras_shardopt.numerics import is_next_value
-from keras_shardopt.reduction import (
-    LocalTransform,
-    Reduction,
-    check_all_train,
-    check_groups,
-    end_together,
-    global_gradients,
-    group_assignment_of,
-    scaled_gradients,
-    transformed_gradients,
-    weighted_gradients,
-)
-from keras_shardopt.replica import (
+from keras_shardopt.backends import (
     Arrival,
     ReplicaBackend,
     claim_reduction,
@@ -38,18 +21,28 @@ from keras_shardopt.replica import (
     framework,
     reduction_is_claimed,
 )
-from keras_shardopt.replica.compressed import Compressed
-from keras_shardopt.rollback import note_assignments
-from keras_shardopt.sharding import check_can_shard
-from keras_shardopt.two_phases import TwoPhases
-from keras_shardopt.wrapper import (
-    OptimizerWrapper,
-    empty_name_scope,
-    innermost,
-    inside,
-    leaves,
-    parts,
+from keras_shardopt.backends.compression import Compressed
+from keras_shardopt.numerics import is_next_value
+from keras_shardopt.optimizers.two_phases import TwoPhases
+from keras_shardopt.sharding.sharded_optimizer import DividedState
+from keras_shardopt.sharding.slices import check_can_shard
+from keras_shardopt.update.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
+from keras_shardopt.update.agreement import check_agreement, described, losses_that_add_up
+from keras_shardopt.update.all_reduce import Reduction, check_all_train, end_together, global_gradients
+from keras_shardopt.update.nonfinite import (
+    UNKNOWN,
+    fail_among_all,
+    first_not_finite,
+    judge,
+    num_flags,
+    reduce_and_judge,
 )
+from keras_shardopt.update.options import check_groups, group_assignment_of
+from keras_shardopt.update.replica_transform import LocalTransform, scaled_gradients, transformed_gradients
+from keras_shardopt.update.row_weights import weighted_gradients
+from keras_shardopt.wrapping.chain import innermost, inside, leaves, parts
+from keras_shardopt.wrapping.rollback import note_assignments
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper, empty_name_scope
 
 _SUMMED_ADVICE = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, axis_name, to='varying')` on weights."
 _GLOBAL_ADVICE = (

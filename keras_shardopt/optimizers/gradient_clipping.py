@@ -9,9 +9,9 @@ import keras
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends import framework, holds_slices
 from keras_shardopt.numerics import clip_by_global_norm, global_norm, is_next_value, like_variable
-from keras_shardopt.replica import framework, holds_slices
-from keras_shardopt.wrapper import OptimizerWrapper
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")

@@ -11,7 +11,8 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import dense, dtype_of, in_float32, is_next_value, norm
-from keras_shardopt.wrapper import OptimizerWrapper, leaf_of
+from keras_shardopt.wrapping.chain import leaf_of
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _LARGEST_FLOAT16 = 65504.0
 

@@ -16,18 +16,13 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.finite import largest_of_all
+from keras_shardopt.backends import Arrival, differing_along, framework, holds_slices, reduction_is_claimed
 from keras_shardopt.numerics import dtype_of, in_float32, is_next_value, map_values
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
-from keras_shardopt.replica import (
-    Arrival,
-    differing_along,
-    framework,
-    holds_slices,
-    reduction_is_claimed,
-)
-from keras_shardopt.rollback import note_assignments
-from keras_shardopt.wrapper import OptimizerWrapper, inside
+from keras_shardopt.update.nonfinite import largest_of_all
+from keras_shardopt.wrapping.chain import inside
+from keras_shardopt.wrapping.rollback import note_assignments
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class ScaledUpdate(OptimizerWrapper):

@@ -20,12 +20,13 @@ import keras
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends import framework, reduction_is_claimed
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.numerics import add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale, stored_scale, with_scaler
-from keras_shardopt.replica import framework, reduction_is_claimed
-from keras_shardopt.wrapper import OptimizerWrapper, empty_name_scope, inside
+from keras_shardopt.wrapping.chain import inside
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper, empty_name_scope
 
 _LOW = ("float16", "bfloat16")
 _LARGEST_FLOAT16 = 65504.0

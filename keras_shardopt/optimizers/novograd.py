@@ -18,7 +18,7 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.numerics import dense, dtype_of, in_float32, is_next_value
-from keras_shardopt.slots import SlotAccess, slot_prefix
+from keras_shardopt.wrapping.slots import SlotAccess, slot_prefix
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")

@@ -18,9 +18,10 @@ from keras.src.backend.common import global_state
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends import framework, reduction_is_claimed
 from keras_shardopt.numerics import add, is_next_value, map_values
-from keras_shardopt.replica import framework, reduction_is_claimed
-from keras_shardopt.wrapper import OptimizerWrapper, get_optimizer, shown
+from keras_shardopt.wrapping.chain import get_optimizer, shown
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _USED = "keras_shardopt_tower_has_been_used"
 

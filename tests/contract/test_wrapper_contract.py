@@ -13,7 +13,7 @@ import pytest
 from support import catalogue, problem
 from support.suites import some
 
-from keras_shardopt.wrapper import innermost, leaves
+from keras_shardopt.wrapping.chain import innermost, leaves
 
 pairs = pytest.mark.parametrize(("wrapper", "inner"), some(catalogue.ALL_PAIRS, catalogue.DEFAULT_PAIRS))
 long_pairs = pytest.mark.parametrize(("wrapper", "inner"), some(catalogue.LONG_PAIRS, catalogue.DEFAULT_PAIRS))

@@ -11,8 +11,8 @@ from support import every_argument
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.base import Part, part_of_batch
+from keras_shardopt.backends import framework
+from keras_shardopt.update.trainer_context import Part, part_of_batch
 
 BACKEND = keras.config.backend()
 FEW = {

@@ -9,8 +9,8 @@ from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
+from keras_shardopt.backends import Arrival
 from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.replica import Arrival
 
 pytestmark = pytest.mark.backends("tensorflow", "jax")
 

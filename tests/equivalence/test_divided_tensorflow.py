@@ -9,7 +9,7 @@ from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import even_shards
+from keras_shardopt.sharding import even_slices as even_shards
 
 pytestmark = pytest.mark.backends("tensorflow")
 tf = pytest.importorskip("tensorflow", reason="about TensorFlow, which is not installed")
@@ -247,7 +247,7 @@ def test_files_are_those_of_whole_state_for_any_number_of_replicas():
 @pytest.fixture
 def moved(monkeypatch):
     """How many elements each replica has sent into each all-reduce and all-gather."""
-    from keras_shardopt.replica.tf_distribute import ReplicaContext
+    from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 
     calls = []
     for move in ("all_reduce", "all_gather"):

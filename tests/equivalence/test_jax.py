@@ -529,7 +529,7 @@ def test_minimize_under_a_distribution(one_device):
 
 
 def test_the_moves():
-    from keras_shardopt.replica import framework
+    from keras_shardopt.backends import framework
 
     def on_replica():
         replicas = framework.replicas("batch")

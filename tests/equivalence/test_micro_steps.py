@@ -13,9 +13,9 @@ from support import accumulating, launch, problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import accumulation
+from keras_shardopt.backends import framework
 from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.replica import framework
+from keras_shardopt.update import accumulation
 
 in_one_process = pytest.mark.backends("tensorflow", "jax")
 NUMBERS = accumulating.NUMBERS if BACKEND != "torch" else [(1, 2), (1, 3)]

@@ -12,8 +12,8 @@ from support import checks, nonfinite, problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import finite
 from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.update import nonfinite as finite
 
 in_one_process = pytest.mark.backends("tensorflow", "jax")
 NUM_REPLICAS = nonfinite.NUM_REPLICAS

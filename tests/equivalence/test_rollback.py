@@ -11,7 +11,7 @@ from conftest import BACKEND
 from support import suites, tracing
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.backends import framework
 
 # Dynamo looks at every tensor's, and PyTorch warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

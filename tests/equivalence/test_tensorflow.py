@@ -243,7 +243,7 @@ def test_what_cannot_work_inside_is_refused_with_its_name(strategy, argument):
 
 
 def test_the_moves(strategy):
-    from keras_shardopt.replica import framework
+    from keras_shardopt.backends import framework
 
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
 
@@ -299,8 +299,8 @@ def test_clipping_in_units_of_the_loss_that_is_scaled_inside():
 
 
 def test_clipping_where_the_prescaling_is_forgotten_turns_the_check_red(monkeypatch):
+    from keras_shardopt.backends import Arrival
     from keras_shardopt.optimizers import cross_shard
-    from keras_shardopt.replica import Arrival
 
     real = cross_shard.transformed_gradients
     monkeypatch.setattr(
@@ -390,7 +390,7 @@ def test_groups_of_sparse_gradients():
 
 def test_on_tpu_groups_are_summed_by_the_op_that_takes_them(strategy, monkeypatch):
     """TPUs cannot be had here; that the op is called, and with what, can be seen."""
-    from keras_shardopt.replica import tf_distribute
+    from keras_shardopt.backends.tensorflow import communicator as tf_distribute
 
     calls = []
 

@@ -11,9 +11,9 @@ from support import events, launch, problem, steps
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import training
-from keras_shardopt.summaries import SUMMARIES
-from keras_shardopt.training import TrainingStep
+from keras_shardopt.steps import optimize_loss as training
+from keras_shardopt.steps.optimize_loss import TrainingStep
+from keras_shardopt.summaries.tags import SUMMARIES
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -6,8 +6,8 @@ from conftest import BACKEND
 from support import launch, problem, styles
 
 import keras_shardopt as ks
+from keras_shardopt.backends import framework
 from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.replica import framework
 
 pytestmark = pytest.mark.timeout(400)
 

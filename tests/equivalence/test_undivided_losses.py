@@ -314,7 +314,7 @@ def test_a_bare_term_beside_what_keras_divides_is_said_once(kind, prepare):
 
 def test_a_loss_may_have_any_number_of_terms():
     """Keras adds penalties one by one."""
-    from keras_shardopt.replica import tf_losses
+    from keras_shardopt.backends.tensorflow import losses as tf_losses
 
     with tf.Graph().as_default():
         terms = [tf.random.uniform(()) for _ in range(2000)]

@@ -14,8 +14,8 @@ from support import flips, in_parts, problem, uneven
 from support.checks import Dropping, refused
 
 import keras_shardopt as ks
-from keras_shardopt import divided_state as divided
-from keras_shardopt.replica import framework
+from keras_shardopt.backends import framework
+from keras_shardopt.sharding import sharded_optimizer as divided
 
 warnings.filterwarnings("ignore")
 

@@ -22,10 +22,11 @@ from support.checks import check, refused
 from torch.nn.parallel import DistributedDataParallel
 
 import keras_shardopt as ks
+from keras_shardopt.backends import framework
+from keras_shardopt.backends.same_variables import NUM_MARKS
+from keras_shardopt.backends.torch import communicator as torch_distributed
 from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.replica import framework, torch_distributed
-from keras_shardopt.replica.base import Part, part_of_batch
-from keras_shardopt.replica.same_variables import NUM_MARKS
+from keras_shardopt.update.trainer_context import Part, part_of_batch
 
 warnings.filterwarnings("ignore")
 
@@ -73,7 +74,7 @@ def facts(scope):
 def seeds_agree(scope):
     from keras.src.utils import rng_utils
 
-    from keras_shardopt.replica.torch_distributed import _agree_on_seed
+    from keras_shardopt.backends.torch.communicator import _agree_on_seed
 
     keras.utils.set_random_seed(100 + scope.replica_id)
     _agree_on_seed()

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework, torch_group
+from keras_shardopt.backends import framework
+from keras_shardopt.backends.torch import process_group as torch_group
 
 warnings.filterwarnings("ignore")
 

@@ -14,8 +14,8 @@ from support import checks, nonfinite, problem
 from support.checks import check, refused
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.same_variables import NUM_MARKS
+from keras_shardopt.backends import framework
+from keras_shardopt.backends.same_variables import NUM_MARKS
 
 warnings.filterwarnings("ignore")
 

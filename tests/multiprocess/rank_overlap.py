@@ -16,7 +16,7 @@ from support.checks import check, refused
 from torch.utils.checkpoint import checkpoint
 
 import keras_shardopt as ks
-from keras_shardopt.replica import torch_overlap
+from keras_shardopt.backends.torch import overlap as torch_overlap
 
 warnings.filterwarnings("ignore")
 NUM_STEPS = 6

@@ -19,9 +19,12 @@ from support import checks, gan, problem
 from support.checks import Dropping, check, refused
 
 import keras_shardopt as ks
-from keras_shardopt import divided_state, sharding
+from keras_shardopt.backends import framework
+from keras_shardopt.backends.torch import communicator as torch_distributed
+from keras_shardopt.backends.torch import process_group as torch_group
 from keras_shardopt.optimizers import gradient_clipping
-from keras_shardopt.replica import framework, torch_distributed, torch_group
+from keras_shardopt.sharding import sharded_optimizer as divided_state
+from keras_shardopt.sharding import slices as sharding
 
 warnings.filterwarnings("ignore")
 NUM_STEPS = 3

@@ -10,7 +10,7 @@ import numpy as np
 from support import problem, styles
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.backends import framework
 
 warnings.filterwarnings("ignore")
 

@@ -20,7 +20,7 @@ from support.checks import refused
 from support.patience import patient
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.backends import framework
 
 
 class Count(keras.layers.Layer):

@@ -15,8 +15,8 @@ from keras import ops
 from support import pairwise, reference_cross_shard
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.base import Part, part_of_batch
+from keras_shardopt.backends import framework
+from keras_shardopt.update.trainer_context import Part, part_of_batch
 
 NUM_REPLICAS = 4
 NUM_UPDATES = 4

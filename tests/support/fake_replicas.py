@@ -11,8 +11,8 @@ import keras
 import numpy as np
 from support.patience import patient
 
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.base import Arrival, ReplicaBackend
+from keras_shardopt.backends import framework
+from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
 
 _REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max}
 

@@ -9,8 +9,8 @@ import keras
 import numpy as np
 from support.patience import patient
 
-from keras_shardopt.replica import framework
-from keras_shardopt.wrapper import OptimizerWrapper
+from keras_shardopt.backends import framework
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 @keras.saving.register_keras_serializable("keras_shardopt_tests")

@@ -5,8 +5,8 @@ import pytest
 from support import problem
 
 import keras_shardopt as ks
-from keras_shardopt.agreement import check_agreement, described
-from keras_shardopt.replica import framework
+from keras_shardopt.backends import framework
+from keras_shardopt.update.agreement import check_agreement, described
 
 
 def description(make):

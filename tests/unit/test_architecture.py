@@ -14,55 +14,55 @@ MODULES = {
 }
 FRAMEWORKS = {"tensorflow", "jax", "jaxlib", "torch", "flax", "optax"}
 MAY_IMPORT_A_FRAMEWORK = {
-    "keras_shardopt.replica.tf_distribute": {"tensorflow"},
-    "keras_shardopt.replica.jax_sharding": {"jax"},
-    "keras_shardopt.replica.torch_distributed": {"torch"},
-    "keras_shardopt.replica.tf_fit": {"tensorflow"},
-    "keras_shardopt.replica.tf_losses": {"tensorflow"},
-    "keras_shardopt.replica.tf_step": {"tensorflow"},
-    "keras_shardopt.replica.tf_random": {"tensorflow"},
-    "keras_shardopt.replica.jax_step": {"jax"},
-    "keras_shardopt.replica.jax_fit": {"jax"},
-    "keras_shardopt.replica.torch_fit": {"torch"},
-    "keras_shardopt.replica.torch_fused": {"torch"},
-    "keras_shardopt.replica.torch_overlap": {"torch"},
-    "keras_shardopt.replica.torch_group": {"torch"},
-    "keras_shardopt.replica.torch_random": {"torch"},
+    "keras_shardopt.backends.tensorflow.communicator": {"tensorflow"},
+    "keras_shardopt.backends.jax.communicator": {"jax"},
+    "keras_shardopt.backends.torch.communicator": {"torch"},
+    "keras_shardopt.fit.tensorflow": {"tensorflow"},
+    "keras_shardopt.backends.tensorflow.losses": {"tensorflow"},
+    "keras_shardopt.steps.tensorflow": {"tensorflow"},
+    "keras_shardopt.backends.tensorflow.random_numbers": {"tensorflow"},
+    "keras_shardopt.steps.jax": {"jax"},
+    "keras_shardopt.fit.jax": {"jax"},
+    "keras_shardopt.fit.torch": {"torch"},
+    "keras_shardopt.backends.torch.fused": {"torch"},
+    "keras_shardopt.backends.torch.overlap": {"torch"},
+    "keras_shardopt.backends.torch.process_group": {"torch"},
+    "keras_shardopt.backends.torch.random_numbers": {"torch"},
 }
 # From the top down. A module imports from its own layer or below.
 LAYERS = [
     {"keras_shardopt"},
     {
-        "keras_shardopt.backup",
-        "keras_shardopt.data",
-        "keras_shardopt.training",
-        "keras_shardopt.callbacks",
-        "keras_shardopt.parallel",
+        "keras_shardopt.checkpoint.backup",
+        "keras_shardopt.data.dispatch",
+        "keras_shardopt.steps.optimize_loss",
+        "keras_shardopt.callbacks.replicas",
+        "keras_shardopt.fit.scope",
     },
-    {"keras_shardopt.summaries", "keras_shardopt.saving"},
+    {"keras_shardopt.summaries.recorder", "keras_shardopt.checkpoint.saving"},
     {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
     {
-        "keras_shardopt.wrapper",
-        "keras_shardopt.finite",
-        "keras_shardopt.agreement",
-        "keras_shardopt.cutting",
-        "keras_shardopt.sharding",
-        "keras_shardopt.even_shards",
-        "keras_shardopt.divided_state",
-        "keras_shardopt.two_phases",
+        "keras_shardopt.wrapping.wrapper",
+        "keras_shardopt.update.nonfinite",
+        "keras_shardopt.update.agreement",
+        "keras_shardopt.sharding.separability",
+        "keras_shardopt.sharding.slices",
+        "keras_shardopt.sharding.even_slices",
+        "keras_shardopt.sharding.sharded_optimizer",
+        "keras_shardopt.optimizers.two_phases",
     },
-    {"keras_shardopt.rollback"},
-    {"keras_shardopt.reduction", "keras_shardopt.accumulation"},
-    {"keras_shardopt.replica"},
+    {"keras_shardopt.wrapping.rollback"},
+    {"keras_shardopt.update.all_reduce", "keras_shardopt.update.accumulation"},
+    {"keras_shardopt.backends"},
     {
-        "keras_shardopt.replica.base",
-        "keras_shardopt.partition",
+        "keras_shardopt.backends.communicator",
+        "keras_shardopt.sharding.partition",
         "keras_shardopt.numerics",
-        "keras_shardopt.slots",
+        "keras_shardopt.wrapping.slots",
         "keras_shardopt.models",
-        "keras_shardopt.whole_batch",
+        "keras_shardopt.fit.losses",
     },
-    {"keras_shardopt._typing", "keras_shardopt.arguments", "keras_shardopt.atomic"},
+    {"keras_shardopt._typing", "keras_shardopt.arguments", "keras_shardopt.checkpoint.atomic_file"},
 ]
 
 each_module = pytest.mark.parametrize("name", MODULES)
@@ -118,7 +118,7 @@ def test_only_the_three_backend_files_import_a_framework(name):
 @each_module
 @pytest.mark.neutral
 def test_only_replica_asks_which_backend_runs(name):
-    assert asks_for_the_backend(MODULES[name].read_text()) == (name == "keras_shardopt.replica")
+    assert asks_for_the_backend(MODULES[name].read_text()) == (name == "keras_shardopt.backends")
 
 
 @each_module
@@ -138,9 +138,9 @@ def test_the_checks_can_fail():
     assert frameworks_of("def f():\n    import torch.nn") == {"torch"}
     assert asks_for_the_backend("import keras\nkeras.config.backend()")
     assert asks_for_the_backend("from keras import backend")
-    assert wrong_way("keras_shardopt.reduction", "from keras_shardopt.optimizers import CrossShard")
-    assert wrong_way("keras_shardopt.replica.base", "from keras_shardopt import replica")
-    assert not wrong_way("keras_shardopt.parallel", "from keras_shardopt.replica import framework")
+    assert wrong_way("keras_shardopt.update.all_reduce", "from keras_shardopt.optimizers import CrossShard")
+    assert wrong_way("keras_shardopt.backends.communicator", "from keras_shardopt import replica")
+    assert not wrong_way("keras_shardopt.fit.scope", "from keras_shardopt.backends import framework")
 
 
 @pytest.mark.exhaustive("jax", "tensorflow")

@@ -175,7 +175,7 @@ def test_a_backup_of_another_optimizer_is_refused(tmp_path):
 
 
 def test_errors_keep_their_class_and_say_it_once():
-    from keras_shardopt import backup
+    from keras_shardopt.checkpoint import backup
 
     for error in (OSError("full"), OSError(), PermissionError("no"), ValueError()):
         assert backup._for_all(error) is error

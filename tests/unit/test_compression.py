@@ -8,7 +8,7 @@ from support.fake_replicas import FakeReplicas, FakeWorld
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.replica.base import Arrival
+from keras_shardopt.backends.communicator import Arrival
 
 SHAPES = [(7, 5), (5,), ()]
 UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}

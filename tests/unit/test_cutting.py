@@ -6,8 +6,8 @@ import pytest
 from keras import ops
 
 import keras_shardopt as ks
-from keras_shardopt import cutting
-from keras_shardopt.slots import slot_prefix
+from keras_shardopt.sharding import separability as cutting
+from keras_shardopt.wrapping.slots import slot_prefix
 
 pytestmark = pytest.mark.backends("torch")  # the only one that cuts so far
 

@@ -12,8 +12,8 @@ import pytest
 from keras import ops
 
 import keras_shardopt as ks
-from keras_shardopt import data
-from keras_shardopt.replica import framework
+from keras_shardopt.backends import framework
+from keras_shardopt.data import dispatch as data
 
 BACKEND = keras.config.backend()
 NUM_ROWS = 23

@@ -10,7 +10,7 @@ from conftest import BACKEND
 from support import launch, problem, suites
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.backends import framework
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
@@ -185,7 +185,7 @@ def test_jax_batches_that_do_not_divide_are_refused_with_what_to_do():
 @pytest.mark.parametrize("given", [((None, True), {}), ((), {"is_super_batch": True})])
 def test_jax_rows_of_stacked_batches_are_not_their_number(given, monkeypatch):
     """As Keras 3.16 hands over the batches of one execution."""
-    from keras_shardopt.replica import jax_fit
+    from keras_shardopt.fit import jax as jax_fit
 
     monkeypatch.setattr(jax_fit, "_distribute_in_keras", lambda data, *args, **kwargs: data)
     stacked = np.zeros((3, 8, 1))
@@ -341,7 +341,7 @@ def test_prepare_switches_the_ddp_of_newer_keras_off():
 def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
     import torch.distributed as dist
 
-    from keras_shardopt.replica.torch_distributed import Ranks
+    from keras_shardopt.backends.torch.communicator import Ranks
 
     model = problem.model()
     model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")

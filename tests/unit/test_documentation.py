@@ -12,8 +12,8 @@ from support import pages
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import parallel
-from keras_shardopt.replica import framework
+from keras_shardopt.backends import framework
+from keras_shardopt.fit import scope as parallel
 
 BACKEND = keras.config.backend()
 RUNNING = [page for page in pages.PAGES if any(block.runs_on(BACKEND) for block in pages.blocks(page))]

@@ -10,8 +10,8 @@ from support import every_argument, pairwise
 from support.fake_replicas import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.base import Arrival
+from keras_shardopt.backends import framework
+from keras_shardopt.backends.communicator import Arrival
 
 # Updates in threads are not traced, as JAX would have it.
 # Replicas in threads: TensorFlow's own operations fail there now and then ("Error while creating shape").

@@ -8,7 +8,7 @@ from support import catalogue, problem, tracing
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.backends import framework
 
 o = keras.optimizers
 

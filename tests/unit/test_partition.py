@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from keras_shardopt import partition
+from keras_shardopt.sharding import partition
 
 pytestmark = pytest.mark.neutral
 

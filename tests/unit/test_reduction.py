@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 from support.fake_replicas import FakeWorld
 
-from keras_shardopt.reduction import global_gradients
-from keras_shardopt.replica.base import Arrival, SingleReplica
-from keras_shardopt.replica.same_variables import marks
+from keras_shardopt.backends.communicator import Arrival, SingleReplica
+from keras_shardopt.backends.same_variables import marks
+from keras_shardopt.update.all_reduce import global_gradients
 
 SHAPES = [(3, 2), (5,), ()]
 

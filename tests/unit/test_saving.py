@@ -16,7 +16,8 @@ from support import catalogue, problem
 from support.in_parts import InParts, Processes
 
 import keras_shardopt as ks
-from keras_shardopt import atomic, saving
+from keras_shardopt.checkpoint import atomic_file as atomic
+from keras_shardopt.checkpoint import saving
 
 
 def trained(optimizer=None, seed=1):
@@ -376,7 +377,7 @@ def test_a_checkpoint_that_fails_ends_training_everywhere(tmp_path, monkeypatch)
 
 
 def test_a_process_that_reaches_nobody_leaves_writing_to_the_chief(tmp_path, monkeypatch):
-    from keras_shardopt.replica import framework
+    from keras_shardopt.backends import framework
 
     for rank in (1, 0):
         monkeypatch.setattr(framework, "process", lambda: (2, rank))  # noqa: B023
@@ -396,7 +397,7 @@ def test_backups_of_state_in_parts(tmp_path, monkeypatch):
         backup.set_model(models[rank])
         backup.on_train_begin() if restore else backup.on_epoch_end(0)
 
-    from keras_shardopt.replica import framework
+    from keras_shardopt.backends import framework
 
     # Threads share the random numbers and have no collectives of a framework.
     monkeypatch.setattr(framework, "start_equal", lambda variables, optimizer_variables: None)

@@ -7,8 +7,8 @@ from support.fake_replicas import FakeWorld
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.base import Arrival
+from keras_shardopt.backends import framework
+from keras_shardopt.backends.communicator import Arrival
 
 SHAPES = [(7, 5), (5,), (5, 3), ()]
 

@@ -10,8 +10,9 @@ from keras.src.losses import loss as keras_loss
 from support import problem
 from support.suites import some
 
-from keras_shardopt import whole_batch
-from keras_shardopt.replica.base import Part, SingleReplica, part_of_batch
+from keras_shardopt.backends.communicator import SingleReplica
+from keras_shardopt.fit import losses as whole_batch
+from keras_shardopt.update.trainer_context import Part, part_of_batch
 
 # Shapes of values, weights and mask. The weights of the fourth make the values larger than they were.
 SHAPES = [

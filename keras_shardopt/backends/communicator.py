@@ -1,0 +1,204 @@
+"""What every backend tells about replicas, and the moves it offers.
+
+A *replica* is one worker that sees its own data. A backend states facts (`num_replicas`, `replica_id`,
+`is_chief`, `arrival`) and moves lists of tensors between replicas; it decides nothing. A single replica is a
+backend too, so that nobody else needs to ask how many there are.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+
+
+class Arrival(enum.Enum):
+    """In which state the gradients of this replica are when they reach the optimizer.
+
+    With `N` replicas, `g_r` the gradient of the mean loss of replica `r`:
+    """
+
+    LOCAL = "local"
+    """Replica `r` holds `g_r`. The global mean is an all-reduce mean."""
+
+    LOCAL_PRESCALED = "prescaled"
+    """Replica `r` holds `g_r / N`, because its loss was divided by `N`. The global mean is an all-reduce sum."""
+
+    SUMMED = "summed"
+    """Every replica holds the sum of all `g_r`. The global mean is that divided by `N`."""
+
+    GLOBAL = "global"
+    """Every replica holds the global mean already; nothing is left to do."""
+
+
+class ReplicaBackend(abc.ABC):
+    """Facts about the replicas of the running program, and moves of tensor lists between them.
+
+    All replicas make the same calls in the same order. The result lists have the order of the argument.
+    """
+
+    num_replicas: int
+    """How many replicas train together."""
+
+    replica_id: Any
+    """Which of them this is, from 0: an int, or a scalar tensor where one traced program serves all replicas."""
+
+    is_chief: bool
+    """Whether this process is the one that prints and writes files."""
+
+    runs_one_program: bool = True
+    """Whether one program (traced once) serves all replicas, so that a `None` gradient is `None` on all of them."""
+
+    speaks_for_all: bool = False
+    """Whether there is one of each variable here, however many replicas hold copies or parts of it."""
+
+    spans_processes: bool = False
+    """Whether some of the replicas are in other processes, which then make the same calls."""
+
+    has_seen_losses: bool = True
+    """Whether the last answer of `arrival` comes from something that was seen in this step."""
+
+    doubts: Sequence[str] = ()
+    """What may be wrong with the last answer of `arrival`, each a sentence with what to do."""
+
+    inner_optimizers_sum: bool = False
+    """Whether Keras' own optimizers add up the gradients of these replicas, if nobody has reduced them before."""
+
+    def objections(self, arrival: Arrival) -> Sequence[str]:
+        """What speaks against gradients that are said to arrive in this way, each a sentence with what to do."""
+        del arrival
+        return ()
+
+    def notice_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
+        """Called with a loss that is such that the gradients of the replicas are to be summed. Returns it.
+
+        It was divided for that, unless it `adds_up` over rows.
+        """
+        del adds_up
+        return loss
+
+    def say_failure(self, words: str, groups: Groups) -> None:
+        """Lets the replicas of other groups find an error of this one, of which all members say it."""
+        del words, groups
+
+    def others_have_failed(self) -> bool:
+        """Whether another group has said an error that this replica has not taken yet."""
+        return False
+
+    def take_failure(self) -> str:
+        """The last error that another group has said, or nothing."""
+        return ""
+
+    def are_current(self) -> bool:
+        """Whether these replicas can still be spoken to."""
+        return True
+
+    def is_at_hand(self, tensor: Tensor) -> bool:
+        """Whether its values can be read without waiting for a device, or breaking a compiled step apart."""
+        del tensor
+        return True
+
+    @abc.abstractmethod
+    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+        """Tells how these gradients arrive."""
+
+    @abc.abstractmethod
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        """Every replica gets the sum, mean or maximum over all replicas (of its group)."""
+
+    @abc.abstractmethod
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        """Like `all_reduce` (sum or mean), but each replica gets its slice only.
+
+        Each tensor is flat, with a length that the number of replicas (of the group) divides.
+        """
+
+    @abc.abstractmethod
+    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+        """Joins the replicas' flat tensors in the order of their ids (within the group)."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
+        """Every replica gets the tensors of replica `root` (of the one at position `root` in its group)."""
+
+    def start_together(
+        self,
+        variables: Sequence[Variable],
+        optimizer_variables: Sequence[Variable],
+        groups: Groups | None = None,
+    ) -> float:
+        """Makes weights, optimizer state and seed state equal to replica 0's, before the first update.
+
+        With groups, those of a group become equal to its first replica's. The default does nothing, which is right
+        wherever the framework itself mirrors variables.
+
+        Returns:
+            The factor for this replica's first gradients. It is 1 where all replicas (of the group) computed them
+            with equal weights; otherwise 0 on a replica whose weights were not the first one's, and larger than 1 on
+            the others, so that the mean is one of gradients of the weights that all replicas now have.
+
+        Raises:
+            ValueError: on every replica, if the variables' shapes or dtypes differ between replicas.
+        """
+        del variables, optimizer_variables, groups
+        return 1.0
+
+
+class SingleReplica(ReplicaBackend):
+    """The only replica: every gradient is global already and every move returns its argument."""
+
+    num_replicas = 1
+    replica_id = 0
+    is_chief = True
+
+    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+        return Arrival.GLOBAL
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        return list(tensors)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        return list(tensors)
+
+    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+        return list(tensors)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
+        return list(tensors)
+
+
+class AllReplicasAtOnce(ReplicaBackend):
+    """Several replicas, seen from a place where one program speaks for all of them.
+
+    Gradients are global there, and there is nobody to exchange them with.
+    """
+
+    replica_id = 0
+    speaks_for_all = True
+
+    def __init__(self, num_replicas: int, is_chief: bool, place: str, spans_processes: bool = False) -> None:
+        self.num_replicas = num_replicas
+        self.is_chief = is_chief
+        self.spans_processes = spans_processes
+        self._place = place
+
+    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+        return Arrival.GLOBAL
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(f"Gradients are global already {self._place}. Use `CrossShard(..., gradients='auto')`.")
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        self._refuse()
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        self._refuse()
+
+    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+        self._refuse()
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
+        self._refuse()

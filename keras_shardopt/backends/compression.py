@@ -1,0 +1,74 @@
+"""Replicas that add up in half precision what they send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.numerics import dtype_of, map_values
+
+
+class Compressed(ReplicaBackend):
+    """The same replicas, which add up float32 and float64 in half precision, with half the bytes or less.
+
+    Args:
+        replicas: the replicas.
+        dtype: "float16" or "bfloat16".
+        divides: bool. Whether each addend is divided by the number of replicas first, so that the sum overflows only
+            where their mean does. Not where it was divided before.
+    """
+
+    def __init__(self, replicas: ReplicaBackend, dtype: str, divides: bool) -> None:
+        self._replicas = replicas
+        self._dtype = dtype
+        self._divides = divides
+        self.num_replicas = replicas.num_replicas
+        self.replica_id = replicas.replica_id
+        self.is_chief = replicas.is_chief
+        self.runs_one_program = replicas.runs_one_program
+        self.speaks_for_all = replicas.speaks_for_all
+        self.spans_processes = replicas.spans_processes
+
+    def is_at_hand(self, tensor: Tensor) -> bool:
+        return self._replicas.is_at_hand(tensor)
+
+    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+        return self._replicas.arrival(grads, variables)
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        if op == "max":
+            return self._replicas.all_reduce(tensors, op, groups)
+        sums = self._replicas.all_reduce([self._narrow(t, groups) for t in tensors], "sum", groups)
+        return [self._wide(total, tensor, op, groups) for total, tensor in zip(sums, tensors)]
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+        sums = self._replicas.reduce_scatter([self._narrow(t, groups) for t in tensors], "sum", groups)
+        return [self._wide(total, tensor, op, groups) for total, tensor in zip(sums, tensors)]
+
+    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+        return self._replicas.all_gather(tensors, groups)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
+        return self._replicas.broadcast(tensors, root, groups)
+
+    def _num_members(self, groups: Groups | None) -> int:
+        return self.num_replicas if groups is None else len(groups[0])
+
+    def _narrow(self, tensor: Tensor, groups: Groups | None) -> Tensor:
+        dtype = self._dtype if dtype_of(tensor) in ("float32", "float64") else dtype_of(tensor)
+        divisor = self._num_members(groups) if self._divides else 1
+        return map_values(lambda value: ops.cast(value if divisor == 1 else value / divisor, dtype), tensor)
+
+    def _wide(self, total: Tensor, tensor: Tensor, op: ReduceOp, groups: Groups | None) -> Tensor:
+        num_members = self._num_members(groups)
+        factor: float = 1
+        if self._divides != (op == "mean"):
+            factor = num_members if self._divides else 1 / num_members
+        return map_values(lambda value: _times(ops.cast(value, dtype_of(tensor)), factor), total)
+
+
+def _times(value: Tensor, factor: float) -> Tensor:
+    return value if factor == 1 else ops.multiply(value, factor)

@@ -1,0 +1,1 @@
+"""The replicas of a `keras.distribution`, or of a mapped axis."""

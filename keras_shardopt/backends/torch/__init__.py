@@ -1,0 +1,1 @@
+"""The ranks of `torch.distributed`."""

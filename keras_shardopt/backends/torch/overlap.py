@@ -1,0 +1,420 @@
+"""Gradients reduced while the backward pass still computes others, and finished inside of it.
+
+Gradients travel in flat buckets, in the order in which a backward pass makes them: those of the last variables first.
+A bucket that is full is sent at once. The last one waits for the end of the backward pass and takes along which
+gradients this rank has, so that whoever reads `.grad` after `loss.backward()` sees global gradients.
+
+What travels is the same, bucket by bucket, if all of it is sent at the end (`reduce`) - so each rank may decide for
+itself, at every step, when it sends. A rank does so early only where it knows what comes: in the step of Keras' own
+trainer, which calls `scale_loss`, `backward` and `apply` one after another. Everybody else gets `reduce`.
+
+Private names of Keras touched here (a test holds them):
+    `Model.train_step` of the torch trainer - scales the loss, lets gradients go, computes new ones,
+        and hands `.grad` of the trainable weights to the optimizer.
+Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls at the end of a backward pass, which DDP
+    does, too; `torch._C._current_graph_task_id` - which backward pass is running;
+    `Tensor._post_accumulate_grad_hooks` - the hooks of a tensor by the `id` of their handles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable as _Autograd
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends.same_variables import NUM_MARKS, check_same_variables, marks
+from keras_shardopt.backends.torch.process_group import taking_part
+
+_NUM_FLAGS = NUM_MARKS + 5
+"""How many numbers travel beside those that say which gradients there are."""
+
+_MIN_BUCKETS = 4
+"""Into how many buckets gradients are divided at least,"""
+
+_SMALL_BYTES = 2**20
+"""unless they would become smaller than this."""
+
+_CALL = "reduces the gradients of an update"
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """What is reduced at one time."""
+
+    places: list[int]
+    """Which variables' gradients, in the order in which they lie there."""
+
+    flat: Tensor
+    views: dict[int, Tensor]
+    """Where each of them lies in `flat`."""
+
+    wide: Tensor
+    results: dict[int, Tensor]
+    """The same after the reduction, in the dtype of the variables: elsewhere where that is not what is sent."""
+
+    num_missing: int = 0
+    """How many of them are still to come."""
+
+
+class Buckets:
+    """Reduces the gradients of some variables over all ranks.
+
+    All ranks make one with the same arguments, and reduce with it equally often.
+
+    Args:
+        ranks: the ranks of the default process group (`torch_distributed.Ranks`).
+        variables: the trainable variables, all that gradients may be of.
+        takes_mean: bool. Whether sums are divided by the number of ranks.
+        bucket_bytes: float. How large buckets may be; a gradient that is larger has one of its own.
+        compression: None, "float16" or "bfloat16": the dtype in which float32 and float64 are sent and added up.
+        check: gets whether this rank goes on, how many do (about), how many have ended, and how many there are.
+    """
+
+    def __init__(
+        self,
+        ranks: Any,
+        variables: Sequence[Variable],
+        takes_mean: bool,
+        bucket_bytes: float,
+        compression: str | None,
+        check: Callable[[bool, float, float, int], None],
+    ) -> None:
+        self._ranks = ranks
+        self._num_ranks = int(ranks.num_replicas)
+        self._variables = list(variables)
+        self._places = {id(variable): i for i, variable in enumerate(self._variables)}
+        self._takes_mean = takes_mean
+        self._compression = None if compression is None else getattr(torch, compression)
+        self._overlaps = True
+        self._check = check
+        self._buckets = self._laid_out(bucket_bytes)
+        self._of = {i: bucket for bucket in self._buckets for i in bucket.places}
+        flags = self._buckets[-1].flat
+        self._flags = flags[flags.numel() - len(self._variables) - _NUM_FLAGS :]
+        self._parameters: list[Tensor] = []
+        self._trainable: list[bool] = []
+        self._heard: list[tuple[dict[int, Any], int]] = []
+        # How often gradients were taken from here: equal on all ranks, or one of them has left out an update.
+        self._num_taken = 0
+        self._forget()
+
+    def _begin(self) -> None:
+        if self._num_sent % len(self._buckets):
+            # The backward pass before has ended with an error. Others wait for the rest of its gradients, and then
+            # do it all once more, along with what this rank sends next.
+            self._was_late = True
+            self._reduced([False] * len(self._variables), None)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_running = False
+        self._task = -1
+        self._was_late = False
+        self._seen: dict[int, tuple[Tensor, int]] = {}
+        self._num_sent: int = 0
+        self._under_way: list[Any] = []
+        self._finished: list[Tensor | None] | None = None
+
+    # Not `weakref.finalize`, whose registry `torch.compile` would guard on.
+    def __del__(self) -> None:
+        _let_go(self.__dict__.get("_heard", []))
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of an optimizer makes its own
+
+    def _laid_out(self, bucket_bytes: float) -> list[_Bucket]:
+        tensors = [variable.value for variable in self._variables]
+        # Of what is in the last one, nothing is sent early.
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        bucket_bytes = min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _SMALL_BYTES))
+        groups: list[list[int]] = []
+        open_groups: dict[Any, list[int]] = {}
+        sizes: dict[Any, int] = {}
+        for i in reversed(range(len(tensors))):
+            key, size = (tensors[i].dtype, tensors[i].device), tensors[i].numel() * tensors[i].element_size()
+            if key not in open_groups or sizes[key] + size > bucket_bytes:
+                open_groups[key], sizes[key] = [], 0
+                groups.append(open_groups[key])
+            open_groups[key].append(i)
+            sizes[key] += size
+        # The one that is full last goes last, as the others may not overtake it.
+        groups.sort(key=min, reverse=True)
+        buckets = []
+        for number, places in enumerate(groups):
+            counts = [tensors[i].numel() for i in places]
+            more = len(tensors) + _NUM_FLAGS if number == len(groups) - 1 else 0
+            like = tensors[places[0]]
+            wire = self._compression if self._is_compressed(like.dtype) else like.dtype
+            flat = torch.zeros(sum(counts) + more, dtype=wire, device=like.device)
+            wide = flat[: sum(counts)]
+            views = results = self._cut(wide, places, tensors)
+            if wire != like.dtype:
+                wide = torch.zeros(sum(counts), dtype=like.dtype, device=like.device)
+                results = self._cut(wide, places, tensors)
+            buckets.append(_Bucket(places, flat, views, wide, results))
+        return buckets
+
+    def _is_compressed(self, dtype: torch.dtype) -> bool:
+        return self._compression is not None and dtype in (torch.float32, torch.float64)
+
+    @staticmethod
+    def _cut(flat: Tensor, places: Sequence[int], tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        parts = flat.split([tensors[i].numel() for i in places])
+        return {i: part.view(tensors[i].shape) for i, part in zip(places, parts)}
+
+    # -- early -----------------------------------------------------------------------------------------------------
+
+    def follow(self, loss: Any, optimizer: Any, counts: bool) -> None:
+        """Sends gradients while `loss` is differentiated, if its caller's caller is the step of Keras' own trainer.
+
+        Args:
+            loss: what `scale_loss` returns.
+            optimizer: whose `scale_loss` that is.
+            counts: whether this rank has rows, so that its gradients count.
+        """
+        if not self._overlaps or torch.compiler.is_compiling():
+            return
+        if not torch.is_tensor(loss) or not loss.requires_grad:
+            return
+        frame = sys._getframe(2)
+        if frame.f_code is not _STEP or getattr(frame.f_locals.get("self"), "optimizer", None) is not optimizer:
+            return
+        mine = weakref.ref(self)
+
+        def start(_: Tensor) -> None:
+            buckets = mine()
+            if buckets is not None:
+                buckets._start(counts)
+
+        loss.register_hook(start)
+
+    @torch.no_grad()
+    def _start(self, counts: bool) -> None:
+        if not self._ranks.are_current():
+            return
+        self._begin()
+        parameters = [variable.value for variable in self._variables]
+        trainable = [parameter.requires_grad for parameter in parameters]  # layers are frozen, and no longer
+        if trainable != self._trainable or any(a is not b for a, b in zip(parameters, self._parameters)):
+            self._listen_to(parameters, trainable)
+        if any(parameter.grad is not None for parameter in parameters):
+            return  # somebody adds gradients up
+        for bucket in self._buckets:
+            bucket.num_missing = len(bucket.places)
+        self._counts = counts
+        self._task = torch._C._current_graph_task_id()
+        self._is_running = True
+        _Autograd._execution_engine.queue_callback(self._finish)
+
+    def _listen_to(self, parameters: list[Tensor], trainable: list[bool]) -> None:
+        _let_go(self._heard)
+        mine = weakref.ref(self)
+
+        def heard(i: int, parameter: Tensor) -> None:
+            buckets = mine()
+            if buckets is not None and buckets._is_running:
+                buckets._take(i, parameter)
+
+        self._parameters, self._trainable = parameters, trainable
+        for i, parameter in enumerate(parameters):
+            if trainable[i]:
+                handle = parameter.register_post_accumulate_grad_hook(lambda p, i=i: heard(i, p))
+                self._heard.append((parameter._post_accumulate_grad_hooks, handle.id))
+
+    @torch.no_grad()
+    def _take(self, i: int, parameter: Tensor) -> None:
+        """One gradient is there."""
+        bucket = self._of[i]
+        # A second time, or in a backward pass within this one, as with reentrant checkpoints: `.grad` has all of it
+        # in the end.
+        if i in self._seen or torch._C._current_graph_task_id() != self._task:
+            self._was_late = True
+            return
+        assert parameter.grad is not None
+        self._seen[i] = (parameter.grad, parameter.grad._version)
+        self._put(i, parameter.grad)
+        bucket.num_missing -= 1
+        while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_missing:
+            self._send()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """The backward pass is over: all gradients are there that will be."""
+        if not self._is_running:
+            return
+        self._is_running = False
+        own = [parameter.grad for parameter in self._parameters]
+        for i, (grad, version) in self._seen.items():
+            # By a hook of somebody else, which came after.
+            self._was_late |= own[i] is not grad or grad._version != version
+        for bucket in self._buckets[self._num_sent :]:
+            for i in bucket.places:
+                if i not in self._seen:
+                    self._put(i, own[i])
+        found = self._reduced([grad is not None for grad in own], self._trainable)
+        if found is None:  # somewhere one came after it was sent
+            # All of it anew, and from now on at the end: here if this rank was late, or else on that one.
+            self._overlaps = not self._was_late
+            found = self._reduced_at_the_end(own, self._counts, self._trainable)
+        self._seen = {}
+        for parameter, grad in zip(self._parameters, found):
+            parameter.grad = grad
+        self._finished = found
+
+    # -- at the end ------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def reduce(self, grads: Gradients, variables: Sequence[Variable], counts: bool, weight: float = 1.0) -> Gradients:
+        """The global gradients: those that are reduced already, if they are what is given, or reduced now.
+
+        They lie in memory that the next call overwrites.
+
+        Args:
+            grads: this rank's, one tensor or None per variable.
+            variables: their variables.
+            counts: whether this rank has rows; else zeros stand for its gradients.
+            weight: a factor for this rank's gradients.
+
+        Raises:
+            ValueError: on all ranks, if not all have made equally many updates, or train the same variables; if other
+                gradients come than the backward pass has reduced.
+        """
+        places = [self._places[id(variable)] for variable in variables]
+        finished, self._finished = self._finished, None
+        if finished is None:
+            own: list[Tensor | None] = [None] * len(self._variables)
+            trained = [False] * len(self._variables)
+            for i, grad in zip(places, grads):
+                own[i], trained[i] = grad, True
+            self._begin()
+            finished = self._reduced_at_the_end(own, counts and weight != 0, trained, weight)
+        elif any(grad is not finished[i] for i, grad in zip(places, grads)):
+            raise ValueError(
+                "The gradients of this step were reduced while they were computed, and others have come. "
+                "Received: gradients that are not `.grad` of the weights. Use `CrossShard(..., overlap=False)`, or "
+                "change gradients inside it."
+            )
+        self._num_taken += 1
+        return [finished[i] for i in places]
+
+    @torch.no_grad()
+    def end_together(self) -> None:
+        """Tells the other ranks that this one has ended training: sends zeros, as if it were one more update.
+
+        Raises:
+            ValueError: on all ranks, if some have ended and others have not.
+        """
+        self._begin()
+        self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
+
+    # -- what both do ----------------------------------------------------------------------------------------------
+
+    def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
+        view = self._of[i].views[i]
+        if grad is None or not self._counts:
+            view.zero_()
+        else:
+            grad = grad.to_dense() if grad.is_sparse else grad
+            grad = grad if weight == 1 else grad * weight
+            if self._divides(self._of[i]):
+                # On the way, which spares a pass; and the sum overflows only where the mean does.
+                torch.div(grad, self._num_ranks, out=view)
+            else:
+                view.copy_(grad)
+
+    def _divides(self, bucket: _Bucket) -> bool:
+        """Whether gradients are divided before they are added up."""
+        return self._takes_mean or bucket.results is not bucket.views
+
+    def _reduced_at_the_end(
+        self,
+        own: Gradients,
+        counts: bool,
+        trained: Sequence[bool] | None,
+        weight: float = 1.0,
+        trains: bool = True,
+    ) -> list[Tensor | None]:
+        """Sends all, as often as some rank wants that."""
+        self._counts = counts
+        found = None
+        while found is None:
+            self._num_sent, self._was_late = 0, False
+            for i, grad in enumerate(own):
+                self._put(i, grad, weight)
+            found = self._reduced([grad is not None for grad in own], trained, trains)
+        return found
+
+    def _send(self) -> None:
+        bucket = self._buckets[self._num_sent]
+        with taking_part(self._under_way, _CALL):
+            self._under_way.append(dist.all_reduce(bucket.flat, dist.ReduceOp.SUM, async_op=True))
+        self._num_sent += 1
+
+    def _reduced(
+        self, present: list[bool], trained: Sequence[bool] | None, trains: bool = True
+    ) -> list[Tensor | None] | None:
+        """Sends what is not sent yet, and waits for all; None if some rank wants to do it all once more."""
+        is_odd = self._num_taken % 2
+        told = [*present, *marks(trained), trains, not trains, self._was_late, trains and is_odd, trains and not is_odd]
+        self._flags.copy_(torch.tensor(told, dtype=self._flags.dtype))
+        while self._num_sent < len(self._buckets):
+            self._send()
+        for number in range(len(self._under_way)):
+            with taking_part(self._under_way, _CALL):
+                self._under_way[number].wait()
+        self._under_way = []
+        has = present
+        looks = self._ranks.is_at_hand(self._flags)
+        if looks or not all(present) or self._was_late or not trains:
+            *counts, num_training, num_ended, num_late, num_odd, num_even = self._flags.float().tolist()
+            self._check(trains, num_training, num_ended, self._num_ranks)
+            if num_odd > 0 and num_even > 0:
+                raise ValueError(
+                    "All replicas must make the same updates, in the same order. Received: gradients of other updates "
+                    "on some ranks. Was an update left out on one rank, by an error that the program went on after?"
+                )
+            if num_late > 0:
+                if num_late < self._num_ranks and not looks:  # then others do not look either, and go on
+                    raise RuntimeError(
+                        "On a GPU gradients that are sent must not change any more on some ranks only. Received: on "
+                        f"{round(num_late)} of {self._num_ranks} ranks one that came or was changed afterwards, or a "
+                        "backward pass that ended with an error. Use `CrossShard(..., overlap=False)`."
+                    )
+                return None
+            counts, marked = counts[: len(present)], counts[len(present) :]
+            check_same_variables(trained, marked, self._variables, self._ranks, None, looks)
+            has = [count > 0 for count in counts]
+        for bucket in self._buckets:
+            if bucket.results is not bucket.views:
+                bucket.wide.copy_(bucket.flat[: bucket.wide.numel()])
+                if not self._takes_mean:
+                    bucket.wide.mul_(self._num_ranks)
+        return [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
+
+
+def _let_go(heard: list[tuple[dict[int, Any], int]]) -> None:
+    # Not `handle.remove()`: a handle finds its hooks through a weak reference, which the garbage collector clears
+    # along with a cycle that has parameters in it, even if these live on.
+    for hooks, key in heard:
+        hooks.pop(key, None)
+    heard.clear()
+
+
+_STEP = inspect.unwrap(keras.Model.train_step).__code__
+
+
+def can_bucket(variables: Sequence[Variable]) -> bool:
+    """Whether gradients of these variables can travel in buckets that are kept."""
+    return all(v.value.dtype in _DTYPES and v.value.device.type in ("cpu", "cuda") for v in variables)

@@ -1,0 +1,102 @@
+"""This process's part of a `torch.utils.data.DataLoader`."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from keras_shardopt import arguments as check
+from keras_shardopt.data.part import _drawing_alike, _Part, _permutation
+
+
+def _part_of_loader(loader: Any, shuffle: bool, seed: int, part: _Part) -> Any:
+    data = sys.modules["torch.utils.data"]
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
+    for found in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if isinstance(found, data.DistributedSampler):
+            raise ValueError(
+                "A `DataLoader` must give all rows, for `shard_data` to split them. Received: one with a "
+                f"{type(found).__name__}, which has split them already, and pads or drops rows where they do not "
+                "divide. Leave that sampler out, and say `shuffle=True` to the `DataLoader` instead."
+            )
+    # A copy and not a new loader: every argument stays, also of a class of one's own. DataLoader forbids to assign.
+    mine = copy.copy(loader)
+    changed = mine.__dict__
+    changed["_iterator"] = None
+    if isinstance(loader.dataset, data.IterableDataset):
+        if shuffle:
+            raise ValueError(
+                "`shuffle` is not for a `DataLoader` of an `IterableDataset`, which has rows in its own order only. "
+                "Received: shuffle=True. Shuffle inside the dataset, alike on every process."
+            )
+        # The length for several workers cannot be known: it is each worker's stream that is divided.
+        sized = hasattr(loader.dataset, "__len__") and loader.num_workers <= 1
+        if sized:
+            part.check_enough(len(loader.dataset), "rows")
+        changed["dataset"] = (_PartOfSizedStream if sized else _PartOfStream)(loader.dataset, part)
+    elif loader.batch_size is None and batch_sampler is not None:
+        changed["batch_sampler"] = _PartOfSampler(batch_sampler, "batches", shuffle, seed, part)
+    else:
+        changed["sampler"] = _PartOfSampler(sampler, "rows", shuffle, seed, part)
+        if batch_sampler is not None:
+            changed["batch_sampler"] = data.BatchSampler(changed["sampler"], loader.batch_size, loader.drop_last)
+    return mine
+
+
+class _PartOfSampler:
+    """Every n-th of what a sampler draws, drawn alike on every process. Each iteration is an epoch."""
+
+    def __init__(self, sampler: Any, things: str, shuffle: bool, seed: int, part: _Part) -> None:
+        if not hasattr(sampler, "__len__"):
+            raise ValueError(
+                "A sampler must have a length, for its part to be known. "
+                f"Received: {check.with_article(sampler)} without `__len__`. Add it to the class."
+            )
+        part.check_enough(len(sampler), things)
+        self._sampler, self._shuffle, self._seed, self._part = sampler, shuffle, seed, part
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return self._part.size(len(self._sampler))
+
+    def __iter__(self) -> Iterator[Any]:
+        found = (self._sampler, getattr(self._sampler, "sampler", None))
+        generators = [g for owner in found if (g := getattr(owner, "generator", None)) is not None]
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        with _drawing_alike(self._seed, epoch, generators=generators):
+            drawn = list(self._sampler)
+        if self._shuffle:
+            drawn = [drawn[i] for i in _permutation(len(drawn), self._seed, epoch)]
+        return iter(drawn[self._part.slice])
+
+
+class _PartOfStream:
+    """Every n-th row of an `IterableDataset`. It has the attributes of that, which a `worker_init_fn` may set."""
+
+    _dataset: Any
+    _part: _Part
+
+    def __init__(self, dataset: Any, part: _Part) -> None:
+        self.__dict__.update(_dataset=dataset, _part=part)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._dataset), self._part.index, None, self._part.num_parts)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copying and pickling look for is ours
+            raise AttributeError(name)
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._dataset, self._part)
+
+
+class _PartOfSizedStream(_PartOfStream):
+    def __len__(self) -> int:
+        return self._part.size(len(self._dataset))

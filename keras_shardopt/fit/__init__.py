@@ -1,0 +1,1 @@
+"""What `model.fit` must learn to train with several replicas."""

@@ -1,0 +1,178 @@
+"""A wrapper whose replicas may hold a part of the optimizer state each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_shardopt._typing import Variable
+from keras_shardopt.backends import framework
+from keras_shardopt.sharding.even_slices import EvenShards
+from keras_shardopt.sharding.report import MemoryReport, laid_out_report
+from keras_shardopt.sharding.slices import MEETING_SECONDS, Shards
+from keras_shardopt.wrapping.wrapper import Observer, OptimizerWrapper, is_built_among_several
+
+_SAVE_TOGETHER = (
+    "With `shard_state=True` each rank has a part of what `model.save`, `model.save_weights` and "
+    "`optimizer.save_own_variables` store. Call `keras_shardopt.save_model(model, path)` (or `save_weights`) on every "
+    "rank; one of them writes."
+)
+
+
+class DividedState(OptimizerWrapper):
+    """Knows where state is divided: in `Shards` of each replica, in `EvenShards` of a program, or by a layout."""
+
+    axis_name: str
+    shard_state: bool
+    _shards: Shards | EvenShards | None  # None where no state is divided, or by a layout
+
+    def _divided(self, variables: Sequence[Variable]) -> Shards | EvenShards | None:
+        """Who owns what, where each replica has state of its own."""
+        if framework.divides_state:
+            replicas = framework.replicas(self.axis_name)
+            if replicas.num_replicas == 1:
+                return None
+            _refuse_several()
+            with framework.outside_trace():
+                return Shards(self, variables, replicas)
+        num_copies = framework.num_copies(variables)
+        if num_copies == 1:
+            return None
+        _refuse_several()
+        with framework.outside_trace():
+            return EvenShards(self, variables, num_copies)
+
+    def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
+        """This replica's slices, where state is divided."""
+        return list(variables) if self._shards is None else self._shards.inside(variables)
+
+    def _inner_is_built(self) -> None:
+        """Divides the state that there is now."""
+        if self._shards is not None:
+            self._shards.adopt(self)
+        elif self.shard_state and framework.lays_out_state:
+            framework.check_can_lay_out(self._trainable_variables)
+            own = {id(v) for v in self._variables}
+            framework.lay_out([v for v in self.variables if id(v) not in own])
+
+    def memory_report(self) -> MemoryReport:
+        """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
+
+        Returns:
+            A `MemoryReport`, to `print` or to read: `held` by replica, `ideal`, `max_over_ideal`, `replicated`.
+
+        Raises:
+            ValueError: before the optimizer is built.
+
+        Example:
+            >>> import keras, keras_shardopt as ks
+            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            >>> optimizer = ks.CrossShard(keras.optimizers.Adam(), shard_state=True)
+            >>> optimizer.build(model.trainable_variables)
+            >>> report = optimizer.memory_report()
+            >>> len(report.held), report.held[0] == report.whole
+            (1, True)
+        """
+        if not self.built:
+            raise ValueError(
+                "The optimizer must be built before it has state. Call `optimizer.build(model.trainable_variables)`."
+            )
+        own = {id(v) for v in self._variables}
+        state = [v for v in self.variables if id(v) not in own]
+        if self._shards is not None:
+            return self._shards.memory_report(state)
+        return laid_out_report(state)
+
+    def get_slot(self, variable: Variable, name: str) -> Variable | None:
+        """See `SlotAccess.get_slot`.
+
+        Raises:
+            ValueError: where each replica holds a part of the state only.
+        """
+        if self._shards is not None:
+            raise ValueError(
+                "With `shard_state=True` a replica has slots of its own slices only. "
+                f"Received: get_slot({getattr(variable, 'path', variable)!r}, {name!r}). "
+                "Let all processes call `optimizer.save_own_variables(store)` with a dict, which then holds whole "
+                "arrays."
+            )
+        return super().get_slot(variable, name)
+
+    def _observe(self, observer: Observer | None) -> None:
+        """See `OptimizerWrapper._observe`.
+
+        Raises:
+            ValueError: where each replica sees a part of the gradients only.
+        """
+        if self.shard_state and observer is not None and not framework.lays_out_state:
+            raise ValueError(
+                "Summaries of gradients need all of them, and with `shard_state=True` a replica sees its slices only. "
+                "Use `TrainingSummaries(summaries=[])`, or `shard_state=False`."
+            )
+        super()._observe(observer)
+
+    @property
+    def _model_variables_moving_average(self) -> list[Variable]:
+        if self._shards is not None:
+            raise ValueError(
+                "With `shard_state=True` a replica has the moving averages of its own slices only, so that "
+                "`SwapEMAWeights` cannot swap them in. Leave it out: `fit` ends with the averages as the weights."
+            )
+        return super()._model_variables_moving_average
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _saving_needs_all_replicas(self) -> bool:
+        """Whether state is divided, so that what this process has is to be put together before it is stored."""
+        is_laid_out = self.shard_state and framework.lays_out_state and framework.process()[0] > 1
+        return self.__dict__.get("_shards") is not None or is_laid_out
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the state just as the inner optimizer alone would. With divided state all replicas call it together.
+
+        Raises:
+            RuntimeError: with divided state, if another replica does not call it within the `timeout` of the
+                `data_parallel` scope; within a minute where there is none.
+        """
+        if self._shards is None and not (self.shard_state and framework.lays_out_state):
+            super().save_own_variables(store)
+            return
+        framework.meet("save", MEETING_SECONDS, _SAVE_TOGETHER)
+        store = self._with_names(store)
+        for i, variable in enumerate(self._inner_state):
+            store[str(i)] = self._stored_value(variable)
+
+    def _load_inner(self, store: Any) -> None:
+        if self._shards is None:
+            super()._load_inner(store)
+            return
+        for i, variable in enumerate(self._inner_state):
+            self._assign_stored(variable, store[str(i)])
+
+    def _stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
+        """See `OptimizerWrapper.stored_shape`."""
+        return super()._stored_shape(variable) if self._shards is None else self._shards.stored_shape(variable)
+
+    def _stored_value(self, variable: Variable) -> np.ndarray:
+        """See `OptimizerWrapper.stored_value`."""
+        if self._shards is None:
+            return super()._stored_value(variable)
+        return self._shards.stored(variable)
+
+    def _assign_stored(self, variable: Variable, array: Any) -> None:
+        """See `OptimizerWrapper.assign_stored`."""
+        if self._shards is None:
+            super()._assign_stored(variable, array)
+        else:
+            self._shards.assign_stored(variable, array)
+
+
+def _refuse_several() -> None:
+    if is_built_among_several():
+        raise ValueError(
+            "`shard_state=True` cannot be inside a `MultiOptimizer`, which stores what each replica has by itself, and "
+            "so a part of the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."
+        )

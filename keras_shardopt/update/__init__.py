@@ -1,0 +1,1 @@
+"""What the gradients of one update go through."""

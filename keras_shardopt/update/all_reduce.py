@@ -1,0 +1,232 @@
+"""From gradients as they arrive to gradients that are global.
+
+Hides which of the ways of arriving needs which collective and which factor, and in which units a replica's own
+gradient arrives. It knows no framework, so a fake with any number of replicas tests every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NoReturn
+
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.same_variables import check_same_variables, marks
+from keras_shardopt.numerics import (
+    dtype_of,
+    is_next_value,
+    map_values,
+)
+
+Reduction = Literal["mean", "sum"]
+
+"""`(grads, variables) -> grads`, for the gradients of one replica."""
+
+
+def global_gradients(
+    grads: Gradients,
+    variables: Sequence[Variable],
+    replicas: ReplicaBackend,
+    reduction: Reduction = "mean",
+    arrival: Arrival | None = None,
+    groups: Groups | None = None,
+    trained: Sequence[bool] | None = None,
+) -> list[Tensor | None]:
+    r"""Reduces the gradients of all replicas (of a group) to the one that every replica (of it) then applies.
+
+    With $N$ replicas and $g_r$ the gradient of the mean loss of replica $r$, the result is
+    $\frac{1}{N} \sum_r g_r$ for `"mean"` and $\sum_r g_r$ for `"sum"`; with groups, the mean or sum over the
+    replicas of the group that this one is in.
+
+    Args:
+        grads: one tensor or None per variable. A variable that has a gradient on some replicas only counts as
+            zero on the others; one that has none anywhere stays None.
+        variables: the variables of `grads`. Those with `overwrite_with_gradient` (float8 scales) hold their next
+            value instead of a gradient, and take the largest of all replicas' values, as Keras does when it
+            accumulates.
+        replicas: who exchanges what.
+        reduction: "mean" or "sum".
+        arrival: how the gradients arrive; None asks `replicas`. With groups, it must be local or prescaled.
+        groups: lists of replica ids that together name every replica once; None for all in one.
+        trained: for each variable whether this replica trains it; None for all of them. Each replica gives all
+            variables that any trains.
+
+    Returns:
+        A list like `grads`, equal on all replicas (of a group).
+
+    Raises:
+        ValueError: on every replica (of a group), if not all train the same variables.
+    """
+    return global_gradients_and_flags(grads, variables, replicas, reduction, arrival, groups, None, trained)[0]
+
+
+def global_gradients_and_flags(
+    grads: Gradients,
+    variables: Sequence[Variable],
+    replicas: ReplicaBackend,
+    reduction: Reduction,
+    arrival: Arrival | None,
+    groups: Groups | None,
+    flags: Callable[[str], Tensor] | None,
+    trained: Sequence[bool] | None = None,
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """As `global_gradients`, with some numbers that travel along.
+
+    `flags` makes the numbers in a dtype. Of them a reduction leaves those positive that are so on some replica.
+
+    Returns:
+        The gradients; and the reduced numbers, or None where nothing travels.
+    """
+    if arrival is None:
+        arrival = replicas.arrival(grads, variables)
+    if arrival is Arrival.GLOBAL or arrival is Arrival.SUMMED:
+        factor = _factor(arrival, reduction, replicas.num_replicas)
+        return [
+            grad if grad is None or is_next_value(variable) else _scaled(grad, factor)
+            for grad, variable in zip(grads, variables)
+        ], None
+    reduced: list[Tensor | None] = list(grads)
+    plain = [i for i, v in enumerate(variables) if not is_next_value(v)]
+    op = collective(arrival, reduction)
+    factor = rescaling(reduction, replicas.num_replicas, groups) if arrival is Arrival.LOCAL_PRESCALED else 1
+    travelling = None if flags is None or not plain else flags(dtype_of(variables[plain[0]]))
+    results, travelled = _reduce_some(
+        [grads[i] for i in plain],
+        [variables[i] for i in plain],
+        replicas,
+        op,
+        groups,
+        travelling,
+        trained=None if trained is None else [trained[i] for i in plain],
+    )
+    for i, result in zip(plain, results):
+        reduced[i] = None if result is None else _scaled(result, factor)
+    # Last, when it is clear that all replicas have the same of them.
+    next_values = [i for i, v in enumerate(variables) if grads[i] is not None and is_next_value(v)]
+    for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max", groups)):
+        reduced[i] = value
+    return reduced, travelled
+
+
+def collective(arrival: Arrival, reduction: Reduction) -> ReduceOp:
+    """Which reduction makes local or prescaled gradients global, but for the factor `rescaling`."""
+    # A prescaled gradient is divided by N already, so its plain sum is the mean.
+    return "mean" if arrival is Arrival.LOCAL and reduction == "mean" else "sum"
+
+
+def rescaling(reduction: Reduction, num_replicas: int, groups: Groups | None) -> float:
+    """What to multiply the sum of prescaled gradients with."""
+    if reduction == "sum":
+        return num_replicas
+    # Each is divided by the number of all replicas, also where only those of a group are added.
+    return 1 if groups is None else num_replicas / len(groups[0])
+
+
+def _factor(arrival: Arrival, reduction: Reduction, num_replicas: int) -> float:
+    """What to multiply gradients with that no collective has to touch."""
+    if arrival is Arrival.SUMMED:
+        return 1 / num_replicas if reduction == "mean" else 1
+    return 1 if reduction == "mean" else num_replicas
+
+
+def _reduce_some(
+    grads: Gradients,
+    variables: Sequence[Variable],
+    replicas: ReplicaBackend,
+    op: ReduceOp,
+    groups: Groups | None,
+    flags: Tensor | None = None,
+    trains: bool = True,
+    trained: Sequence[bool] | None = None,
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Reduces gradients of which some are None, and flags. A replica that has ended training says `trains=False`."""
+    if replicas.runs_one_program:
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        result: list[Tensor | None] = [None] * len(grads)
+        along = [] if flags is None else [flags]
+        sums = replicas.all_reduce([*[grads[i] for i in present], *along], op, groups)
+        for i, grad in zip(present, sums):
+            result[i] = grad
+        return result, None if flags is None else sums[-1]
+    # Each replica ran its own program: a branch taken on one and not on another leaves None where others have a
+    # gradient, and a list that is shorter on one replica pairs the wrong tensors or hangs. So all send zeros for
+    # None, and along with them which gradients they have, and which variables they train.
+    filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
+    if not filled:
+        return [], flags
+    told = [*[grad is not None for grad in grads], *marks(trained), trains, not trains]
+    num_told = len(told)
+    if groups is not None:
+        # Whether another group has failed, which the members of this one may find at different times.
+        told.append(replicas.is_at_hand(filled[0]) and replicas.others_have_failed())
+    presence = ops.convert_to_tensor(told, dtype=filled[0].dtype)
+    if flags is not None:
+        presence = ops.concatenate([presence, ops.cast(flags, dtype_of(presence))])
+    *sums, counts = replicas.all_reduce([*filled, presence], op, groups)
+    flags = None if flags is None else counts[len(told) :]
+    has_failed, counts = counts[num_told : len(told)], counts[:num_told]
+    may_look = replicas.is_at_hand(counts) or not trains
+    if all(grad is not None for grad in grads) and not may_look:
+        return list(sums), flags
+    found = ops.convert_to_numpy(ops.cast(counts, "float32"))
+    if groups is not None and may_look and float(ops.convert_to_numpy(ops.cast(has_failed, "float32"))[0]) > 0:
+        raise_failure_of_others(replicas)
+    try:
+        if may_look:
+            num_members = replicas.num_replicas if groups is None else len(groups[0])
+            factor = num_members if op == "mean" else 1
+            check_all_train(trains, found[-2] * factor, found[-1] * factor, num_members)
+        check_same_variables(trained, found[len(grads) : -2], variables, replicas, groups, may_look)
+    except ValueError as error:
+        if groups is not None:
+            replicas.say_failure(str(error), groups)
+        raise
+    return [grad if has else None for grad, has in zip(sums, found > 0)], flags
+
+
+def raise_failure_of_others(replicas: ReplicaBackend) -> NoReturn:
+    """Raises the ValueError that the replicas of another group have raised."""
+    raise ValueError(replicas.take_failure() or "All groups must train. Received: an error in another one.")
+
+
+def end_together(
+    variables: Sequence[Variable], replicas: ReplicaBackend, groups: Groups | None = None, num_flags: int = 0
+) -> None:
+    """Tells the other replicas (of the group) that this one has ended training, where they might wait for it.
+
+    It is one more reduction, of zeros: whoever still trains takes part in it with an update, and both notice.
+
+    Args:
+        variables: the trainable variables.
+        replicas: who exchanges what.
+        groups: as in `global_gradients`.
+        num_flags: how many numbers travel along with gradients.
+
+    Raises:
+        ValueError: on every replica, if some have ended and others have not.
+    """
+    # Next values travel by themselves, and only some of them, so that another replica may be somewhere else.
+    if not replicas.runs_one_program and not any(is_next_value(v) for v in variables):
+        flags = ops.zeros((num_flags,)) if num_flags else None
+        _reduce_some([None] * len(variables), variables, replicas, "sum", groups, flags, trains=False)
+
+
+def check_all_train(trains: bool, num_training: float, num_ended: float, num_members: int) -> None:
+    """Raises ValueError where some replicas go on training and others have ended.
+
+    The numbers need not be exact: they may have been added up in half precision.
+    """
+    if (num_ended if trains else num_training) > 0:
+        does = "goes on" if trains else "has ended training"
+        raise ValueError(
+            "All replicas must make the same number of updates. "
+            f"Received: this one {does}, and only {round(num_training)} of {num_members} go on. Give all of them as "
+            "many batches, or call `keras_shardopt.prepare(model)`, after which the numbers need not be equal."
+        )
+
+
+def _scaled(grad: Tensor, factor: float) -> Tensor:
+    # Not `grad * 1`: alone, a replica must cost nothing and change no bit.
+    return grad if factor == 1 else map_values(lambda value: ops.multiply(value, factor), grad)

@@ -1,0 +1,152 @@
+"""Which replica had a gradient that is not finite, and of which variable: as numbers that add up in a reduction.
+
+Each replica knows of its own gradients only. What it found travels with them as a few 0s and 1s, so that the sum, the
+mean and any dtype still tell everyone's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
+from keras_shardopt.backends import Arrival, ReplicaBackend
+from keras_shardopt.numerics import is_next_value, is_sparse
+from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
+
+UNKNOWN = -1
+"""Stands for a replica or variable that nobody can name."""
+
+
+def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
+    """The position, counted from 1, of the first gradient that is not finite: a scalar int32; 0 if all are.
+
+    None entries are, and the next values of variables with `overwrite_with_gradient`.
+    """
+    seen = [i for i, grad in enumerate(grads) if grad is not None and not is_next_value(variables[i])]
+    if not seen:
+        return ops.zeros((), "int32")
+    values = [grads[i].values if is_sparse(grads[i]) else ops.convert_to_tensor(grads[i]) for i in seen]
+    is_bad = ops.stack([ops.logical_not(ops.all(ops.isfinite(value))) for value in values])
+    positions = ops.convert_to_tensor([i + 1 for i in seen], "int32")
+    none = ops.full((), len(grads) + 1, "int32")
+    first = ops.min(ops.where(is_bad, positions, none))
+    return ops.where(ops.equal(first, none), ops.zeros_like(first), first)
+
+
+def num_flags(num_variables: int, num_replicas: int) -> int:
+    """How many numbers `flags` makes."""
+    return num_replicas * num_variables.bit_length()
+
+
+def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: int, dtype: str) -> Tensor:
+    """The binary digits of a position from `first_not_finite`, where this replica's are, and 0 elsewhere."""
+    places = ops.convert_to_tensor([2**i for i in range(num_variables.bit_length())], "int32")
+    digits = ops.cast(ops.floor_divide(position, places) % 2, dtype)
+    mine = ops.cast(ops.equal(ops.arange(num_replicas, dtype="int32"), ops.cast(replica_id, "int32")), dtype)
+    return ops.reshape(mine[:, None] * digits[None, :], (-1,))
+
+
+def culprit(flags: Tensor, num_variables: int, num_replicas: int) -> Tensor:
+    """The first replica and position that reduced flags tell of.
+
+    Returns:
+        An int32 tensor of shape `[2]`: the replica, and the position counted from 0; (-1, -1) if there is none.
+    """
+    num_digits = num_variables.bit_length()
+    digits = ops.cast(ops.reshape(flags, (num_replicas, num_digits)) > 0, "int32")
+    places = ops.convert_to_tensor([2**i for i in range(num_digits)], "int32")
+    positions = ops.cast(ops.sum(digits * places[None, :], axis=1), "int32")
+    replicas = ops.arange(num_replicas, dtype="int32")
+    first = ops.min(ops.where(positions > 0, replicas, ops.full_like(replicas, num_replicas)))
+    is_first = ops.cast(ops.equal(replicas, first), "int32")
+    position = ops.cast(ops.sum(positions * is_first), "int32") - 1
+    replica = ops.where(position >= 0, ops.cast(first, "int32"), ops.full((), UNKNOWN, "int32"))
+    return ops.stack([replica, position])
+
+
+def judge(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
+    """As `reduce_and_judge`, of gradients that are global already."""
+    position = first_not_finite(grads, variables)
+    return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
+
+
+def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: ReplicaBackend) -> tuple[Tensor, Tensor]:
+    """What `check_grads` finds in the gradients of all replicas, from what it finds in those of each.
+
+    Raises:
+        ValueError: on the other replicas, if some make the call `fail_among_all` instead.
+    """
+    found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
+    (found,) = replicas.all_reduce([found], "max")
+    if not replicas.runs_one_program and replicas.is_at_hand(found) and found[0] > 1:
+        raise_failure_of_others(replicas)
+    return found[0] > 0, found[1]
+
+
+def fail_among_all(replicas: ReplicaBackend) -> None:
+    """Stands in for `largest_of_all` on replicas that raise an error."""
+    replicas.all_reduce([ops.convert_to_tensor([_FAILS, 0.0], "float32")], "max")
+
+
+_FAILS = 2.0
+"""More than any bool."""
+
+
+def reduce_and_judge(
+    grads: Gradients,
+    variables: Sequence[Variable],
+    replicas: ReplicaBackend,
+    reduction: Reduction,
+    arrival: Arrival,
+    groups: Groups | None,
+    found: Tensor | None,
+    trained: Sequence[bool] | None = None,
+) -> tuple[list[Tensor | None], Tensor]:
+    """Reduces gradients as `global_gradients` does, and says whether they are finite, in the same reduction.
+
+    With groups there is one more, of a few numbers: groups have gradients of their own, but are to skip together.
+
+    `found` is what `first_not_finite` says of this replica's own gradients, perhaps before they were clipped; None if
+    there are none, as all are reduced already. `trained` is as in `global_gradients`.
+
+    Returns:
+        The gradients; and an int32 tensor of shape `[3]`, equal on all replicas: greater than 0 if a gradient is not
+        finite, the replica, and the position of the variable (`UNKNOWN` for either).
+    """
+    size, num_variables = replicas.num_replicas, len(variables)
+
+    def mine(dtype: str) -> Tensor:
+        return flags(found, replicas.replica_id, num_variables, size, dtype)
+
+    travels = found is not None and groups is None
+    failure = None
+    try:
+        reduced, told = global_gradients_and_flags(
+            grads, variables, replicas, reduction, arrival, groups, mine if travels else None, trained
+        )
+    except ValueError as error:
+        if groups is None or replicas.runs_one_program:
+            raise
+        failure, reduced, told = error, list(grads), None  # other groups wait below
+    # Also of the sum, which may overflow where no term does.
+    position = first_not_finite(reduced, variables)
+    if groups is not None:
+        sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")
+        fails = ops.full((1,), float(failure is not None), "float32")
+        (everyones,) = replicas.all_reduce([ops.concatenate([mine("float32"), sum_overflows, fails])], "max")
+        if failure is not None:
+            raise failure
+        if not replicas.runs_one_program and replicas.is_at_hand(everyones) and everyones[-1] > 0:
+            raise_failure_of_others(replicas)
+        told, position = everyones[:-2], ops.cast(everyones[-2], "int32")
+    if told is None:
+        known = position if found is None else ops.where(found > 0, found, position)
+        who = ops.full_like(known, 0 if size == 1 else UNKNOWN)
+        return reduced, ops.stack([position, ops.where(known > 0, who, ops.full_like(who, UNKNOWN)), known - 1])
+    names = culprit(told, num_variables, size)
+    is_known = names[1] >= 0
+    is_bad = ops.where(is_known, ops.ones_like(position), position)
+    return reduced, ops.stack([is_bad, names[0], ops.where(is_known, names[1], position - 1)])

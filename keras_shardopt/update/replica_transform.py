@@ -1,0 +1,129 @@
+"""Transforms and clips one replica's own gradients, before the reduction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends.communicator import Arrival
+from keras_shardopt.numerics import (
+    clip_by_global_norm,
+    dtype_of,
+    in_float32,
+    is_next_value,
+    is_sparse,
+    like_variable,
+    map_values,
+)
+
+LocalTransform = Callable[[list[Any], list[Variable]], Sequence[Any]]
+
+
+def transformed_gradients(
+    grads: Gradients,
+    variables: Sequence[Variable],
+    num_replicas: int,
+    arrival: Arrival,
+    loss_scale: Any = 1.0,
+    clipnorm: float | None = None,
+    transform: LocalTransform | None = None,
+) -> list[Tensor | None]:
+    r"""Changes this replica's gradients by themselves: first by `transform`, then clipped by their own global norm.
+
+    Both are in units of the replica's own mean loss. With $s$ the loss scale, and $u = s / N$ where gradients arrive
+    prescaled and $u = s$ elsewhere, a gradient arrives as $u \, g_r$. `transform` sees $g_r$ (of half precision in
+    float32), and the clipping makes it $g_r \min(1, c / \lVert g_r \rVert)$. The result has the units and dtypes in
+    which the gradients arrived.
+
+    Args:
+        grads: one tensor or None per variable: this replica's own, so `arrival` is local or prescaled unless there is
+            one replica only.
+        variables: the variables of `grads`. The next values of those with `overwrite_with_gradient` are left alone.
+        num_replicas: the $N$ that prescaled gradients are divided by.
+        arrival: how the gradients arrive.
+        loss_scale: a number or scalar tensor, by which the loss was multiplied.
+        clipnorm: float or None. The largest global norm.
+        transform: a function or None.
+
+    Raises:
+        ValueError: if `transform` returns another number of gradients, or one of another shape than its variable.
+    """
+    result = list(grads)
+    plain = [i for i, variable in enumerate(variables) if not is_next_value(variable)]
+    # As numbers where they are known: a factor of 1 then costs nothing and changes no bit.
+    unit = loss_scale / num_replicas if arrival is Arrival.LOCAL_PRESCALED and num_replicas > 1 else loss_scale
+    if transform is not None:
+        arrived = [grads[i] for i in plain]
+        own = [None if g is None else map_values(lambda v: _in_units(in_float32(v), 1 / unit), g) for g in arrived]
+        owners = [variables[i] for i in plain]
+        for i, grad in zip(plain, _checked(transform(own, owners), owners)):
+            dtype = dtype_of(variables[i] if grads[i] is None else grads[i])
+            result[i] = None if grad is None else map_values(functools.partial(_arriving, unit=unit, dtype=dtype), grad)
+    if clipnorm is not None:
+        # The limit in the units of the gradients, not the other way round: within it they keep every bit.
+        clipped, _ = clip_by_global_norm([result[i] for i in plain], clipnorm * unit)
+        for i, grad in zip(plain, clipped):
+            result[i] = grad
+    return result
+
+
+def _arriving(value: Tensor, unit: Any, dtype: str) -> Tensor:
+    return ops.cast(_in_units(value, unit), dtype)
+
+
+def _in_units(value: Tensor, unit: Any) -> Tensor:
+    if _is_one(unit):
+        return value
+    return ops.multiply(value, ops.cast(unit, dtype_of(value)))
+
+
+def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None]:
+    """What a transform has returned, if that can be gradients of `variables`."""
+    rule = "`replica_transform` must return a list with one gradient, or None, for each that it is given."
+    if not isinstance(returned, (list, tuple)):
+        raise ValueError(f"{rule} Received: {returned!r} (of type {type(returned).__name__})")
+    if len(returned) != len(variables):
+        raise ValueError(f"{rule} Received: {len(returned)} gradients for {len(variables)} variables")
+    grads = [g if g is None or is_sparse(g) else ops.convert_to_tensor(g) for g in returned]
+    for grad, variable in zip(grads, variables):
+        if grad is not None and not is_sparse(grad) and tuple(grad.shape) != tuple(variable.shape):
+            raise ValueError(
+                "`replica_transform` must return gradients of the shapes of their variables. Received: shape "
+                f"{tuple(grad.shape)} for `{getattr(variable, 'path', variable)}` of shape {tuple(variable.shape)}"
+            )
+    return grads
+
+
+def unscaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale: Any) -> list[Tensor | None]:
+    """Gradients of a scaled loss as those of the loss itself. Where it is scaled, half precision becomes float32."""
+    if _is_one(loss_scale):
+        return list(grads)
+    return [
+        grad if grad is None or is_next_value(variable) else map_values(lambda v: _unscaled(v, loss_scale), grad)
+        for grad, variable in zip(grads, variables)
+    ]
+
+
+def scaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale: Any) -> list[Tensor | None]:
+    """The reverse of `unscaled_gradients`; each gradient then has the dtype of its variable."""
+    if _is_one(loss_scale):
+        return list(grads)
+    return [
+        grad
+        if grad is None or is_next_value(variable)
+        else like_variable(map_values(lambda v: _in_units(in_float32(v), loss_scale), grad), variable)
+        for grad, variable in zip(grads, variables)
+    ]
+
+
+def _unscaled(value: Tensor, loss_scale: Any) -> Tensor:
+    value = in_float32(value)
+    return ops.divide(value, ops.cast(loss_scale, dtype_of(value)))
+
+
+def _is_one(factor: Any) -> bool:
+    return isinstance(factor, (int, float)) and factor == 1

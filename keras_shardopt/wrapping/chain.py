@@ -1,0 +1,117 @@
+"""The optimizers inside an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_shardopt._typing import Variable
+from keras_shardopt.arguments import with_article
+
+
+class Wrapping:
+    """An optimizer of this package around another; `OptimizerWrapper` is the only one."""
+
+    built: bool
+    inner: Any
+    _variables_inside: Any
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside all wrappers: the one with the update rule, or the `MultiOptimizer` that has several."""
+    while (inner := _inner_of(optimizer)) is not None:
+        optimizer = inner
+    return optimizer
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """Every optimizer with an update rule inside `optimizer`."""
+    root = innermost(optimizer)
+    return [leaf for part in getattr(root, "optimizers", [root]) for leaf in ([part] if part is root else leaves(part))]
+
+
+def inside(optimizer: Any) -> list[Any]:
+    """Every optimizer inside `optimizer`, wrappers and leaves."""
+    found: list[Any] = []
+    while (inner := _inner_of(optimizer)) is not None:
+        found.append(inner)
+        optimizer = inner
+    return found + [leaf for leaf in leaves(optimizer) if leaf is not optimizer]
+
+
+def leaf_of(optimizer: Any, variable: Variable) -> Any:
+    """The optimizer inside `optimizer` whose update rule `variable` follows."""
+    found = leaves(optimizer)
+    if len(found) == 1:
+        return found[0]
+    keys = _keys_on_the_way_in(optimizer, variable)
+    return next(leaf for leaf in found if any(key in leaf._trainable_variables_indices for key in keys))
+
+
+def kind_of(optimizer: Any) -> str:
+    """The class of the innermost optimizer, or the classes of several, which decides what the arrays of state mean.
+
+    The class's own name only: on PyTorch Keras has classes of the same name in other modules.
+    """
+    found = leaves(optimizer)
+    names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in found))
+    return names if len(found) == 1 else f"{type(innermost(optimizer)).__name__}({names})"
+
+
+def _keys_on_the_way_in(optimizer: Any, variable: Variable) -> list[Any]:
+    """The keys of the variable, and of what stands for it further inside."""
+    keys = [optimizer._var_key(variable)]
+    for wrapper in [optimizer, *inside(optimizer)]:
+        if isinstance(wrapper, Wrapping) and wrapper.built:
+            (variable,) = wrapper._variables_inside([variable])
+            keys.append(optimizer._var_key(variable))
+    return keys
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizer right inside `optimizer`: several in a `MultiOptimizer`, none in one with an update rule."""
+    inner = _inner_of(optimizer)
+    return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
+
+
+def _inner_of(optimizer: Any) -> Any:
+    if isinstance(optimizer, Wrapping):
+        return optimizer.inner
+    return getattr(optimizer, "inner_optimizer", None)
+
+
+def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer") -> Any:
+    """The optimizer itself, or the one of that name or config; errors name the `argument` of `caller`."""
+    if isinstance(identifier, keras.optimizers.Optimizer):
+        return identifier
+    if not isinstance(identifier, (str, dict)):
+        is_class = isinstance(identifier, type) and issubclass(identifier, keras.optimizers.Optimizer)
+        raise TypeError(
+            f"`{argument}` must be a `keras.optimizers.Optimizer`, or the name or config of one. "
+            f"Received: {argument}={identifier!r} "
+            + (
+                f"(the class itself). Use `{caller}({identifier.__name__}(...))`."
+                if is_class
+                else f"(of type {type(identifier).__name__}). Use for example `{caller}(keras.optimizers.Adam(1e-3))`."
+            )
+        )
+    try:
+        found = keras.optimizers.get(identifier)
+        if not isinstance(found, keras.optimizers.Optimizer):
+            raise ValueError(f"a config of {with_article(found)}")
+        return found
+    except Exception as error:  # a config that is none fails in many ways
+        raise ValueError(
+            f"`{argument}` must be the name or config of an optimizer that Keras knows. "
+            f"Received: {argument}={identifier!r}. "
+            f"Use for example `{caller}('adam')`, or pass the optimizer itself."
+        ) from error
+
+
+def shown(optimizer: Any) -> str:
+    """What stands for an optimizer in the `repr` of one that wraps it."""
+    if isinstance(optimizer, Wrapping):
+        return repr(optimizer)
+    inner = _inner_of(optimizer)
+    return type(optimizer).__name__ + ("" if inner is None else f"({shown(inner)})")

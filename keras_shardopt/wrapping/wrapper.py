@@ -1,0 +1,719 @@
+"""A Keras optimizer around another one that nobody can tell from the inner one.
+
+Hides everything that Keras, its callbacks and its saving expect of an optimizer that stands in for another:
+forwarding, building, stateless updates, files. A concrete wrapper fills in `transform_gradients` and the
+constructor, and is never subclassed; to vary it, wrap it. What else this package asks of wrappers begins with an
+underscore, so that their `help` shows what is for users.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.utils.tracking.DotNotTrackScope` - attributes set inside it are not taken for optimizer state.
+    `keras.src.backend.common.global_state` - holds "name_scope_stack", of which variable paths are made.
+    `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
+    `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - what the optimizer was built on.
+    `Optimizer._iterations` - the update counter.
+    `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
+    `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
+    `H5IOStore._h5_entry_group` - the group of an HDF5 file in which an optimizer's arrays are.
+    `keras.src.saving.keras_saveable.KerasSaveable`, `_obj_type` - what the saver stores in a group of its own.
+    `keras.src.trainers.trainer`, `keras.src.optimizers.multi_optimizer` - the modules that ask whether an optimizer is
+        a `LossScaleOptimizer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.utils.tracking import DotNotTrackScope
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.arguments import with_article
+from keras_shardopt.backends import framework
+from keras_shardopt.wrapping.chain import (
+    Wrapping,
+    _keys_on_the_way_in,
+    get_optimizer,
+    innermost,
+    inside,
+    kind_of,
+    leaves,
+    parts,
+    shown,
+)
+from keras_shardopt.wrapping.rollback import Rollback, note_assignments
+from keras_shardopt.wrapping.slots import SlotAccess, without_counters, without_digits, without_numbers
+from keras_shardopt.wrapping.stored_state import (
+    _MOST_NAMES,
+    _comparable,
+    _Loaded,
+    _Named,
+    _notes_in,
+    _was_never_built,
+    _WrapperState,
+)
+
+_TORCH_MODULE = "keras.src.backend.torch.optimizers."
+_ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
+
+
+def _of_innermost(name: str, default: Any) -> property:
+    """A property that reads and writes `name` of the innermost optimizer."""
+
+    def read(self: OptimizerWrapper) -> Any:
+        # The base class's constructor reads and writes these before there is an inner optimizer.
+        if "_inner" not in self.__dict__:
+            return default
+        return getattr(innermost(self), name, default)
+
+    def write(self: OptimizerWrapper, value: Any) -> None:
+        if "_inner" in self.__dict__:
+            # From wrapper to wrapper, so that each one sees what is set from outside.
+            inner = self.inner
+            setattr(inner if isinstance(inner, OptimizerWrapper) else innermost(inner), name, value)
+
+    return property(read, write)
+
+
+class Observer(Protocol):
+    """Who sees the gradients of updates without changing them."""
+
+    def arriving(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Called before the wrapper transforms the gradients. Assigns its own variables only."""
+
+    def departing(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Called with the gradients that the inner optimizer will see, and the variables that it will update."""
+
+    def variables_of(self, wrapper: OptimizerWrapper) -> list[Variable]:
+        """The variables of its own that travel with the state of this wrapper."""
+
+
+class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
+    """Delegates to an inner optimizer, after giving a subclass the chance to change the gradients.
+
+    Args:
+        inner_optimizer: a `keras.optimizers.Optimizer`, or a name or config that `keras.optimizers.get` accepts.
+        name: str or None. None makes a name of the class name.
+
+    Raises:
+        TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config.
+        ValueError: if `inner_optimizer` is a name or config that Keras does not know.
+    """
+
+    built: bool
+    name: str
+    _trainable_variables: list[Variable]
+
+    _needs_global_gradients: bool = False
+    """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
+
+    _makes_gradients_global: bool = False
+    """Whether the gradients inside it are those of all replicas, or all towers, together."""
+
+    _keeps_state: bool = False
+    """Whether it has variables of its own, besides those of the inner optimizer."""
+
+    _skips_overflows: bool = False
+    """Whether it leaves out updates with gradients that are not finite."""
+
+    _shard_unit: Literal["element", "variable"] | None = None
+    """What of the gradients it must see to be right: all of some elements, or of some variables; None: all of all."""
+
+    _takes_penalties: bool = False
+    """Whether it adds the gradients of regularizers itself."""
+
+    _scales_loss: bool = False
+    """Whether it scales the loss and unscales the gradients itself."""
+
+    _leaves_out_updates: bool = False
+    """Whether it itself leaves out updates with gradients that are not finite, for whatever reason."""
+
+    @property
+    def _saving_needs_all_replicas(self) -> bool:
+        """Whether `save_own_variables` gathers what each replica holds a part of, so that all must enter it."""
+        return False
+
+    _iterations = _of_innermost("_iterations", None)
+    use_ema = _of_innermost("use_ema", False)
+    ema_momentum = _of_innermost("ema_momentum", 0.99)
+    ema_overwrite_frequency = _of_innermost("ema_overwrite_frequency", None)
+    gradient_accumulation_steps = _of_innermost("gradient_accumulation_steps", None)
+    weight_decay = _of_innermost("weight_decay", None)
+    clipnorm = _of_innermost("clipnorm", None)
+    global_clipnorm = _of_innermost("global_clipnorm", None)
+    clipvalue = _of_innermost("clipvalue", None)
+    loss_scale_factor = _of_innermost("loss_scale_factor", None)
+
+    def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
+        inner = get_optimizer(inner_optimizer, type(self).__name__)
+        if self._needs_global_gradients:
+            _refuse_local_gradients(self, inner)
+        self._init_around(inner, name)
+
+    def _init_around(self, inner: Any, name: str | None) -> None:
+        """The constructor of an optimizer around `inner`, which may be None if `self.inner` is overridden."""
+        super().__init__(learning_rate=0.0, name=name)
+        # The base class's counter and rate would be saved and shown, and never change.
+        for variable in list(self._variables):
+            self._untrack_variable(variable)
+        # A tuple, set past `__setattr__`: neither tracked as state nor walked by the saver as a child, so that
+        # the state is stored once, by us, exactly as the inner optimizer would store it.
+        self.__dict__["_inner"] = (inner,)
+        self.__dict__["_loaded"] = None
+        self.__dict__["_loaded_own"] = None
+        self.__dict__["_saved_apart"] = _WrapperState(self)
+        self.__dict__["_observer"] = None
+        self.__dict__["_rollback"] = None
+        self.__dict__["_collects"] = False
+        if inner is not None and any(map(_leaves_out_updates, [inner, *inside(inner)])):
+            note_assignments()
+
+    # -- what a concrete wrapper fills in ------------------------------------------------------------------------
+
+    def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
+        """The gradients that the inner optimizer shall see.
+
+        Args:
+            grads: one tensor (on TensorFlow also `tf.IndexedSlices`) or None per variable.
+            variables: the trainable variables of `grads`, in the same order.
+
+        Returns:
+            A list like `grads`.
+        """
+        del variables
+        return grads
+
+    def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Lets the inner optimizer update `variables` with gradients that are transformed already."""
+        if self.__dict__["_observer"] is not None:
+            self.__dict__["_observer"].departing(self, grads, self._variables_inside(variables))
+        # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
+        # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
+        variables = self._variables_inside(variables)
+        if framework.updates_are_stateless and _same(variables, self.inner._trainable_variables):
+            self._update_inner_statelessly(grads)
+        else:
+            self.inner.apply(grads, variables)
+
+    def _inner_is_built(self) -> None:
+        """Called once, by `build`, when there is all state and nothing has been loaded into it."""
+
+    def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
+        """What the inner optimizer updates in place of these variables; asked once before it is built."""
+        return list(variables)
+
+    def _own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
+        """Key of the trainable variable, name and state, for the state of its own that it keeps per variable."""
+        return iter(())
+
+    @property
+    def _lasting_state(self) -> list[Variable]:
+        """Which of the variables of its own go into files; it keeps those that a step leaves for the next ones."""
+        return list(self._variables)
+
+    @property
+    def _replica_state(self) -> list[Variable]:
+        """Which of the variables of its own hold another value on each replica."""
+        return []
+
+    def _meet_outer_loss_scaling(self) -> None:
+        """Called when a `keras.optimizers.LossScaleOptimizer` is put around this wrapper, or further out."""
+        if isinstance(self.inner, OptimizerWrapper):
+            self.inner._meet_outer_loss_scaling()
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def build(self, variables: Sequence[Variable]) -> None:
+        """Creates the inner optimizer's state for these trainable variables. Building again changes nothing."""
+        if self.built:
+            return
+        variables = list(variables)
+        if _caller_is_loss_scale_optimizer("build"):  # where Keras' MultiOptimizer stands between it and us
+            self._meet_outer_loss_scaling()
+        inside = self._variables_inside(variables)
+        if self.inner.built and not _same(inside, self.inner._trainable_variables):
+            raise ValueError(
+                "An inner optimizer can be used for one model only. "
+                f"Received: {with_article(self.inner)} that was built for other variables. Make a new one."
+            )
+        if not self.inner.built:
+            # TensorFlow builds from inside `apply`, in a name scope of ours; paths must not depend on that.
+            # Tracking stays on: Adafactor counts on it for variables that it does not use.
+            with empty_name_scope():
+                self.inner.build(inside)
+        with DotNotTrackScope():  # or the weights of the model would become variables of the optimizer
+            self._trainable_variables = variables
+            self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
+        framework.place_state(self.variables)
+        framework.take_over_reduction(leaves(self))
+        self.built = True
+        self._inner_is_built()
+        self._build_rollback()
+        if self.__dict__["_loaded"] is not None:
+            arrays, self.__dict__["_loaded"] = self.__dict__["_loaded"], None
+            with framework.outside_trace():
+                self.load_own_variables(arrays)
+        if self.__dict__["_loaded_own"] is not None:
+            arrays, self.__dict__["_loaded_own"] = self.__dict__["_loaded_own"], None
+            with framework.outside_trace():
+                self._saved_apart.load_own_variables(arrays)
+
+    def _build_rollback(self) -> None:
+        """Lets what a skipped update leaves behind be put back; that is the affair of the outermost wrapper."""
+        chain = [self, *inside(self)]
+        made = []
+        for part in chain[1:]:
+            if isinstance(part, OptimizerWrapper) and part.__dict__["_rollback"] is not None:
+                made.append(part.__dict__["_rollback"])
+                part.__dict__["_rollback"] = None
+        if not any(map(_leaves_out_updates, chain)):
+            return
+        accumulating = next((part for part in chain if getattr(part, "_accumulates", False)), None)
+        accumulators = None if accumulating is None else accumulating._accumulators
+        # One from further inside may know neither the window nor, where state is divided, the model.
+        known = [rollback for rollback in made if rollback.variables and rollback.accumulators is accumulators]
+        if not known:
+            with empty_name_scope(), framework.beside(next(iter(self._trainable_variables), None)):
+                known = [Rollback(self, accumulators, getattr(accumulating, "add_variable", None))]
+            if accumulators is not None:
+                accumulators.snapshots = known[0].snapshots
+            framework.place_state(known[0].snapshots)
+        self.__dict__["_rollback"] = known[0]
+
+    @property
+    def inner(self) -> keras.optimizers.Optimizer:
+        """The wrapped optimizer."""
+        # Not called `inner_optimizer`: Keras' callbacks would unwrap that one level, and miss the innermost.
+        return self.__dict__["_inner"][0]
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The state of the innermost optimizer, as it alone would have it, then that of the wrappers around it."""
+        if "_inner" not in self.__dict__:
+            return self._variables[:]
+        return [*self._inner_state, *self._wrapper_state, *self._observations]
+
+    @property
+    def _shared_variables(self) -> list[Variable]:
+        """Those of `variables` that are equal on all replicas."""
+        chain = [self, *inside(self)]
+        apart = {id(v) for o in chain if isinstance(o, OptimizerWrapper) for v in o._replica_state}
+        return [v for v in self.variables if id(v) not in apart]
+
+    @property
+    def _inner_state(self) -> list[Variable]:
+        inner = self.inner
+        return inner._inner_state if isinstance(inner, OptimizerWrapper) else list(inner.variables)
+
+    @property
+    def _wrapper_state(self) -> list[Variable]:
+        inner = self.inner
+        return [*(inner._wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self._variables]
+
+    @property
+    def _observations(self) -> list[Variable]:
+        """What an observer keeps for the time it watches: part of the state of a compiled step, but of no file."""
+        inner = self.inner
+        further = inner._observations if isinstance(inner, OptimizerWrapper) else []
+        observer = self.__dict__["_observer"]
+        return further if observer is None else [*further, *observer.variables_of(self)]
+
+    def _observe(self, observer: Observer | None) -> None:
+        """Lets `observer` see the gradients of each update as they arrive here and as they leave; None ends that.
+
+        A compiled step must be compiled anew afterwards, because `variables` are more then, or fewer.
+        """
+        self.__dict__["_observer"] = observer
+
+    @property
+    def _stored_wrapper_state(self) -> list[Variable]:
+        inner = self.inner
+        return [*(inner._stored_wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self._lasting_state]
+
+    def _position(self, variable: Variable) -> int:
+        """The position of a trainable variable among those that the optimizer was built on."""
+        found: int = self._trainable_variables_indices[self._var_key(variable)]
+        return found
+
+    # -- updating ------------------------------------------------------------------------------------------------
+
+    @framework.as_written
+    def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
+        """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
+        grads = list(grads)
+        if not grads:
+            return
+        if not self.built:
+            if trainable_variables is None:
+                raise ValueError(
+                    "`trainable_variables` must be given on the first call, or the optimizer built before. "
+                    f"Call `{type(self).__name__}.build(trainable_variables)` first."
+                )
+            self.build(trainable_variables)
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                "`grads` must have one entry per trainable variable. "
+                f"Received: {len(grads)} gradients for {len(variables)} variables."
+            )
+        self._check_variables_are_known(variables)
+        if self.__dict__["_observer"] is not None:
+            self.__dict__["_observer"].arriving(self, grads, variables)
+        grads = list(self.transform_gradients(grads, variables))
+        rollback = self.__dict__["_rollback"]
+        if rollback is None:
+            self.update_inner(grads, variables)
+            return
+        before = framework.uncompiled(rollback.begin, self)
+        self.update_inner(grads, variables)
+        framework.uncompiled(rollback.settle, self, before)
+
+    def _update_inner_statelessly(self, grads: Gradients) -> None:
+        weights, state = self.inner._trainable_variables, self.inner.variables
+        new_weights, new_state = self.inner.stateless_apply([v.value for v in state], grads, [v.value for v in weights])
+        for variable, value in zip([*weights, *state], [*new_weights, *new_state]):
+            variable.assign(value)
+
+    @framework.as_written
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """Updates the variables of (gradient, variable) pairs. Returns the update counter."""
+        grads, variables = zip(*grads_and_vars)
+        self.apply(list(grads), list(variables))
+        return self._iterations
+
+    @framework.as_written
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """See `keras.optimizers.Optimizer.scale_loss`."""
+        return self.inner.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
+        """See `keras.optimizers.Optimizer.finalize_variable_values`."""
+        self.inner.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Variable] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
+        """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
+        self.inner.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def _incoming_scale(self) -> Any:
+        """By what the gradients that arrive here are too large, because the loss was scaled.
+
+        1 unless `loss_scale_factor` is set or an inner optimizer scales the loss: those unscale further inside.
+        """
+        return self.inner.scale_loss(1.0)
+
+    def _optimizers_with_slots(self) -> Sequence[Any]:
+        return leaves(self)
+
+    def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
+        for wrapper in [self, *inside(self)]:
+            if isinstance(wrapper, OptimizerWrapper):
+                yield from wrapper._own_slots()
+        yield from super()._slots()
+
+    def _slot_keys(self, variable: Variable) -> list[Any]:
+        return _keys_on_the_way_in(self, variable)
+
+    # -- what callbacks read and write ---------------------------------------------------------------------------
+
+    @property
+    def iterations(self) -> Any:
+        """The number of updates so far."""
+        return self.inner.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate; it can be set."""
+        return self.inner.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner.learning_rate = value
+
+    @property
+    def loss_scale(self) -> Any:
+        """By what the loss is multiplied now: a scalar variable or a number; 1.0 where nothing inside scales it."""
+        inner = self.inner
+        if isinstance(inner, OptimizerWrapper):
+            return inner.loss_scale
+        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            return inner.dynamic_scale if inner.built else inner.initial_scale
+        return 1.0 if inner.loss_scale_factor is None else inner.loss_scale_factor
+
+    @property
+    def skipped_steps(self) -> Any:
+        """How many updates an overflow has prevented so far: a scalar variable, or 0 where nobody counts them."""
+        return self.inner.skipped_steps if isinstance(self.inner, OptimizerWrapper) else 0
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The optimizers of an inner `keras.optimizers.MultiOptimizer`; an AttributeError where there is none."""
+        several: list[keras.optimizers.Optimizer] = innermost(self).optimizers
+        return several
+
+    @property
+    def _model_variables_moving_average(self) -> list[Variable]:
+        averages: list[Variable] = innermost(self)._model_variables_moving_average
+        return averages
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A LossScaleOptimizer assigns this to what it is put around, from its constructor, and `compile` calls that
+        # constructor: there is no earlier moment. Not in the property's setter: on TensorFlow, Keras does not call
+        # that where the old value is the new one.
+        if name == "loss_scale_factor" and "_inner" in self.__dict__ and _caller_is_loss_scale_optimizer("__init__"):
+            self._meet_outer_loss_scaling()
+        super().__setattr__(name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class, but a `LossScaleOptimizer`'s where Keras asks whether the loss is scaled already.
+
+        Keras asks that of the outermost optimizer only: `compile` under the "mixed_float16" policy, which would else
+        put one more `LossScaleOptimizer` around, and `MultiOptimizer`, which cannot hold one. (`isinstance` looks at
+        the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `_meet_outer_loss_scaling` is
+        called as ever, and refuses.
+        """
+        if sys._getframe(1).f_globals.get("__name__") in _ASK_FOR_LOSS_SCALING and self._loss_is_scaled():
+            return keras.optimizers.LossScaleOptimizer
+        return type(self)
+
+    def _loss_is_scaled(self) -> bool:
+        chain = [self, *inside(self)] if self.__dict__.get("_inner", (None,))[0] is not None else []
+        return any(
+            o._scales_loss if isinstance(o, OptimizerWrapper) else isinstance(o, keras.optimizers.LossScaleOptimizer)
+            for o in chain
+        )
+
+    def __dir__(self) -> list[str]:
+        # The saver walks what is listed here, and would store the inner optimizer's state once more.
+        return [name for name in super().__dir__() if name not in ("inner", "optimizers") and name[:1] != "_"]
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    @property
+    def wrapper_state(self) -> Any:
+        """What the wrappers keep themselves, for the saver: a group of its own, next to the inner optimizer's state.
+
+        So a file of `Adam()` and one of a wrapper around it hold the same arrays under the same names, and each can
+        read the other's. None where no wrapper keeps anything.
+        """
+        chain = [self, *inside(self)]
+        kept = any(isinstance(o, OptimizerWrapper) and o._keeps_state for o in chain)
+        return self.__dict__["_saved_apart"] if kept else None
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Assigns one array to each of `variables`."""
+        self._assign_all({str(i): weight for i, weight in enumerate(weights)}, self.variables)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the state just as the inner optimizer alone would, with a name beside each slot, and its class."""
+        self.inner.save_own_variables(self._with_names(store))
+
+    def _with_names(self, store: Any) -> Any:
+        """The store, so that it also notes what the arrays are that this optimizer writes to it."""
+        if isinstance(store, _Named):
+            return store
+        return _Named(store, self._slots_in_state(), kind_of(self) if self.built else None)
+
+    def _slots_in_state(self) -> dict[str, str]:
+        """Under the key of an array in files what it is: the variable in its layer, and the name of the slot."""
+        if not self.built:
+            return {}
+        variables = self._trainable_variables
+        # Layer and variable: models of the same layers may have other names.
+        paths = ["/".join(str(getattr(v, "path", v.name)).split("/")[-2:]) for v in variables]
+        path_of = {key: path for v, path in zip(variables, paths) for key in self._slot_keys(v)}
+        names = {id(slot): f"{path_of[key]} {name}" for key, name, slot in self._slots() if key in path_of}
+        state = enumerate(self._inner_state)
+        return {str(i): names[id(variable)] for i, variable in state if id(variable) in names}
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads a state that this wrapper, or its inner optimizer alone, has written.
+
+        Before the optimizer is built the arrays are kept, and assigned when it is. Where there are none, as in a file
+        of a model that was not compiled, the optimizer stays as it is, with a warning, as in Keras.
+
+        Raises:
+            ValueError: if the number of the arrays or the shape of one does not fit; or its name, or the class of the
+                innermost optimizer, which a wrapper notes in an HDF5 file. Numbers that Keras adds to names may
+                differ. Nothing is assigned then.
+        """
+        if not list(store.keys()):
+            warnings.warn(f"The file holds no optimizer state; that of {self!r} stays as it is.", stacklevel=2)
+            return
+        if not self.built:
+            arrays = _Loaded(store)
+            # An optimizer that was never built stores its rate and a counter at 0, and fits at once.
+            fresh = len(arrays) == len(self._inner_state) and not np.any(arrays.get("0", 0))
+            if not fresh:
+                self.__dict__["_loaded"] = arrays
+                return
+        elif len(self._inner_state) > 2 and _was_never_built(store):
+            return  # `load_model` has built this one, and made it with the same rate
+        self._check_fits(store, self._inner_state)
+        self._check_names(store)
+        self._load_inner(store)
+
+    def _load_inner(self, store: Any) -> None:
+        self.inner.load_own_variables(store)
+
+    def _stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
+        """The shape that a file has for a variable of the state; None where only another replica knows it."""
+        inner = self.inner
+        return inner._stored_shape(variable) if isinstance(inner, OptimizerWrapper) else tuple(variable.shape)
+
+    def _stored_value(self, variable: Variable) -> np.ndarray:
+        """What a file has for it. Where replicas hold parts of it, all of them call this together."""
+        inner = self.inner
+        if isinstance(inner, OptimizerWrapper):
+            return inner._stored_value(variable)
+        return framework.stored_value(variable)
+
+    def _assign_stored(self, variable: Variable, array: Any) -> None:
+        """Takes from what a file has for it what this replica holds."""
+        inner = self.inner
+        if isinstance(inner, OptimizerWrapper):
+            inner._assign_stored(variable, array)
+        else:
+            variable.assign(array)
+
+    def _assign_all(self, store: Any, variables: Sequence[Variable]) -> None:
+        if not self.built:
+            raise ValueError(
+                "The optimizer must be built before its weights can be set. "
+                f"Call `{type(self).__name__}.build(trainable_variables)` first."
+            )
+        self._check_fits(store, variables)
+        for i, variable in enumerate(variables):
+            self._assign_stored(variable, store[str(i)])
+
+    def _check_fits(self, store: Any, variables: Sequence[Variable]) -> None:
+        # Keras itself warns and goes on with a fresh optimizer, which nobody notices until the loss jumps.
+        if len(store.keys()) != len(variables):
+            raise ValueError(
+                f"The stored state must have {len(variables)} arrays, one for each of "
+                f"{[v.path for v in variables]}. Received: {len(store.keys())} arrays. "
+                "Was it saved with another optimizer or other trainable variables?"
+            )
+        for i, variable in enumerate(variables):
+            shape = tuple(np.shape(store[str(i)]))
+            expected = self._stored_shape(variable)
+            if expected is not None and shape != expected:
+                raise ValueError(
+                    f"The stored array of `{variable.path}` must have shape {expected}. "
+                    f"Received: shape {shape}. Was it saved with other trainable variables?"
+                )
+
+    def _check_names(self, store: Any) -> None:
+        """Refuses what names tell apart, where numbers and shapes agree."""
+        notes = _notes_in(store)
+        mine, kind = self._slots_in_state(), kind_of(self)
+        # Files from before the class was noted have numbers of their own in names, also in those given by users.
+        comparable = without_counters if notes.kind else without_numbers
+        keys = [key for key in mine if key in notes.slots]
+        found, wanted = ([_comparable(names[key], comparable) for key in keys] for names in (notes.slots, mine))
+        differing = [key for key, one, other in zip(keys, found, wanted) if one != other]
+        # A program may count up names itself. The same names in another order are another architecture.
+        counted = [[_comparable(slot, without_digits) for slot in slots] for slots in (found, wanted)]
+        if counted[0] == counted[1] and sorted(found) != sorted(wanted):
+            differing = []
+        listed = [f"`{notes.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing[:_MOST_NAMES]]
+        if self.built and notes.kind not in (None, kind):
+            listed = [f"state of `{notes.kind}` where this optimizer is `{kind}`", *listed]
+        if listed:
+            more = f" and {len(differing) - _MOST_NAMES} more" if len(differing) > _MOST_NAMES else ""
+            raise ValueError(
+                "The stored state must be that of the same variables and the same kind of optimizer. "
+                f"Received: {'; '.join(listed)}{more}. Was it saved with another optimizer, or were layers renamed? "
+                "`model.load_weights(..., skip_mismatch=True)` loads the rest."
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """See `keras.optimizers.Optimizer.get_config`. The inner optimizer is part of it."""
+        return {
+            "name": self.name,
+            "inner_optimizer": _portable(keras.saving.serialize_keras_object(self.inner)),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
+        """The reverse of `get_config`. `config` is left as it is."""
+        config = dict(config)
+        inner = _portable(config.pop("inner_optimizer"))
+        return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({shown(self.inner)}{self._repr_arguments()})"
+
+    def _repr_arguments(self) -> str:
+        """The other constructor arguments, as `", key=value"`."""
+        return ""
+
+
+def _refuse_local_gradients(outer: OptimizerWrapper, inner: Any) -> None:
+    if isinstance(inner, OptimizerWrapper) and inner._makes_gradients_global:
+        name, other = type(outer).__name__, type(inner).__name__
+        raise ValueError(
+            f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one part of the batch "
+            f"only. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
+        )
+    for optimizer in parts(inner):
+        _refuse_local_gradients(outer, optimizer)
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others))
+
+
+def _portable(config: Any) -> Any:
+    """Names torch's private optimizer classes by their public names, so that every backend can load the config."""
+    if isinstance(config, dict):
+        if str(config.get("module", "")).startswith(_TORCH_MODULE):
+            config = {**config, "module": "keras.optimizers", "registered_name": None}
+        return {key: _portable(value) for key, value in config.items()}
+    if isinstance(config, list):
+        return [_portable(value) for value in config]
+    return config
+
+
+def _caller_is_loss_scale_optimizer(method: str) -> bool:
+    """Whether that method of a `keras.optimizers.LossScaleOptimizer` is running further out."""
+    return _is_running(method, keras.optimizers.LossScaleOptimizer)
+
+
+def is_built_among_several() -> bool:
+    """Whether the `build` of a `keras.optimizers.MultiOptimizer` is running further out."""
+    return _is_running("build", getattr(keras.optimizers, "MultiOptimizer", ()))  # Keras before 3.15 has none
+
+
+def _is_running(method: str, kind: Any) -> bool:
+    frame = sys._getframe(3)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if frame.f_code.co_name == method and isinstance(caller, kind):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _leaves_out_updates(optimizer: Any) -> bool:
+    if isinstance(optimizer, OptimizerWrapper):
+        return optimizer._leaves_out_updates
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+@contextlib.contextmanager
+def empty_name_scope() -> Iterator[None]:
+    """A scope in which the paths of variables do not depend on where they are made."""
+    stack = global_state.get_global_attribute("name_scope_stack")
+    global_state.set_global_attribute("name_scope_stack", [])
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("name_scope_stack", stack)
