@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Groups, Variable
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.callbacks.nonfinite import reducers_in
 from keras_shardopt.models import layers_of, optimizers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard
@@ -63,17 +63,17 @@ class SyncReplicas(keras.callbacks.Callback):
                     f"Use `callbacks=[SyncReplicas(), ..., {name}(...)]`."
                 )
         model = self.model
-        if framework.processes_start_apart:
+        if processes.processes_start_apart:
             for part in reducers_in(model):
                 part._check_peers()
                 part._check_parts()
-        framework.start_equal(model.variables, _optimizer_variables(model))
+        placement.start_equal(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages `logs` in place, which is the dict that the callbacks after this one get."""
         if logs is None:
             return
-        everyones = framework.gather_objects(dict(logs))
+        everyones = processes.gather_objects(dict(logs))
         for process, theirs in enumerate(everyones):
             if theirs.keys() != everyones[0].keys():
                 raise ValueError(
@@ -166,7 +166,7 @@ class CheckReplicas(keras.callbacks.Callback):
         # Not before it is time: on JAX this takes the state out of the training step.
         model = self.model
         variables = _compared(model)
-        fingerprints = framework.fingerprints(variables)
+        fingerprints = placement.fingerprints(variables)
         self._alone = len(fingerprints) == 1
         found = [
             f"`{variable.path}` on {where}"

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.fit.overrides import has_built_in_step
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.summaries.event_file import checked_log_dir
@@ -96,7 +96,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         self._optimizers = _by_prefix(model)
         optimizer = self._optimizers.get("")
         if optimizer is not None and optimizer is model.optimizer and not optimizer.built:
-            with framework.beside(model.trainable_variables[0]):
+            with placement.beside(model.trainable_variables[0]):
                 optimizer.build(model.trainable_variables)
         self._updates_before = {prefix: _num_updates(o) for prefix, o in self._optimizers.items()}
         self._recorders = {}
@@ -127,7 +127,7 @@ class TrainingSummaries(keras.callbacks.Callback):
             return True
         if optimizer is model.optimizer:  # that of a bare `compile()`, as a rule, which is not used
             return isinstance(optimizer, OptimizerWrapper)
-        if not framework.updates_are_stateless:
+        if not runtime.updates_are_stateless:
             return True
         hidden = set(checked_summaries(self.summaries)) - {"learning_rate", "loss_scale"}
         if hidden and self.summaries is not None:

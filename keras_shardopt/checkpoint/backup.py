@@ -24,7 +24,7 @@ from keras.src.random import seed_generator
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import needs_all_processes, raise_together, saved_together, steadily, take_part
 from keras_shardopt.models import optimizers_of
@@ -126,7 +126,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 header, arrays = self._read()
             except Exception as error:
                 problem = _for_all(error)
-        header, problem = framework.gather_objects((header, problem))[0]
+        header, problem = processes.gather_objects((header, problem))[0]
         if problem is not None:
             raise problem
         if header is None:
@@ -135,11 +135,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._check_fits(header)
         seed = _global_seed(header["has_global_seed"])
         if arrays is not None:
-            framework.assign_copies([*_variables(model), *seed], arrays["variable"])
-        framework.start_equal([*model.variables, *seed], _optimizer_variables(model))
+            placement.assign_copies([*_variables(model), *seed], arrays["variable"])
+        placement.start_equal([*model.variables, *seed], _optimizer_variables(model))
         for part, name in saved_together(model, _is_stored_whole):
             part.load_own_variables(_from_chief(None if arrays is None else arrays.get(name, [])))
-        num_processes, process_id = framework.process()
+        num_processes, process_id = processes.process()
         if len(header["random_states"]) == num_processes:
             _set_random_state(header["random_states"][process_id])
         for part in _accumulating(model):
@@ -156,7 +156,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "multiple of `gradient_accumulation_steps`.",
                 stacklevel=2,
             )
-        random_states = framework.gather_objects(_random_state())
+        random_states = processes.gather_objects(_random_state())
         model = self.model
         problem = None
         try:
@@ -284,7 +284,7 @@ def _for_all(error: Exception) -> Exception:
 
 
 def _is_chief() -> bool:
-    return framework.process()[1] == 0
+    return processes.process()[1] == 0
 
 
 def _is_stored_whole(optimizer: Any) -> bool:
@@ -294,10 +294,10 @@ def _is_stored_whole(optimizer: Any) -> bool:
 
 def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
     """The chief's arrays, as a store to load from, on every process."""
-    number = framework.gather_objects(None if arrays is None else len(arrays))[0]
+    number = processes.gather_objects(None if arrays is None else len(arrays))[0]
     # One by one: they are gathered from all, although only the chief has any.
     mine = [None] * number if arrays is None else arrays
-    return {str(i): framework.gather_objects(array)[0] for i, array in enumerate(mine)}
+    return {str(i): processes.gather_objects(array)[0] for i, array in enumerate(mine)}
 
 
 class _Entries:
@@ -352,7 +352,7 @@ def _random_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *others],
-        "framework": framework.random_state(),
+        "framework": processes.random_state(),
     }
 
 
@@ -360,4 +360,4 @@ def _set_random_state(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))
-    framework.set_random_state(state["framework"])
+    processes.set_random_state(state["framework"])

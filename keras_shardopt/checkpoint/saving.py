@@ -24,7 +24,7 @@ import keras
 from keras.src.saving import saving_lib
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.wrapping.chain import inside
@@ -215,7 +215,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
         check.flag("overwrite", overwrite)
         if _is_chief():
             path = _local_path(filepath, suffixes)
-            in_parts = needs_all(model) or framework.reads_together(model.variables)
+            in_parts = needs_all(model) or placement.reads_together(model.variables)
             if in_parts and method == "save" and not path.endswith(".keras"):
                 raise ValueError(
                     "`filepath` must end in '.keras' where replicas hold parts of what is saved, of which Keras' older "
@@ -246,18 +246,18 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
 
 def _take_part(model: Any, method: str, path: str | None) -> None:
     """What each process has to do for a file at `path`, which is the chief's; None on the others."""
-    if framework.reads_together(model.variables):
+    if placement.reads_together(model.variables):
         # All read in the order in which Keras saves, and into a file of their own: nothing that happens to the chief's
         # can come in between.
         with tempfile.TemporaryDirectory() as folder:
             own = os.path.join(folder, "model.weights.h5" if method == "save_weights" else "model.keras")
             with steadily(model):
-                framework.alone(lambda: getattr(model, method)(own))
+                placement.alone(lambda: getattr(model, method)(own))
             if path is not None:
                 _copy(own, path)
     elif path is not None:
         with steadily(model):
-            framework.alone(lambda: getattr(model, method)(path))
+            placement.alone(lambda: getattr(model, method)(path))
     else:
         take_part(model)
 
@@ -399,7 +399,7 @@ def raise_together(problem: Exception | None) -> None:
     A process with a problem raises it; the others raise the first process's, with the same words.
     """
     mine = None if problem is None else (type(problem).__name__, _words(problem))
-    everyones = framework.gather_objects(mine)
+    everyones = processes.gather_objects(mine)
     if problem is not None:
         raise problem
     found = next((theirs for theirs in everyones if theirs is not None), None)
@@ -416,7 +416,7 @@ def from_chief(function: Callable[[], Any]) -> Any:
         except Exception as error:
             problem = error
     mine = None if problem is None else (type(problem).__name__, _words(problem))
-    result, found = framework.gather_objects((result, mine))[0]
+    result, found = processes.gather_objects((result, mine))[0]
     if problem is not None:
         raise problem
     if found is not None:
@@ -438,13 +438,13 @@ def _error(kind: str, words: str) -> Exception:
 
 
 def _is_chief() -> bool:
-    return framework.process()[1] == 0
+    return processes.process()[1] == 0
 
 
 def _among(model: Any) -> contextlib.AbstractContextManager[Any]:
     """A scope in which processes can reach each other, also outside the one in which the model was made."""
     variables = model.variables if isinstance(model, keras.Model) else []
-    return framework.together(variables[0]) if variables else contextlib.nullcontext()
+    return placement.together(variables[0]) if variables else contextlib.nullcontext()
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

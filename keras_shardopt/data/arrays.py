@@ -11,29 +11,30 @@ from keras import tree
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor
-from keras_shardopt.data.part import _Part, _permutation
+from keras_shardopt.data.part import Part, permutation
 
 
-def _part_of_arrays(
-    x: Any, y: Any, sample_weight: Any, batch_size: int | None, shuffle: bool, seed: int, part: _Part
+def part_of_arrays(
+    x: Any, y: Any, sample_weight: Any, batch_size: int | None, shuffle: bool, seed: int, part: Part
 ) -> Any:
+    """This process's rows of arrays and tensors, in batches where it shuffles."""
     num_rows = _num_rows({"x": x, "y": y, "sample_weight": sample_weight})
     part.check_enough(num_rows, "rows")
     # As `fit` and PyDataset take them: no trailing None.
     data = (x,) if y is None and sample_weight is None else (x, y) if sample_weight is None else (x, y, sample_weight)
     if batch_size is not None:
-        return _BatchesOfArrays(data, num_rows, batch_size, shuffle, seed, part)
+        return BatchesOfArrays(data, num_rows, batch_size, shuffle, seed, part)
     if part.num_parts > 1 or shuffle:
-        rows = _permutation(num_rows, seed, 0)[part.slice] if shuffle else part.slice
+        rows = permutation(num_rows, seed, 0)[part.slice] if shuffle else part.slice
         data = _rows_of(data, rows)
     return data[0] if len(data) == 1 else data
 
 
-class _BatchesOfArrays(keras.utils.PyDataset):
+class BatchesOfArrays(keras.utils.PyDataset):
     """The batches of this process's rows."""
 
     def __init__(
-        self, data: tuple[Any, ...], num_rows: int, batch_size: int, shuffle: bool, seed: int, part: _Part
+        self, data: tuple[Any, ...], num_rows: int, batch_size: int, shuffle: bool, seed: int, part: Part
     ) -> None:
         super().__init__()
         self._data, self._num_rows, self._batch_size = data, num_rows, batch_size
@@ -42,7 +43,7 @@ class _BatchesOfArrays(keras.utils.PyDataset):
         self._draw()
 
     def _draw(self) -> None:
-        order = _permutation(self._num_rows, self._seed, self._epoch) if self._shuffle else np.arange(self._num_rows)
+        order = permutation(self._num_rows, self._seed, self._epoch) if self._shuffle else np.arange(self._num_rows)
         self._rows = order[self._part.slice]
 
     def __len__(self) -> int:
@@ -56,6 +57,7 @@ class _BatchesOfArrays(keras.utils.PyDataset):
         return batch
 
     def on_epoch_end(self) -> None:
+        """Draws the next order of the rows."""
         self._epoch += 1
         if self._shuffle:
             self._draw()

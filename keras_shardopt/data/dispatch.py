@@ -3,10 +3,6 @@
 Hides for each kind of data how it is split so that the processes together see every row once: by rows for arrays and
 `DataLoader`, by batches for what comes in batches. Which framework a `DataLoader`, dataset or tensor belongs to is
 looked up among what the program has imported: any of them may be used on any backend.
-
-Private names of PyTorch and TensorFlow touched here (test_data.py holds them):
-    `DataLoader._iterator` - workers that outlive an epoch, which a copy of a loader must not share.
-    `Dataset._inputs`, `_seed`, `_seed2`, `_deterministic`, `_map_func` - how a `tf.data` pipeline orders its elements.
 """
 
 from __future__ import annotations
@@ -20,15 +16,15 @@ import numpy as np
 from keras import tree
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends import framework
-from keras_shardopt.data.arrays import _BatchesOfArrays, _part_of_arrays
-from keras_shardopt.data.part import _Part
-from keras_shardopt.data.py_dataset import _PartOfPyDataset
+from keras_shardopt.backends.active import processes
+from keras_shardopt.data.arrays import BatchesOfArrays, part_of_arrays
+from keras_shardopt.data.part import Part
+from keras_shardopt.data.py_dataset import PartOfPyDataset
 from keras_shardopt.data.tf_dataset import (
-    _part_of_tf_dataset,
-    _steps_of,
+    part_of_tf_dataset,
+    steps_of,
 )
-from keras_shardopt.data.torch_loader import _part_of_loader, _PartOfSampler, _PartOfStream
+from keras_shardopt.data.torch_loader import PartOfSampler, PartOfStream, part_of_loader
 
 
 def shard_data(
@@ -122,11 +118,11 @@ def shard_data(
         >>> history = model.fit(ks.shard_data(Batches()), epochs=2, shuffle=False, verbose=0)
     """
     _check_arguments(batch_size, shuffle, seed)
-    part, seed = _Part(*framework.process()), 0 if seed is None else int(seed)
+    part, seed = Part(*processes.process()), 0 if seed is None else int(seed)
     of_its_own = _splitter(x)
     _check_all_were_given_alike(x, {"batch_size": batch_size, "shuffle": shuffle, "seed": seed})
     if of_its_own is None:
-        return _part_of_arrays(x, y, sample_weight, batch_size, shuffle, seed, part)
+        return part_of_arrays(x, y, sample_weight, batch_size, shuffle, seed, part)
     for argument, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
         if value is not None:
             raise ValueError(
@@ -152,15 +148,15 @@ def _check_arguments(batch_size: Any, shuffle: Any, seed: Any) -> None:
         raise TypeError(f"`shuffle` must be a bool. Received: shuffle={shuffle!r}")
 
 
-def _splitter(x: Any) -> Callable[[Any, bool, int, _Part], Any] | None:
+def _splitter(x: Any) -> Callable[[Any, bool, int, Part], Any] | None:
     """What splits data that is more than arrays."""
     if isinstance(x, keras.utils.PyDataset):
-        return _PartOfPyDataset
+        return PartOfPyDataset
     torch_data, tensorflow = sys.modules.get("torch.utils.data"), sys.modules.get("tensorflow")
     if torch_data is not None and isinstance(x, torch_data.DataLoader):
-        return _part_of_loader
+        return part_of_loader
     if tensorflow is not None and hasattr(tensorflow, "data") and isinstance(x, tensorflow.data.Dataset):
-        return _part_of_tf_dataset
+        return part_of_tf_dataset
     return None
 
 
@@ -169,10 +165,10 @@ def _check_all_were_given_alike(x: Any, arguments: dict[str, Any]) -> None:
     if hasattr(x, "dataset"):
         size = len(x.dataset) if hasattr(x.dataset, "__len__") else None
     elif hasattr(x, "cardinality"):
-        size = int(x.cardinality()), [(int(s._seed), int(s._seed2)) for s in _steps_of(x) if hasattr(s, "_seed2")]
+        size = int(x.cardinality()), [(int(s._seed), int(s._seed2)) for s in steps_of(x) if hasattr(s, "_seed2")]
     elif isinstance(x, keras.utils.PyDataset):
         size = x.num_batches
-    facts = framework.gather_objects({"kind": type(x).__name__, "size": size, **arguments})
+    facts = processes.gather_objects({"kind": type(x).__name__, "size": size, **arguments})
     for process_id, fact in enumerate(facts):
         if fact != facts[0]:
             raise ValueError(
@@ -183,20 +179,5 @@ def _check_all_were_given_alike(x: Any, arguments: dict[str, Any]) -> None:
 
 
 def _is_a_part(x: Any) -> bool:
-    parts = (_BatchesOfArrays, _PartOfPyDataset, _PartOfSampler, _PartOfStream)
+    parts = (BatchesOfArrays, PartOfPyDataset, PartOfSampler, PartOfStream)
     return any(isinstance(getattr(x, name, x), parts) for name in ("sampler", "batch_sampler", "dataset"))
-
-
-# -- orders that are the same everywhere ---------------------------------------------------------------------------
-
-
-# -- arrays --------------------------------------------------------------------------------------------------------
-
-
-# -- PyDataset -----------------------------------------------------------------------------------------------------
-
-
-# -- torch DataLoader ----------------------------------------------------------------------------------------------
-
-
-# -- tf.data -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class Part:
     """Every `num_parts`-th of something, from `index` on."""
 
     num_parts: int
@@ -21,6 +21,7 @@ class _Part:
 
     @property
     def slice(self) -> slice:
+        """Every `num_parts`-th thing, from this process's own on."""
         return slice(self.index, None, self.num_parts)
 
     def size(self, total: int) -> int:
@@ -28,6 +29,7 @@ class _Part:
         return len(range(self.index, total, self.num_parts))
 
     def check_enough(self, total: int, things: str) -> None:
+        """Raises ValueError where a process would get nothing."""
         if total < self.num_parts:
             raise ValueError(
                 f"There must be at least one of the {things} of `x` for each process. "
@@ -35,12 +37,13 @@ class _Part:
             )
 
 
-def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    """An order of rows that is the same on all processes."""
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 @contextlib.contextmanager
-def _drawing_alike(*key: int, generators: Sequence[Any] = ()) -> Iterator[None]:
+def drawing_alike(*key: int, generators: Sequence[Any] = ()) -> Iterator[None]:
     """Seeds everybody's random numbers for the time of the block; `generators` are PyTorch's."""
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     torch = sys.modules.get("torch")

@@ -7,13 +7,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_shardopt.data.part import _drawing_alike, _Part, _permutation
+from keras_shardopt.data.part import Part, drawing_alike, permutation
 
 
-class _PartOfPyDataset(keras.utils.PyDataset):
+class PartOfPyDataset(keras.utils.PyDataset):
     """Every n-th batch of another PyDataset."""
 
-    def __init__(self, batches: keras.utils.PyDataset, shuffle: bool, seed: int, part: _Part) -> None:
+    def __init__(self, batches: keras.utils.PyDataset, shuffle: bool, seed: int, part: Part) -> None:
         super().__init__(
             workers=batches.workers,
             use_multiprocessing=batches.use_multiprocessing,
@@ -35,7 +35,7 @@ class _PartOfPyDataset(keras.utils.PyDataset):
 
     def _draw(self) -> None:
         if self._shuffle:
-            self._order = _permutation(self._batches.num_batches, self._seed, self._epoch)
+            self._order = permutation(self._batches.num_batches, self._seed, self._epoch)
 
     @property
     def num_batches(self) -> int | None:
@@ -53,11 +53,13 @@ class _PartOfPyDataset(keras.utils.PyDataset):
         return self._batches[position if self._order is None else int(self._order[position])]
 
     def on_epoch_begin(self) -> None:
-        with _drawing_alike(self._seed, self._epoch, 0):
+        """Lets the dataset draw as on the other processes."""
+        with drawing_alike(self._seed, self._epoch, 0):
             self._batches.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        with _drawing_alike(self._seed, self._epoch, 1):
+        """Lets the dataset draw as on the other processes."""
+        with drawing_alike(self._seed, self._epoch, 1):
             self._batches.on_epoch_end()
         self._epoch += 1
         self._draw()

@@ -1,4 +1,8 @@
-"""This process's part of a `tf.data.Dataset`."""
+"""This process's part of a `tf.data.Dataset`.
+
+Private names of TensorFlow touched here (test_data.py holds them):
+    `Dataset._inputs`, `_seed`, `_seed2`, `_deterministic`, `_map_func` - how a `tf.data` pipeline orders its elements.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from keras_shardopt.data.part import _Part
+from keras_shardopt.data.part import Part
 
 
-def _part_of_tf_dataset(dataset: Any, shuffle: bool, seed: int, part: _Part) -> Any:
+def part_of_tf_dataset(dataset: Any, shuffle: bool, seed: int, part: Part) -> Any:
+    """Every `num_parts`-th batch, all processes going through all of them."""
     del seed
     if shuffle:
         raise ValueError(
@@ -29,7 +34,7 @@ def _part_of_tf_dataset(dataset: Any, shuffle: bool, seed: int, part: _Part) -> 
 
 
 def _check_order_is_the_same_everywhere(tf: Any, dataset: Any) -> None:
-    for step in _steps_of(dataset):
+    for step in steps_of(dataset):
         if _is_unseeded(getattr(step, "_seed", 1), getattr(step, "_seed2", 1)) or _shuffles_inside(tf, step):
             raise ValueError(
                 "A `tf.data.Dataset` must give its elements in the same order on every process, or rows are lost and "
@@ -43,11 +48,11 @@ def _check_order_is_the_same_everywhere(tf: Any, dataset: Any) -> None:
             )
 
 
-def _steps_of(dataset: Any) -> Iterator[Any]:
+def steps_of(dataset: Any) -> Iterator[Any]:
     """A `tf.data` pipeline's dataset, and those that it is made of."""
     yield dataset
     for before in dataset._inputs():
-        yield from _steps_of(before)
+        yield from steps_of(before)
 
 
 def _shuffles_inside(tf: Any, step: Any) -> bool:

@@ -1,4 +1,8 @@
-"""This process's part of a `torch.utils.data.DataLoader`."""
+"""This process's part of a `torch.utils.data.DataLoader`.
+
+Private names of PyTorch touched here (test_data.py holds them):
+    `DataLoader._iterator` - workers that outlive an epoch, which a copy of a loader must not share.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_shardopt import arguments as check
-from keras_shardopt.data.part import _drawing_alike, _Part, _permutation
+from keras_shardopt.data.part import Part, drawing_alike, permutation
 
 
-def _part_of_loader(loader: Any, shuffle: bool, seed: int, part: _Part) -> Any:
+def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
+    """A copy of the loader with a sampler, or a stream, of this process's part."""
     data = sys.modules["torch.utils.data"]
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
     for found in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
@@ -36,20 +41,20 @@ def _part_of_loader(loader: Any, shuffle: bool, seed: int, part: _Part) -> Any:
         sized = hasattr(loader.dataset, "__len__") and loader.num_workers <= 1
         if sized:
             part.check_enough(len(loader.dataset), "rows")
-        changed["dataset"] = (_PartOfSizedStream if sized else _PartOfStream)(loader.dataset, part)
+        changed["dataset"] = (PartOfSizedStream if sized else PartOfStream)(loader.dataset, part)
     elif loader.batch_size is None and batch_sampler is not None:
-        changed["batch_sampler"] = _PartOfSampler(batch_sampler, "batches", shuffle, seed, part)
+        changed["batch_sampler"] = PartOfSampler(batch_sampler, "batches", shuffle, seed, part)
     else:
-        changed["sampler"] = _PartOfSampler(sampler, "rows", shuffle, seed, part)
+        changed["sampler"] = PartOfSampler(sampler, "rows", shuffle, seed, part)
         if batch_sampler is not None:
             changed["batch_sampler"] = data.BatchSampler(changed["sampler"], loader.batch_size, loader.drop_last)
     return mine
 
 
-class _PartOfSampler:
+class PartOfSampler:
     """Every n-th of what a sampler draws, drawn alike on every process. Each iteration is an epoch."""
 
-    def __init__(self, sampler: Any, things: str, shuffle: bool, seed: int, part: _Part) -> None:
+    def __init__(self, sampler: Any, things: str, shuffle: bool, seed: int, part: Part) -> None:
         if not hasattr(sampler, "__len__"):
             raise ValueError(
                 "A sampler must have a length, for its part to be known. "
@@ -66,20 +71,20 @@ class _PartOfSampler:
         found = (self._sampler, getattr(self._sampler, "sampler", None))
         generators = [g for owner in found if (g := getattr(owner, "generator", None)) is not None]
         epoch, self._epoch = self._epoch, self._epoch + 1
-        with _drawing_alike(self._seed, epoch, generators=generators):
+        with drawing_alike(self._seed, epoch, generators=generators):
             drawn = list(self._sampler)
         if self._shuffle:
-            drawn = [drawn[i] for i in _permutation(len(drawn), self._seed, epoch)]
+            drawn = [drawn[i] for i in permutation(len(drawn), self._seed, epoch)]
         return iter(drawn[self._part.slice])
 
 
-class _PartOfStream:
+class PartOfStream:
     """Every n-th row of an `IterableDataset`. It has the attributes of that, which a `worker_init_fn` may set."""
 
     _dataset: Any
-    _part: _Part
+    _part: Part
 
-    def __init__(self, dataset: Any, part: _Part) -> None:
+    def __init__(self, dataset: Any, part: Part) -> None:
         self.__dict__.update(_dataset=dataset, _part=part)
 
     def __iter__(self) -> Iterator[Any]:
@@ -97,6 +102,8 @@ class _PartOfStream:
         return type(self), (self._dataset, self._part)
 
 
-class _PartOfSizedStream(_PartOfStream):
+class PartOfSizedStream(PartOfStream):
+    """One that knows its length."""
+
     def __len__(self) -> int:
         return self._part.size(len(self._dataset))

@@ -39,7 +39,8 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras_shardopt._typing import Tensor
 from keras_shardopt.backends.communicator import AllReplicasAtOnce
 from keras_shardopt.backends.gradient_scope import claim_reduction
-from keras_shardopt.backends.jax.communicator import MADE_HERE, MappedAxis, batch_size_of, gather_objects
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
+from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects
 from keras_shardopt.fit.losses import share_losses
 from keras_shardopt.fit.overrides import call_silently, has_built_in_step, num_rows, reducers_in, refuse_groups
 from keras_shardopt.models import layers_of, stand_in

@@ -7,7 +7,9 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends import framework
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import processes
+from keras_shardopt.fit import TRAINERS
 from keras_shardopt.fit.overrides import reducers_in, refuse_groups
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.optimizers.cross_shard import cross_shards
@@ -84,12 +86,14 @@ def prepare(model: Any) -> Any:
     refuse_groups(reducers)
     for optimizer in optimizers_of(model):
         if cross_shards(optimizer):
-            framework.notice(optimizer)
-        elif optimizer is not model.optimizer and framework.processes_start_apart and framework.process()[0] > 1:
+            processes.notice(optimizer)
+        elif optimizer is not model.optimizer and processes.processes_start_apart and processes.process()[0] > 1:
             raise ValueError(
                 "Where each process trains a copy of the model, every optimizer that the model holds must average the "
                 f"gradients of the ranks. Received: {check.with_article(optimizer)} beside {reducers[0]!r}. "
                 f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it, too."
             )
-    framework.prepare(model, cross_shards)
+    trainer = for_backend(TRAINERS)
+    if trainer is not None:
+        trainer.prepare(model, cross_shards)
     return model

@@ -10,10 +10,16 @@ from types import TracebackType
 from typing import Any
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends import World, framework
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.processes import World
+from keras_shardopt.fit import TRAINERS
 
 # The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.
 _lingering: data_parallel | None = None
+
+# By backend, the module that changes its trainer as soon as there are replicas.
+_KNOWING_SCOPES = {"jax": TRAINERS["jax"]}
 
 
 class data_parallel:
@@ -78,15 +84,18 @@ class data_parallel:
             raise RuntimeError("This `data_parallel()` scope has been entered before. Make a new one.")
         if _lingering is not None:
             _lingering.close()
-        self._world = self._open.enter_context(framework.world(self._requested, self._timeout))
-        self._made_inside = self._watching.enter_context(framework.watch())
+        self._world = self._open.enter_context(processes.world(self._requested, self._timeout))
+        trainer = for_backend(_KNOWING_SCOPES)
+        if trainer is not None and self._world.num_replicas > 1:
+            trainer.watch_batches()
+        self._made_inside = self._watching.enter_context(processes.watch())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watching.close()
-        if kind is None and framework.outlives_its_block and len(self._made_inside):
+        if kind is None and processes.outlives_its_block and len(self._made_inside):
             global _lingering
             _lingering = self
             atexit.register(self.close)
@@ -104,7 +113,7 @@ class data_parallel:
             _lingering = None
         atexit.unregister(self.close)
         self._open.close()
-        framework.forget_scope()
+        processes.forget_scope()
 
     def _entered(self) -> World:
         if self._world is None:
@@ -142,7 +151,7 @@ class data_parallel:
         It is 0 as long as training is right. Weights that are not trained do not count: the moving statistics of a
         `BatchNormalization` are each replica's own on TensorFlow and PyTorch. All processes must call it together.
         """
-        return framework.largest_difference(model.trainable_weights)
+        return placement.largest_difference(model.trainable_weights)
 
 
 def _duration(timeout: Any) -> datetime.timedelta | None:

@@ -15,7 +15,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_shardopt.backends.tensorflow.communicator import ReplicaContext, check_made_inside
+from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
+from keras_shardopt.backends.tensorflow.placement import check_made_inside, check_mirrored, num_mirrored
+from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.fit.losses import own_additional_losses, share_losses
 from keras_shardopt.fit.overrides import has_built_in_step, num_rows, reducers_in, refuse_groups
 from keras_shardopt.models import optimizers_of, stand_in
@@ -23,7 +25,9 @@ from keras_shardopt.update.trainer_context import Part, part_of_batch
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
-    """Gives the model steps that know which part of the batch they have. See `Framework.prepare`."""
+    """Gives the model steps that know which part of the batch they have."""
+    if all(num_mirrored(variable) == 1 for variable in model.trainable_variables):
+        check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
     # Past Keras' attribute tracking.
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     stand_in(model, "train_step", _step)

@@ -34,8 +34,9 @@ from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt._typing import Tensor
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import SingleReplica
-from keras_shardopt.backends.torch.communicator import Ranks, Torch
+from keras_shardopt.backends.torch.communicator import Ranks
 from keras_shardopt.backends.torch.process_group import tell
 from keras_shardopt.fit.losses import mean_losses, share_losses
 from keras_shardopt.fit.overrides import arguments_of, call_silently, num_rows, reducers_in, refuse_groups
@@ -43,10 +44,10 @@ from keras_shardopt.models import optimizers_of, stand_in
 from keras_shardopt.update.trainer_context import Part, ending_together, part_of_batch
 
 
-def prepare(model: Any, framework: Torch, reducers_of: Callable[[Any], list[Any]]) -> None:
+def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     """Makes `fit`, `evaluate` and the calls on one batch work on all ranks together."""
     if _SESSION not in vars(model):
-        object.__setattr__(model, _SESSION, _Session(model, framework, reducers_of))
+        object.__setattr__(model, _SESSION, _Session(model, reducers_of))
     if torch_trainer.TorchEpochIterator is _KerasEpochIterator:
         torch_trainer.TorchEpochIterator = _EpochIterator
     stand_in(model, "fit", _fit)
@@ -80,8 +81,7 @@ class _Phase(enum.Enum):
 class _Session:
     """What the ranks have agreed on, for one model."""
 
-    def __init__(self, model: Any, framework: Torch, reducers_of: Callable[[Any], list[Any]]) -> None:
-        self._framework = framework
+    def __init__(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         self._reducers_of = reducers_of
         self._last_batch: dict[_Phase, Any] = {}
         self.model = model
@@ -95,7 +95,7 @@ class _Session:
     @property
     def ranks(self) -> Ranks | None:
         """The ranks, if there are several."""
-        replicas = self._framework.replicas("")
+        replicas = runtime.replicas("")
         return None if isinstance(replicas, SingleReplica) else replicas  # type: ignore[return-value]
 
     def check_reduces(self) -> None:

@@ -12,16 +12,10 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
-from keras_shardopt.backends import (
-    Arrival,
-    ReplicaBackend,
-    claim_reduction,
-    current_part,
-    ends_together,
-    framework,
-    reduction_is_claimed,
-)
+from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
 from keras_shardopt.backends.compression import Compressed
+from keras_shardopt.backends.gradient_scope import claim_reduction, reduction_is_claimed
 from keras_shardopt.numerics import is_next_value
 from keras_shardopt.optimizers.two_phases import TwoPhases
 from keras_shardopt.sharding.sharded_optimizer import DividedState
@@ -40,6 +34,7 @@ from keras_shardopt.update.nonfinite import (
 from keras_shardopt.update.options import check_groups, group_assignment_of
 from keras_shardopt.update.replica_transform import LocalTransform, scaled_gradients, transformed_gradients
 from keras_shardopt.update.row_weights import weighted_gradients
+from keras_shardopt.update.trainer_context import current_part, ends_together
 from keras_shardopt.wrapping.chain import innermost, inside, leaves, parts
 from keras_shardopt.wrapping.rollback import note_assignments
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper, empty_name_scope
@@ -296,7 +291,7 @@ class CrossShard(TwoPhases, DividedState):
         self.overlap = overlap
         self.bucket_mib = float(bucket_mib)
         self.__dict__["_shards"] = None
-        if shard_state and not framework.lays_out_state:
+        if shard_state and not placement.lays_out_state:
             check_can_shard(self)
         self.gradients = gradients
         self.axis_name = axis_name
@@ -333,8 +328,8 @@ class CrossShard(TwoPhases, DividedState):
         # What it was built as, in words, and whether all processes have found that they have the same.
         self.__dict__["_described"] = None
         self.__dict__["_agrees"] = False
-        self.__dict__["_num_replicas_when_made"] = framework.num_replicas_of_scope()
-        framework.notice(self)
+        self.__dict__["_num_replicas_when_made"] = processes.num_replicas_of_scope()
+        processes.notice(self)
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]
@@ -376,12 +371,12 @@ class CrossShard(TwoPhases, DividedState):
         """See `OptimizerWrapper.build`."""
         variables = list(variables)
         if not self.built:
-            framework.check_scope(variables, self.__dict__["_num_replicas_when_made"], self)
-            framework.draw_apart(variables)
-        if not self.built and framework.process()[0] > 1:
+            placement.check_scope(variables, self.__dict__["_num_replicas_when_made"], self)
+            processes.draw_apart(variables)
+        if not self.built and processes.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self.__dict__["_described"] = described(self, variables)
-            if framework.makes_variables_together():
+            if processes.makes_variables_together():
                 self._compare_with_peers()
         if self._accumulates and not self.built and not self._accumulators.is_built:
             with empty_name_scope():
@@ -400,7 +395,7 @@ class CrossShard(TwoPhases, DividedState):
         accumulators = self._accumulators
         if accumulators.is_built and accumulators.stacked_along is None:
             accumulators.restart()
-            accumulators.stacked_along = framework.stack(accumulators.of_this_replica)
+            accumulators.stacked_along = placement.stack(accumulators.of_this_replica)
 
     @property
     def _is_stacked(self) -> bool:
@@ -475,12 +470,12 @@ class CrossShard(TwoPhases, DividedState):
         if self.on_nonfinite == "raise":
             num_skipped = int(ops.convert_to_numpy(self._skipped))
             is_new, self.__dict__["_num_reported"] = num_skipped > self._num_reported, num_skipped
-            framework.stop_if(is_new and not from_now, ops.convert_to_numpy(self._culprit), self._names(), _RAISES)
+            runtime.stop_if(is_new and not from_now, ops.convert_to_numpy(self._culprit), self._names(), _RAISES)
 
     def _names(self) -> list[str]:
         return [getattr(v, "path", str(v)) for v in self._trainable_variables]
 
-    @framework.as_written
+    @runtime.as_written
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """See `OptimizerWrapper.apply`.
 
@@ -490,7 +485,7 @@ class CrossShard(TwoPhases, DividedState):
         if self.on_nonfinite == "raise":
             before = ops.copy(ops.convert_to_tensor(self._skipped))
             super().apply(grads, trainable_variables)
-            framework.uncompiled(self._stop_if_skipped, before)
+            runtime.uncompiled(self._stop_if_skipped, before)
         else:
             super().apply(grads, trainable_variables)
 
@@ -499,7 +494,7 @@ class CrossShard(TwoPhases, DividedState):
         is_new = ops.convert_to_tensor(self._skipped) > before
         rollback = self.__dict__["_rollback"]
         put_back = () if rollback is None else rollback.variables
-        framework.stop_if(is_new, ops.convert_to_tensor(self._culprit), self._names(), _RAISES, put_back)
+        runtime.stop_if(is_new, ops.convert_to_tensor(self._culprit), self._names(), _RAISES, put_back)
 
     # -- updating ------------------------------------------------------------------------------------------------
 
@@ -509,14 +504,14 @@ class CrossShard(TwoPhases, DividedState):
         Raises:
             ValueError: on every process, if they do not. It names what differs.
         """
-        replicas = framework.replicas(self.axis_name) if replicas is None else replicas
+        replicas = runtime.replicas(self.axis_name) if replicas is None else replicas
         if self.__dict__["_agrees"] or not replicas.spans_processes:
             return
         if self.__dict__["_described"] is None:
             if not self.built:
                 return
             self.__dict__["_described"] = described(self, self._trainable_variables)
-        framework.uncompiled(self._compare_with_peers, replicas)
+        runtime.uncompiled(self._compare_with_peers, replicas)
 
     def _compare_with_peers(self, replicas: ReplicaBackend | None = None) -> None:
         check_agreement(self.__dict__["_described"])
@@ -559,10 +554,10 @@ class CrossShard(TwoPhases, DividedState):
                 return grads
             self.__dict__["_verdict"] = None if self._culprit is None else judge(grads, variables)
             return self._shards.slices_of(grads, variables)
-        replicas = framework.replicas(self.axis_name)
-        framework.check_ready(variables, leaves(self))
+        replicas = runtime.replicas(self.axis_name)
+        placement.check_ready(variables, leaves(self))
         if self.__dict__.pop("_is_loaded", False):
-            framework.check_loaded(variables)
+            placement.check_loaded(variables)
         if self._shards is not None:
             self._shards.check(replicas)
         elif self.shard_state and replicas.num_replicas > 1 and not replicas.speaks_for_all:
@@ -573,11 +568,11 @@ class CrossShard(TwoPhases, DividedState):
                 ", or use `shard_state=False`."
             )
         elif self.shard_state:
-            framework.check_can_lay_out(variables)
+            placement.check_can_lay_out(variables)
         share = 1.0
         self._check_peers(replicas)
         if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
-            framework.uncompiled(self._warn_of_sums, replicas.num_replicas)
+            runtime.uncompiled(self._warn_of_sums, replicas.num_replicas)
             share = replicas.start_together(self._trainable_variables, self._shared_variables, self._groups(replicas))
             self.__dict__["_peers"] = replicas
         if self.__dict__["_computed"]:
@@ -591,7 +586,7 @@ class CrossShard(TwoPhases, DividedState):
         """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
         share = _share_of_rows()
         if not isinstance(share, float) or share != 1:
-            arrival = self._arrival_of(grads, variables, framework.replicas(self.axis_name))
+            arrival = self._arrival_of(grads, variables, runtime.replicas(self.axis_name))
             if arrival not in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED):  # every replica has those of all rows
                 self.__dict__["_came_reduced"] = arrival  # asked again, DDP would not know it any more
                 return grads
@@ -645,7 +640,7 @@ class CrossShard(TwoPhases, DividedState):
         """
         share = _share_of_rows() if share is None else share
         # A replica's loss counts by the rows it has; what looks at its gradients wants those of its own mean loss.
-        replicas = framework.replicas(self.axis_name)
+        replicas = runtime.replicas(self.axis_name)
         buckets = self._buckets_among(replicas)
         if buckets is not None:
             return buckets.reduce(grads, variables, bool(share), weight), None
@@ -763,7 +758,7 @@ class CrossShard(TwoPhases, DividedState):
         if self.overlap == "auto" and is_local and is_plain and not any(map(is_next_value, variables)):
             num_bytes = self.bucket_mib * 2**20
             takes_mean = self.reduction == "mean"
-            self.__dict__["_buckets"] = framework.buckets(
+            self.__dict__["_buckets"] = runtime.buckets(
                 replicas, variables, takes_mean, num_bytes, self.compression, check_all_train
             )
         return self.__dict__["_buckets"]
@@ -815,7 +810,7 @@ class CrossShard(TwoPhases, DividedState):
                 advice = _GLOBAL_ADVICE
         raise ValueError(f"{rule} Received: {', '.join(given)}, and {received}. {advice}")
 
-    @framework.as_written
+    @runtime.as_written
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `keras.optimizers.Optimizer.scale_loss`."""
         self.__dict__["_computed"] = False
@@ -840,7 +835,7 @@ class CrossShard(TwoPhases, DividedState):
                 self._shards.end_together(peers, self._num_flags(peers))
             else:
                 end_together(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
-        if not framework.stops_in_step:
+        if not runtime.stops_in_step:
             self.check_finite()
         if self._shards is None:
             super().finalize_variable_values(var_list)
@@ -850,7 +845,7 @@ class CrossShard(TwoPhases, DividedState):
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients that nobody inside may reduce again; when accumulating, at the end of a window."""
         if self._accumulates:
-            framework.uncompiled(self._accumulate, grads, variables)
+            runtime.uncompiled(self._accumulate, grads, variables)
         else:
             verdict, self.__dict__["_verdict"] = self.__dict__["_verdict"], None
             self._update_if_finite(grads, variables, verdict)
@@ -861,7 +856,7 @@ class CrossShard(TwoPhases, DividedState):
         is_complete, sums = self._accumulators.add(grads, positions, _share_of_rows())
         # Not the sums, or JAX would copy them in each micro-step.
         state = [*self._trainable_variables, *self._shared_variables]
-        framework.update_if(is_complete, self._end_window, sums, state)
+        runtime.update_if(is_complete, self._end_window, sums, state)
 
     def _end_window(self, sums: Sequence[Tensor]) -> None:
         means, positions, share = self._accumulators.means(sums)
@@ -877,7 +872,7 @@ class CrossShard(TwoPhases, DividedState):
             slices = means if self._shards is None else self._shards.slices_of(means, variables)
             self._update_if_finite(slices, variables, verdict)
             return
-        grads, verdict = framework.over_replicas(reduced, own) if self._is_stacked else reduced(own)
+        grads, verdict = runtime.over_replicas(reduced, own) if self._is_stacked else reduced(own)
         self._update_if_finite(grads, variables, verdict)
 
     def _join_step(self, arrival: Arrival | None) -> None:
@@ -912,7 +907,7 @@ class CrossShard(TwoPhases, DividedState):
             self._update(grads, variables)
             return
         self._skipped.assign(self._skipped + ops.cast(is_bad, self._skipped.dtype))
-        framework.update_if(
+        runtime.update_if(
             ops.logical_not(is_bad),
             lambda grads: self._update(grads, variables),
             grads,
@@ -923,15 +918,15 @@ class CrossShard(TwoPhases, DividedState):
         if self.fused is False:
             self._update_with(grads, variables)
         else:
-            framework.update_fused(leaves(self), self._update_with, grads, variables)
+            runtime.update_fused(leaves(self), self._update_with, grads, variables)
 
     def _update_with(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         with claim_reduction(inside(self), None if self.group_assignment is None else self.axis_name):
             if self._shards is None:
                 super().update_inner(grads, variables)
             else:
-                replicas = framework.replicas(self.axis_name)
-                framework.uncompiled(self._shards.update, self.inner, grads, variables, replicas)
+                replicas = runtime.replicas(self.axis_name)
+                runtime.uncompiled(self._shards.update, self.inner, grads, variables, replicas)
 
     def _meet_outer_loss_scaling(self) -> None:
         """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""

@@ -9,7 +9,8 @@ import keras
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends import framework, holds_slices
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.gradient_scope import holds_slices
 from keras_shardopt.numerics import clip_by_global_norm, global_norm, is_next_value, like_variable
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -86,5 +87,5 @@ class GradientClipping(OptimizerWrapper):
 
 def norm_over_replicas(norm: Tensor) -> Tensor:
     """The norm of what all replicas have together, from that of what each has."""
-    (total,) = framework.replicas("batch").all_reduce([keras.ops.reshape(keras.ops.square(norm), (1,))], "sum")
+    (total,) = runtime.replicas("batch").all_reduce([keras.ops.reshape(keras.ops.square(norm), (1,))], "sum")
     return keras.ops.sqrt(total[0])

@@ -16,7 +16,9 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends import Arrival, differing_along, framework, holds_slices, reduction_is_claimed
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import Arrival
+from keras_shardopt.backends.gradient_scope import differing_along, holds_slices, reduction_is_claimed
 from keras_shardopt.numerics import dtype_of, in_float32, is_next_value, map_values
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.update.nonfinite import largest_of_all
@@ -103,7 +105,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    @framework.as_written
+    @runtime.as_written
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32 where it was in half precision, which would overflow."""
         loss = self.inner.scale_loss(loss)
@@ -140,7 +142,7 @@ class ScaledUpdate(OptimizerWrapper):
             self._scaler.update(has_nan, amax)
         overflows = overflow(has_nan, amax)
         skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
-        framework.update_if(
+        runtime.update_if(
             ops.logical_not(overflows),
             lambda grads: self._update_unscaled(grads, variables),
             unscaled,
@@ -153,7 +155,7 @@ class ScaledUpdate(OptimizerWrapper):
         has_nan, amax = check_grads(seen)
         amax = amax / scale
         if holds_slices(self):
-            return largest_of_all(has_nan, amax, framework.replicas("batch"))
+            return largest_of_all(has_nan, amax, runtime.replicas("batch"))
         reducers = [optimizer for optimizer in inside(self) if hasattr(optimizer, "axis_name")]
         axes = [reducer.axis_name for reducer in reducers]
         if reduction_is_claimed(self):
@@ -161,7 +163,7 @@ class ScaledUpdate(OptimizerWrapper):
             if axis is None:
                 return has_nan, amax  # the gradients are global
             axes = [axis]  # those of a group
-        replicas = framework.replicas(axes[0] if axes else "batch")
+        replicas = runtime.replicas(axes[0] if axes else "batch")
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
         # user has said how they come, replicas may not know: what they hear from each other is right in any case.
         is_said = any(reducer.__dict__["_arrival"] is not None for reducer in reducers)

@@ -20,7 +20,8 @@ import keras
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends import framework, reduction_is_claimed
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.gradient_scope import reduction_is_claimed
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.numerics import add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
@@ -181,14 +182,14 @@ class MixedPrecision(ScaledUpdate):
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    @framework.as_written
+    @runtime.as_written
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32."""
         if not self.built:
             self.__dict__["_loss_came_before_build"] = True
         return super().scale_loss(loss)
 
-    @framework.as_written
+    @runtime.as_written
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
         # TensorFlow builds during the first step, whose loss had penalties with their gradients in it.
@@ -228,7 +229,7 @@ class MixedPrecision(ScaledUpdate):
         variable, master = pair
         if not isinstance(variable.regularizer, _OnMaster):
             return grad
-        added = framework.gradient_of(variable.regularizer.regularizer, ops.convert_to_tensor(master))
+        added = runtime.gradient_of(variable.regularizer.regularizer, ops.convert_to_tensor(master))
         share = self._share_of_penalty(variables)
         added = ops.cast(added, "float32") if share == 1 else ops.cast(added, "float32") * share
         if grad is None:
@@ -239,7 +240,7 @@ class MixedPrecision(ScaledUpdate):
         """What of the penalty each replica adds: the inner optimizer itself sums over TensorFlow's replicas."""
         if reduction_is_claimed(self):
             return 1.0
-        replicas = framework.replicas("batch")
+        replicas = runtime.replicas("batch")
         if replicas.inner_optimizers_sum:
             return 1.0 / replicas.num_replicas
         return 1.0

@@ -18,7 +18,8 @@ from keras.src.backend.common import global_state
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends import framework, reduction_is_claimed
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.gradient_scope import reduction_is_claimed
 from keras_shardopt.numerics import add, is_next_value, map_values
 from keras_shardopt.wrapping.chain import get_optimizer, shown
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -331,7 +332,7 @@ def replicate(
             f'`loss_reduction` must be "sum" or "mean" (or one of {[*_SUMS[1:], *_MEANS[1:]]}). '
             f"Received: loss_reduction={loss_reduction!r}"
         )
-    if devices is not None and not framework.places_towers:
+    if devices is not None and not runtime.places_towers:
         raise ValueError(
             "`devices` can be given on TensorFlow only: elsewhere the weights that a tower reads must be on its own "
             f"device. Received: devices={devices!r}. Leave it out: towers then run one after the other on one device. "
@@ -355,7 +356,7 @@ def replicate(
         with _replicating(_Replication(num_towers, factor)) as replication, _divided(batch, num_towers) as parts:
             for tower, part in enumerate(parts):
                 replication.tower = tower
-                with framework.place_tower(devices[tower % len(devices)]) if devices else contextlib.nullcontext():
+                with runtime.place_tower(devices[tower % len(devices)]) if devices else contextlib.nullcontext():
                     returned = step(*state, part)
                 replication.end_tower()
                 outputs = returned
@@ -419,8 +420,8 @@ def _divided(batch: Any, num_towers: int) -> Iterator[list[Any]]:
         if leaf.shape[0] is not None and int(leaf.shape[0]) % num_towers:
             raise ValueError(f"{_RULE.format(num_towers)} {int(leaf.shape[0])}. {_REMEDY}")
     unknown = [leaf for leaf in with_rows if leaf.shape[0] is None]
-    with framework.running_if_divisible(unknown, num_towers, _RULE.format(num_towers), _REMEDY):
-        split = [framework.divide_rows(leaf, num_towers) if _has_rows(leaf) else [leaf] * num_towers for leaf in leaves]
+    with runtime.running_if_divisible(unknown, num_towers, _RULE.format(num_towers), _REMEDY):
+        split = [runtime.divide_rows(leaf, num_towers) if _has_rows(leaf) else [leaf] * num_towers for leaf in leaves]
         yield [tree.pack_sequence_as(batch, [parts[k] for parts in split]) for k in range(num_towers)]
 
 

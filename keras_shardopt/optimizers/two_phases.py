@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.update.replica_transform import unscaled_gradients
 from keras_shardopt.wrapping.chain import leaves
 
@@ -69,7 +69,7 @@ class TwoPhases:
                 "Use for example `minimize(lambda: loss_fn(y, model(x, training=True)), model.trainable_variables)`."
             )
         variables = self._variables_to_differentiate(var_list)
-        framework.check_ready(variables, leaves(self))
+        placement.check_ready(variables, leaves(self))
 
         def scaled() -> Tensor:
             value = keras.ops.convert_to_tensor(loss())
@@ -80,7 +80,7 @@ class TwoPhases:
                 )
             return self.inner.scale_loss(value)
 
-        grads = framework.gradients(scaled, variables, self.axis_name)
+        grads = runtime.gradients(scaled, variables, self.axis_name)
         grads = unscaled_gradients(grads, variables, self.loss_scale)
         self.__dict__["_computed"] = True
         return list(zip(grads, variables))

@@ -18,7 +18,9 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends import Arrival, ReplicaBackend, framework, hold_slices
+from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.gradient_scope import hold_slices
 from keras_shardopt.numerics import dtype_of, is_next_value
 from keras_shardopt.sharding.report import MemoryReport, item_size, size_of
 from keras_shardopt.sharding.separability import first_state, holds_weights, named_like, slots_of
@@ -48,7 +50,7 @@ class EvenShards:
         (self._leaf,) = leaves(optimizer)
         self._divided = [i for i, variable in enumerate(self.variables) if not is_next_value(variable)]
         self._starts_with_weights = False
-        framework.without_replicas(lambda: self._try_out(optimizer))
+        placement.without_replicas(lambda: self._try_out(optimizer))
         self._chunks = [-(-size_of(variable) // num_replicas) for variable in self.variables]
         self._key = optimizer._var_key
         self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
@@ -80,7 +82,7 @@ class EvenShards:
             return variable
         # Each replica's copy gets its slice before each update.
         arguments = {"initializer": "zeros", "shape": (self._chunks[i],), "dtype": dtype_of(variable)}
-        with framework.beside(variable):
+        with placement.beside(variable):
             return named_like(variable, trainable=False, autocast=False, **arguments)
 
     def inside(self, variables: Sequence[Variable]) -> list[Variable]:
@@ -101,26 +103,26 @@ class EvenShards:
         ]
         self._slots |= {id(master): i for i, master in masters}
         self._slots = {slot: i for slot, i in self._slots.items() if i in self._divided}
-        with framework.outside_trace():
+        with runtime.outside_trace():
             for i, master in masters:
-                framework.assign_each(master, self._rows(i, framework.copies(self.variables[i])[0]))
+                placement.assign_each(master, self._rows(i, placement.copies(self.variables[i])[0]))
             if self._starts_with_weights:
                 self._start()
 
     def _start(self) -> None:
         """Gives each replica the state that belongs to its own slices, before the first update."""
-        values = [framework.copies(variable)[0] for variable in self.variables]
+        values = [placement.copies(variable)[0] for variable in self.variables]
         rows = [
             self._rows(i, array) if i in self._divided else [array] * self.num_replicas
             for i, array in enumerate(values)
         ]
         everyones = [
-            framework.without_replicas(functools.partial(first_state, self._leaf, self.variables, mine))
+            placement.without_replicas(functools.partial(first_state, self._leaf, self.variables, mine))
             for mine in zip(*rows)
         ]
         for variable, arrays in zip(self._leaf.variables, zip(*everyones)):
             if self.is_divided(variable):
-                framework.assign_each(variable, arrays)
+                placement.assign_each(variable, arrays)
 
     def is_divided(self, variable: Variable) -> bool:
         """Whether replicas hold different parts of this state."""
@@ -140,7 +142,7 @@ class EvenShards:
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
         """This replica's slices of gradients that are global already."""
-        replica_id = framework.replicas(self._axis_name).replica_id
+        replica_id = runtime.replicas(self._axis_name).replica_id
         found: list[Tensor | None] = []
         for grad, variable in zip(grads, variables):
             i = self._positions[self._key(variable)]
@@ -203,7 +205,7 @@ class EvenShards:
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
         """Lets `inner` set the final values of the weights. Called outside of the replicas' program."""
         for i in self._divided:
-            framework.assign_each(self.stand_ins[i], self._rows(i, framework.copies(self.variables[i])[0]))
+            placement.assign_each(self.stand_ins[i], self._rows(i, placement.copies(self.variables[i])[0]))
         inner.finalize_variable_values(self.inside(variables))
         for i in self._divided:
             self.variables[i].assign(self._joined(i, self.stand_ins[i]))
@@ -218,7 +220,7 @@ class EvenShards:
         return list(rows.reshape(self.num_replicas, self._chunks[i]))
 
     def _joined(self, i: int, variable: Variable) -> np.ndarray:
-        whole = np.concatenate(framework.copies(variable))[: size_of(self.variables[i])]
+        whole = np.concatenate(placement.copies(variable))[: size_of(self.variables[i])]
         return whole.reshape(tuple(self.variables[i].shape))
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...]:
@@ -231,12 +233,12 @@ class EvenShards:
         """The whole of this state."""
         if self.is_divided(variable):
             return self._joined(self._slots[id(variable)], variable)
-        return framework.stored_value(variable)
+        return placement.stored_value(variable)
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
         """Gives each replica its part of a whole state."""
         if self.is_divided(variable):
-            framework.assign_each(variable, self._rows(self._slots[id(variable)], array))
+            placement.assign_each(variable, self._rows(self._slots[id(variable)], array))
         else:
             variable.assign(array)
 

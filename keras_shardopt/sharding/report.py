@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_shardopt._typing import Variable
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement
 from keras_shardopt.numerics import dtype_of
 
 
@@ -50,7 +50,8 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def _plus(held: list[int | None], replica: int, size: int) -> list[int | None]:
+def plus(held: list[int | None], replica: int, size: int) -> list[int | None]:
+    """`held` with `size` more on one replica."""
     return [(h or 0) + size if r == replica else h for r, h in enumerate(held)]
 
 
@@ -69,7 +70,7 @@ def item_size(variable: Variable) -> int:
 
 def laid_out_report(state: Sequence[Variable]) -> MemoryReport:
     """The report of state that one program holds on one device or several."""
-    rows = [framework.bytes_by_replica(variable) for variable in state]
+    rows = [placement.bytes_by_replica(variable) for variable in state]
     held: list[int | None] = [sum(column) for column in zip(*rows)]
     sizes = [size_of(v) * item_size(v) for v in state]
     replicated = [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from keras_shardopt._typing import Variable
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.sharding.even_slices import EvenShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import MEETING_SECONDS, Shards
@@ -30,18 +30,18 @@ class DividedState(OptimizerWrapper):
 
     def _divided(self, variables: Sequence[Variable]) -> Shards | EvenShards | None:
         """Who owns what, where each replica has state of its own."""
-        if framework.divides_state:
-            replicas = framework.replicas(self.axis_name)
+        if placement.divides_state:
+            replicas = runtime.replicas(self.axis_name)
             if replicas.num_replicas == 1:
                 return None
             _refuse_several()
-            with framework.outside_trace():
+            with runtime.outside_trace():
                 return Shards(self, variables, replicas)
-        num_copies = framework.num_copies(variables)
+        num_copies = placement.num_copies(variables)
         if num_copies == 1:
             return None
         _refuse_several()
-        with framework.outside_trace():
+        with runtime.outside_trace():
             return EvenShards(self, variables, num_copies)
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
@@ -52,10 +52,10 @@ class DividedState(OptimizerWrapper):
         """Divides the state that there is now."""
         if self._shards is not None:
             self._shards.adopt(self)
-        elif self.shard_state and framework.lays_out_state:
-            framework.check_can_lay_out(self._trainable_variables)
+        elif self.shard_state and placement.lays_out_state:
+            placement.check_can_lay_out(self._trainable_variables)
             own = {id(v) for v in self._variables}
-            framework.lay_out([v for v in self.variables if id(v) not in own])
+            placement.lay_out([v for v in self.variables if id(v) not in own])
 
     def memory_report(self) -> MemoryReport:
         """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
@@ -106,7 +106,7 @@ class DividedState(OptimizerWrapper):
         Raises:
             ValueError: where each replica sees a part of the gradients only.
         """
-        if self.shard_state and observer is not None and not framework.lays_out_state:
+        if self.shard_state and observer is not None and not placement.lays_out_state:
             raise ValueError(
                 "Summaries of gradients need all of them, and with `shard_state=True` a replica sees its slices only. "
                 "Use `TrainingSummaries(summaries=[])`, or `shard_state=False`."
@@ -127,7 +127,7 @@ class DividedState(OptimizerWrapper):
     @property
     def _saving_needs_all_replicas(self) -> bool:
         """Whether state is divided, so that what this process has is to be put together before it is stored."""
-        is_laid_out = self.shard_state and framework.lays_out_state and framework.process()[0] > 1
+        is_laid_out = self.shard_state and placement.lays_out_state and processes.process()[0] > 1
         return self.__dict__.get("_shards") is not None or is_laid_out
 
     def save_own_variables(self, store: Any) -> None:
@@ -137,10 +137,10 @@ class DividedState(OptimizerWrapper):
             RuntimeError: with divided state, if another replica does not call it within the `timeout` of the
                 `data_parallel` scope; within a minute where there is none.
         """
-        if self._shards is None and not (self.shard_state and framework.lays_out_state):
+        if self._shards is None and not (self.shard_state and placement.lays_out_state):
             super().save_own_variables(store)
             return
-        framework.meet("save", MEETING_SECONDS, _SAVE_TOGETHER)
+        processes.meet("save", MEETING_SECONDS, _SAVE_TOGETHER)
         store = self._with_names(store)
         for i, variable in enumerate(self._inner_state):
             store[str(i)] = self._stored_value(variable)

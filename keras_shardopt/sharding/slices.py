@@ -20,12 +20,14 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
-from keras_shardopt.backends import Arrival, ReplicaBackend, framework, hold_slices
+from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.gradient_scope import hold_slices
 from keras_shardopt.backends.same_variables import check_same_variables, marks
 from keras_shardopt.numerics import dense, dtype_of, is_next_value
 from keras_shardopt.sharding import partition
 from keras_shardopt.sharding.partition import Piece
-from keras_shardopt.sharding.report import MemoryReport, _plus, item_size, size_of
+from keras_shardopt.sharding.report import MemoryReport, item_size, plus, size_of
 from keras_shardopt.sharding.separability import empty_shape, holds_weights, named_like, slots_of, which_may_be_cut
 from keras_shardopt.update.all_reduce import Reduction, check_all_train, collective, global_gradients, rescaling
 from keras_shardopt.update.nonfinite import culprit, first_not_finite, flags
@@ -153,10 +155,10 @@ class Shards:
             ValueError: on all replicas, if they have made different numbers of updates, or hold other weights where
                 the state must fit them. What one of them alone has loaded, others cannot take from it.
         """
-        everyones = framework.gather_objects(iterations)
+        everyones = processes.gather_objects(iterations)
         fits = len(set(everyones)) == 1
         if fits and (iterations or self._starts_with_weights):
-            rows = framework.fingerprints(self.variables)
+            rows = placement.fingerprints(self.variables)
             fits = bool((rows == rows[0]).all())
         if not fits:
             raise ValueError(
@@ -349,7 +351,7 @@ class Shards:
         """Lets `inner` set the final values of the weights."""
         self._follow()
         inner.finalize_variable_values(self.inside(variables))
-        self._spread(framework.replicas(self._axis_name))
+        self._spread(runtime.replicas(self._axis_name))
 
     def _chosen(self, pairs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         # Stand-ins without elements cost next to nothing where updates are element-wise, but a matrix without
@@ -368,7 +370,7 @@ class Shards:
     def _follow(self) -> None:
         for i, piece in self._mine.items():
             if self._may_cut[i]:
-                framework.follow_slice(self.stand_ins[i], self.variables[i], piece.start, piece.stop)
+                placement.follow_slice(self.stand_ins[i], self.variables[i], piece.start, piece.stop)
 
     def _spread(self, replicas: ReplicaBackend) -> None:
         """Gives every replica the slices of all others."""
@@ -388,7 +390,7 @@ class Shards:
                     parts.setdefault(piece.variable, []).append(theirs[start : start + piece.size])
                     start += piece.size
             for i, values in parts.items():
-                framework.assign_slices(self.variables[i], values)
+                placement.assign_slices(self.variables[i], values)
 
     def _broadcast(self, group: Group, mine: dict[int, Tensor], replicas: ReplicaBackend) -> list[Tensor]:
         everyones = []
@@ -415,10 +417,10 @@ class Shards:
 
     def stored(self, variable: Variable) -> np.ndarray:
         """The whole of this state. All replicas call it together, and each gets it."""
-        replicas = framework.replicas(self._axis_name)
+        replicas = runtime.replicas(self._axis_name)
         i = self._slots.get(id(variable))
         if id(variable) in self._apart:
-            shapes = framework.gather_objects(tuple(variable.shape))
+            shapes = processes.gather_objects(tuple(variable.shape))
             holders = [r for r, shape in enumerate(shapes) if 0 not in shape]
             if len(holders) > 1:
                 return ops.convert_to_numpy(variable)  # all have it
@@ -432,7 +434,7 @@ class Shards:
             if not tuple(variable.shape) and (self._may_cut[i] or len(self.variables[i].shape)):
                 owners, shape = [(owners[0][0], Piece(i, 0, 1))], ()
             elif not self._may_cut[i]:
-                shape = framework.gather_objects(shape)[owners[0][0]]
+                shape = processes.gather_objects(shape)[owners[0][0]]
                 owners = [(owners[0][0], Piece(i, 0, int(np.prod(shape))))]
         whole = None
         for replica, piece in owners:
@@ -472,7 +474,7 @@ class Shards:
             i, shape = self._slots.get(id(variable)), tuple(variable.shape)
             if id(variable) in self._apart or (i is not None and self.stored_shape(variable) is None):
                 unknown = True
-                held = _plus(held, self.replica_id, int(np.prod(shape)) * item)
+                held = plus(held, self.replica_id, int(np.prod(shape)) * item)
                 continue
             if i is None or not shape:
                 size = int(np.prod(shape)) * item
@@ -483,7 +485,7 @@ class Shards:
             full = int(np.prod(self.stored_shape(variable) or ()))
             whole += full * item
             for replica, piece in self._owners[i]:
-                held = _plus(held, replica, (piece.size if self._may_cut[i] else full) * item)
+                held = plus(held, replica, (piece.size if self._may_cut[i] else full) * item)
         if unknown:
             held = [h if replica == self.replica_id else None for replica, h in enumerate(held)]
         return MemoryReport(held, whole, replicated)

@@ -19,22 +19,21 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.jax.communicator import batch_size_of
-from keras_shardopt.backends.runtime import Framework
 
 
-def compiled(
-    framework: Framework, function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
+def compile_step(
+    function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
 ) -> Callable[..., Tensor]:
-    """See `Framework.compiled`."""
+    """See `steps.optimize_loss.compile_step`."""
     if jit_compile is False:
         return lambda *batch, **constants: function(*jax.tree.map(_on_devices, batch), **constants)
-    return _Program(framework, function, variables)
+    return _Program(function, variables)
 
 
 class _Program:
-    def __init__(self, framework: Framework, function: Callable[..., Tensor], variables: Sequence[Variable]) -> None:
-        self._framework = framework
+    def __init__(self, function: Callable[..., Tensor], variables: Sequence[Variable]) -> None:
         self._function = function
         self._variables = list(variables)
         self._jitted: dict[Any, Any] = {}
@@ -47,7 +46,7 @@ class _Program:
                 result, values = program(_distinct([v.value for v in self._variables]), batch)
                 break
             except _Unknown as unknown:
-                self._framework.place_state(unknown.variables)
+                placement.place_state(unknown.variables)
                 self._variables += unknown.variables
                 self._jitted.clear()
         for variable, value in zip(self._variables, values):

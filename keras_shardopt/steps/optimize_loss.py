@@ -13,7 +13,8 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.backends import framework
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.optimizers import (
     AutomaticLossScaler,
 )
@@ -139,7 +140,7 @@ def optimize_loss(
     if jit_compile is not None:
         check.flag("jit_compile", jit_compile)
     reduces = on_horovod or _reducer_of(optimizer) is not None
-    num_replicas = framework.num_replicas_of_steps()
+    num_replicas = processes.num_replicas_of_steps()
     if num_replicas > 1 and not reduces:
         raise ValueError(
             "Several replicas must train together, and without a reduction each would train by itself. "
@@ -198,15 +199,15 @@ class TrainingStep:
         self._each_call_says = each_call_says
         self._reducer = _reducer_of(optimizer)
         self._iter_size = self._reducer.gradient_accumulation_steps if self._reducer._accumulates else 1
-        self._reducer._join_step(framework.arrival_in_steps)
+        self._reducer._join_step(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
         if not optimizer.built:
-            with framework.beside(self.variables[0]):
+            with placement.beside(self.variables[0]):
                 optimizer.build(self.variables)
         self._recorder = None if seen is None else Recorder(optimizer, *seen)
         self._num_calls = 0
         self._num_updates = int(ops.convert_to_numpy(optimizer.iterations))
         known = [*self.variables, *([] if model is None else model.variables), *optimizer.variables]
-        self._run = framework.compiled(self._micro_step, list({id(v): v for v in known}.values()), jit_compile)
+        self._run = compile_step(self._micro_step, list({id(v): v for v in known}.values()), jit_compile)
 
     def __call__(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
         """Makes a micro-step.
@@ -270,7 +271,7 @@ class TrainingStep:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return value
 
-        grads, value = framework.gradients_and_more(scaled, self.variables, self._reducer.axis_name)
+        grads, value = runtime.gradients_and_more(scaled, self.variables, self._reducer.axis_name)
         if skip_update is not None:
             # Not before the loss: replicas that are threads may take turns in it, and this is for the next `apply`.
             self._reducer._decide_window(not skip_update)
@@ -288,6 +289,32 @@ class TrainingStep:
         """Ends the event file. The step must not be called again."""
         if self._recorder is not None:
             self._recorder.close()
+
+
+_STEPS = {name: f"keras_shardopt.steps.{name}" for name in ("tensorflow", "jax", "torch")}
+
+
+def compile_step(
+    function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
+) -> Callable[..., Tensor]:
+    """A training step as a program: on all replicas, with whatever variables it reads and assigns.
+
+    Args:
+        function: what each replica does with its part of the batch, given as positional arguments; keyword
+            arguments are constants of the program. It returns a scalar, the mean over the rows of its part.
+        variables: those that it reads and assigns, as far as known.
+        jit_compile: None for the way that is usual on this backend, True for the compiler that fuses most, False
+            for none.
+
+    Returns:
+        A function of the batch (arrays or tensors whose first dimension is that of the rows) and of the constants,
+        that returns the mean over the replicas which this process runs.
+    """
+    steps = for_backend(_STEPS)
+    if steps is None:
+        raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")
+    compiled: Callable[..., Tensor] = steps.compile_step(function, variables, jit_compile)
+    return compiled
 
 
 def get_regularization_loss(model: Any) -> Tensor:

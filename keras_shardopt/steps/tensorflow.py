@@ -6,20 +6,28 @@ number of replicas, they divide by the number of rows of all replicas instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_shardopt._typing import Tensor
-from keras_shardopt.backends.tensorflow.communicator import ReplicaContext, local_replicas
+from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.backends.communicator import Arrival
+from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
+from keras_shardopt.backends.tensorflow.processes import local_replicas
 from keras_shardopt.fit.losses import share_loss_objects
 from keras_shardopt.update.trainer_context import Part, part_of_batch
 
+GRADIENT_STATE = Arrival.LOCAL
+"""How gradients arrive in these steps, whatever the strategy."""
 
-def compiled(function: Callable[..., Tensor], jit_compile: bool | None) -> Callable[..., Tensor]:
-    """See `Framework.compiled`. The program runs on the replicas of the strategy whose scope is open now."""
+
+def compile_step(
+    function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
+) -> Callable[..., Tensor]:
+    """See `steps.optimize_loss.compile_step`. It runs on the replicas of the strategy whose scope is open now."""
+    del variables
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:
         share_loss_objects()

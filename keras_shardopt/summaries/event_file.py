@@ -19,7 +19,7 @@ def checked_log_dir(log_dir: Any) -> None:
 _num_files = itertools.count()
 
 
-def _event_writer(log_dir: Any) -> Callable[[dict[str, Any] | None, int], None]:
+def event_writer(log_dir: Any) -> Callable[[dict[str, Any] | None, int], None]:
     """A function of tags with their values and a step, that writes them; None instead of tags ends the file."""
     try:
         from tensorboardX import SummaryWriter

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.numerics import (
     clip_by_global_norm,
     dense,
@@ -23,9 +23,9 @@ from keras_shardopt.numerics import (
 )
 from keras_shardopt.optimizers import LARC, GradientClipping
 from keras_shardopt.summaries.tags import (
-    _OF_LARC,
-    _PREFIX,
-    _rate_tag,
+    OF_LARC,
+    PREFIX,
+    rate_tag,
 )
 from keras_shardopt.wrapping.chain import inside, leaf_of, leaves
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -33,7 +33,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 _Seen = Callable[[], Gradients]
 
 
-class _Observer:
+class Observer:
     """Keeps, as variables of the optimizer's, numbers that only the update itself knows.
 
     They travel with the state of the innermost wrapper that it looks at, so that they come out of every compiled step
@@ -69,9 +69,9 @@ class _Observer:
         self._watched = [wrapper for wrapper in chain if any(wrapper is look[0] for look in self._looks)]
         self._leaves = leaves(optimizer)
         self._updated = list(last._variables_inside(last._trainable_variables))
-        with framework.beside(self._updated[0]):
+        with placement.beside(self._updated[0]):
             self._notes = self._new_notes(bool(clipping))
-        framework.place_state(self._all_notes())
+        placement.place_state(self._all_notes())
         for wrapper in self._watched:
             wrapper._observe(self)
 
@@ -125,7 +125,7 @@ class _Observer:
         if not looks:
             return
         is_due: Any = self.is_due
-        if framework.steps_are_traced or is_due is None:
+        if runtime.steps_are_traced or is_due is None:
             update = ops.add(ops.convert_to_tensor(wrapper.iterations), 1)
             is_due = ops.equal(ops.mod(update, self._every), 0)
         plain = [(g, v) for g, v in zip(grads, variables) if not is_next_value(v)]
@@ -140,7 +140,7 @@ class _Observer:
             for see in looks:
                 see(seen, seen_variables)
 
-        framework.when(is_due, see_all, self._all_notes())
+        runtime.when(is_due, see_all, self._all_notes())
 
     def _keep(self, name: str, values: Sequence[Any]) -> None:
         for note, value in zip(self._notes[name], values):
@@ -208,13 +208,13 @@ class _Observer:
             return 0, tags
         if "learning_rate" in self._names:
             rates = zip(self._leaves, notes["rates"][0])
-            tags.update({_rate_tag(leaf, len(self._leaves)): float(rate) for leaf, rate in rates})
+            tags.update({rate_tag(leaf, len(self._leaves)): float(rate) for leaf, rate in rates})
         for name, tag in (
             ("global_norm", "global_gradient_norm"),
             ("clipped_norm", "global_clipped_gradient_norm"),
         ):
             if name in notes:
-                tags[_PREFIX + tag] = float(notes[name][0])
+                tags[PREFIX + tag] = float(notes[name][0])
         paths = _unique([v.path for v in self._updated])
         has_gradient = [True] * len(paths)
         if "gradient_norms" in notes:
@@ -222,13 +222,13 @@ class _Observer:
         for i, path in enumerate(paths):
             if "gradients" in notes and has_gradient[i]:
                 gradient = notes["gradients"][i]
-                tags[f"{_PREFIX}gradients/{path}"] = np.where(np.isfinite(gradient), gradient, 0)
+                tags[f"{PREFIX}gradients/{path}"] = np.where(np.isfinite(gradient), gradient, 0)
             if "gradient_norm" in self._names and has_gradient[i]:
-                tags[f"{_PREFIX}gradient_norm/{path}"] = float(notes["gradient_norms"][0][i])
+                tags[f"{PREFIX}gradient_norm/{path}"] = float(notes["gradient_norms"][0][i])
             if "variables" in notes:
-                tags[f"{_PREFIX}variables/{path}"] = notes["variables"][i]
+                tags[f"{PREFIX}variables/{path}"] = notes["variables"][i]
             if "variable_norms" in notes:
-                tags[f"{_PREFIX}variable_norm/{path}"] = float(notes["variable_norms"][0][i])
+                tags[f"{PREFIX}variable_norm/{path}"] = float(notes["variable_norms"][0][i])
             if self._larc is not None and not np.isnan(notes["ratios"][0][i]):
                 tags.update(self._of_larc(i, path, float(notes["ratios"][0][i]), notes["rates"][0]))
         return update, tags
@@ -238,8 +238,8 @@ class _Observer:
         leaf = leaf_of(self._optimizer, self._optimizer._trainable_variables[i])
         rate = float(rates[next(k for k, other in enumerate(self._leaves) if other is leaf)])
         values = [float(ratio < 1), ratio, rate * ratio]
-        kept = zip(_OF_LARC, values) if self._larc.larc_mode == "clip" else zip(_OF_LARC[1:], values[1:])
-        return {f"{_PREFIX}{tag}/{path}": value for tag, value in kept}
+        kept = zip(OF_LARC, values) if self._larc.larc_mode == "clip" else zip(OF_LARC[1:], values[1:])
+        return {f"{PREFIX}{tag}/{path}": value for tag, value in kept}
 
 
 def _note(shape: Sequence[int], dtype: str = "float32") -> Variable:

@@ -10,11 +10,11 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt.backends import framework
-from keras_shardopt.summaries.event_file import _event_writer
-from keras_shardopt.summaries.observer import _Observer
+from keras_shardopt.backends.active import processes
+from keras_shardopt.summaries.event_file import event_writer
+from keras_shardopt.summaries.observer import Observer
 from keras_shardopt.summaries.tags import (
-    _PREFIX,
+    PREFIX,
     checked_summaries,
     dynamic_loss_scale,
     rates,
@@ -61,12 +61,12 @@ class Recorder:
         self._prefix = prefix
         self.every = every
         self._names = names
-        self._observer: _Observer | None = None
+        self._observer: Observer | None = None
         if not looks_inside:
             pass
         elif isinstance(optimizer, OptimizerWrapper):
             if set(names) - {"loss_scale"}:
-                self._observer = _Observer(optimizer, names, every)
+                self._observer = Observer(optimizer, names, every)
         elif summaries is not None and set(names) - {"learning_rate"}:
             raise ValueError(
                 "`summaries` of gradients can be had of the optimizers of this package only. Received: "
@@ -76,8 +76,8 @@ class Recorder:
         self._write: Callable[[dict[str, Any] | None, int], None] | None = None
         if beside is not None:
             self._write = beside._write
-        elif log_dir is not None and not framework.process()[1]:
-            self._write = _event_writer(log_dir)
+        elif log_dir is not None and not processes.process()[1]:
+            self._write = event_writer(log_dir)
         self._last_step = -1
 
     @property
@@ -106,7 +106,7 @@ class Recorder:
             if "learning_rate" in self._names:
                 tags.update(rates(optimizer))
         if "loss_scale" in self._names and (scale := dynamic_loss_scale(optimizer)) is not None:
-            tags[f"{_PREFIX}loss_scale"] = scale
+            tags[f"{PREFIX}loss_scale"] = scale
         return step, tags
 
     def record(self, more: Callable[[], dict[str, float]] = dict) -> bool:

@@ -24,10 +24,10 @@ SUMMARIES = (
 DEFAULT_SUMMARIES = ("learning_rate", "global_gradient_norm", "loss_scale")
 
 
-_PREFIX = "Loss_Optimization/"
+PREFIX = "Loss_Optimization/"
 
 
-_OF_LARC = ("larc_clip_on", "larc_grad_update", "larc_final_lr")
+OF_LARC = ("larc_clip_on", "larc_grad_update", "larc_final_lr")
 
 
 def checked_summaries(summaries: Sequence[str] | None) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def _word(name: Any) -> str:
 def rates(optimizer: Any) -> dict[str, float]:
     """The learning rates of now, by the tags that Keras gives them."""
     found = leaves(optimizer)
-    tags = [_rate_tag(leaf, len(found)) for leaf in found]
+    tags = [rate_tag(leaf, len(found)) for leaf in found]
     return {tag: float(ops.convert_to_numpy(leaf.learning_rate)) for tag, leaf in zip(tags, found)}
 
 
@@ -68,5 +68,6 @@ def dynamic_loss_scale(optimizer: Any) -> float | None:
     return None if scale is None or isinstance(scale, (int, float)) else float(ops.convert_to_numpy(scale))
 
 
-def _rate_tag(leaf: Any, num_leaves: int) -> str:
+def rate_tag(leaf: Any, num_leaves: int) -> str:
+    """The tag of an optimizer's rate, which names it where there are several."""
     return "learning_rate" if num_leaves == 1 else f"learning_rate_{leaf.name}"

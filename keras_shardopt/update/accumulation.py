@@ -14,7 +14,7 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.numerics import dense, dtype_of, is_next_value
 
 _NONE_YET = float("-inf")
@@ -88,11 +88,11 @@ class Accumulators:
         Returns:
             Whether the window is complete: a bool, or a scalar tensor that is equal on all replicas; and the sums.
         """
-        starts, is_complete = framework.count_up(self.counter, self.num_steps, self._ends)
+        starts, is_complete = runtime.count_up(self.counter, self.num_steps, self._ends)
         self.starts, self.is_complete = starts, is_complete
         self._ends = None
         present = {i: grad for i, grad in zip(positions, grads) if grad is not None}
-        if not framework.is_known(starts):
+        if not runtime.is_known(starts):
             self._warn_of_others(positions)
         elif starts:
             self._given, self._present = set(), set()
@@ -101,7 +101,7 @@ class Accumulators:
         self._present.update(present)
         values = [self._addend(i, present.get(i)) for i in range(len(self._sums))]
         is_sum = [not is_next_value(v) for v in self._variables]
-        framework.add_to([v for v, s in zip(self._sums, is_sum) if s], [v for v, s in zip(values, is_sum) if s], starts)
+        runtime.add_to([v for v, s in zip(self._sums, is_sum) if s], [v for v, s in zip(values, is_sum) if s], starts)
         for total, value, summed in zip(self._sums, values, is_sum):
             if not summed:
                 before = ops.convert_to_tensor(total)

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 from keras_shardopt._typing import Variable
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.models import layers_of, models_with, optimizers_of
 from keras_shardopt.wrapping.chain import inside, parts
 from keras_shardopt.wrapping.slots import without_counters
@@ -39,14 +39,14 @@ def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
     """
     names = without_counters([_path(variable) for variable in variables])
     package = sys.modules["keras_shardopt"]  # imports point the other way
-    found = {"Keras": keras.__version__, "keras_shardopt": package.__version__, **framework.versions()}
+    found = {"Keras": keras.__version__, "keras_shardopt": package.__version__, **processes.versions()}
     found["number of trainable variables"] = str(len(variables))
     for i, (variable, name) in enumerate(zip(variables, names)):
         dtype = keras.backend.standardize_dtype(variable.dtype)
         found[f"{_VARIABLE}{i}"] = f"`{name}` of shape {tuple(variable.shape)} in {dtype}"
     paths = dict(zip(map(_path, variables), names))
     # Reading a rate, which is a variable, must not become a part of a traced step.
-    with framework.outside_trace(), warnings.catch_warnings():
+    with runtime.outside_trace(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about functions in configs, which are not to be loaded
         _describe(optimizer, found, paths)
         for setting in ("dtype_policy", "floatx", "image_data_format", "epsilon"):
@@ -68,9 +68,9 @@ def check_agreement(mine: Description) -> None:
         ValueError: on every process, if descriptions differ. It names what does.
     """
     digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
-    if len(set(framework.gather_objects(digest))) == 1:
+    if len(set(processes.gather_objects(digest))) == 1:
         return
-    everyones = framework.gather_objects(mine)
+    everyones = processes.gather_objects(mine)
     things = list(dict.fromkeys(thing for theirs in everyones for thing in theirs))
     differing = [thing for thing in things if len({theirs.get(thing) for theirs in everyones}) > 1]
     if not differing:

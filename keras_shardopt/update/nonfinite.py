@@ -12,7 +12,7 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
-from keras_shardopt.backends import Arrival, ReplicaBackend
+from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
 from keras_shardopt.numerics import is_next_value, is_sparse
 from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
 

@@ -76,7 +76,7 @@ def _arriving(value: Tensor, unit: Any, dtype: str) -> Tensor:
 
 
 def _in_units(value: Tensor, unit: Any) -> Tensor:
-    if _is_one(unit):
+    if is_one(unit):
         return value
     return ops.multiply(value, ops.cast(unit, dtype_of(value)))
 
@@ -100,7 +100,7 @@ def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None
 
 def unscaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale: Any) -> list[Tensor | None]:
     """Gradients of a scaled loss as those of the loss itself. Where it is scaled, half precision becomes float32."""
-    if _is_one(loss_scale):
+    if is_one(loss_scale):
         return list(grads)
     return [
         grad if grad is None or is_next_value(variable) else map_values(lambda v: _unscaled(v, loss_scale), grad)
@@ -110,7 +110,7 @@ def unscaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_sca
 
 def scaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale: Any) -> list[Tensor | None]:
     """The reverse of `unscaled_gradients`; each gradient then has the dtype of its variable."""
-    if _is_one(loss_scale):
+    if is_one(loss_scale):
         return list(grads)
     return [
         grad
@@ -125,5 +125,6 @@ def _unscaled(value: Tensor, loss_scale: Any) -> Tensor:
     return ops.divide(value, ops.cast(loss_scale, dtype_of(value)))
 
 
-def _is_one(factor: Any) -> bool:
+def is_one(factor: Any) -> bool:
+    """Whether a factor is known to be 1."""
     return isinstance(factor, (int, float)) and factor == 1

@@ -14,13 +14,13 @@ from keras_shardopt.numerics import (
     map_values,
 )
 from keras_shardopt.update.replica_transform import (
-    _is_one,
+    is_one,
 )
 
 
 def weighted_gradients(grads: Gradients, variables: Sequence[Variable], weight: Any) -> Gradients:
     """Gradients times the weight with which their replica counts; zeros for a weight of 0, whatever they hold."""
-    if _is_one(weight):
+    if is_one(weight):
         return grads
     return [
         grad if grad is None or is_next_value(variable) else map_values(lambda v: _weighted(v, weight), grad)

@@ -45,7 +45,7 @@ def leaf_of(optimizer: Any, variable: Variable) -> Any:
     found = leaves(optimizer)
     if len(found) == 1:
         return found[0]
-    keys = _keys_on_the_way_in(optimizer, variable)
+    keys = keys_on_the_way_in(optimizer, variable)
     return next(leaf for leaf in found if any(key in leaf._trainable_variables_indices for key in keys))
 
 
@@ -59,7 +59,7 @@ def kind_of(optimizer: Any) -> str:
     return names if len(found) == 1 else f"{type(innermost(optimizer)).__name__}({names})"
 
 
-def _keys_on_the_way_in(optimizer: Any, variable: Variable) -> list[Any]:
+def keys_on_the_way_in(optimizer: Any, variable: Variable) -> list[Any]:
     """The keys of the variable, and of what stands for it further inside."""
     keys = [optimizer._var_key(variable)]
     for wrapper in [optimizer, *inside(optimizer)]:

@@ -29,9 +29,8 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.models import layers_of, models_with, optimizers_of, stand_in
-from keras_shardopt.update.accumulation import Accumulators
 
 
 class Rollback:
@@ -43,9 +42,7 @@ class Rollback:
         add_variable: makes variables for what must be kept within a window where steps are traced.
     """
 
-    def __init__(
-        self, optimizer: Any, accumulators: Accumulators | None, add_variable: Callable[..., Variable] | None
-    ) -> None:
+    def __init__(self, optimizer: Any, accumulators: Any, add_variable: Callable[..., Variable] | None) -> None:
         self.accumulators = accumulators
         """Those of the `CrossShard` that accumulates, or None."""
         self._within_window = False
@@ -59,15 +56,15 @@ class Rollback:
         self._entries: dict[int, _Note] = {}
         self.snapshots: list[Variable] = []
         """The values of `variables` when the window began, where Python does not see each step."""
-        if accumulators is not None and framework.steps_are_traced and add_variable is not None:
+        if accumulators is not None and runtime.steps_are_traced and add_variable is not None:
             self.snapshots = [
                 add_variable(shape=v.shape, initializer="zeros", dtype=v.dtype, name=f"before_window_{i}")
                 for i, v in enumerate(self.variables)
             ]
         for model in models:
-            if framework.updates_are_stateless:
+            if runtime.updates_are_stateless:
                 stand_in(model, "train_step", _stateless_train_step, outermost=True)
-            elif not framework.steps_are_traced:
+            elif not runtime.steps_are_traced:
                 stand_in(model, "train_step", _train_step)
 
     # -- in `apply` ----------------------------------------------------------------------------------------------
@@ -75,13 +72,13 @@ class Rollback:
     def begin(self, optimizer: Any) -> Any:
         """To be called before `optimizer` updates; returns what `settle` takes."""
         note_assignments()
-        return _Stamp(framework.stamp(optimizer._iterations))
+        return _Stamp(runtime.stamp(optimizer._iterations))
 
     def settle(self, optimizer: Any, before: _Stamp) -> None:
         """To be called when `optimizer` has updated, or skipped the update, or added to a window."""
         if optimizer._collects:
             return
-        moved = framework.has_moved(before.value, framework.stamp(optimizer._iterations))
+        moved = runtime.has_moved(before.value, runtime.stamp(optimizer._iterations))
         window = self.accumulators
         if isinstance(moved, bool):
             self._within_window = window is not None and not window.is_complete
@@ -109,7 +106,7 @@ class Rollback:
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
-        framework.update_if(skipped, put_back, [value for _, value in noted], variables)
+        runtime.update_if(skipped, put_back, [value for _, value in noted], variables)
 
     def _noted(self) -> list[tuple[Variable, Tensor]]:
         found = []
@@ -117,9 +114,9 @@ class Rollback:
             note = _notes.of(variable)
             if note is None:
                 continue
-            if framework.is_in_reach(note):
+            if runtime.is_in_reach(note):
                 found.append((variable, note))
-            elif framework.is_further_inside(note):
+            elif runtime.is_further_inside(note):
                 self._warn(f"Received: `{variable.path}`, assigned in a function or loop of its own.")
         return found
 
@@ -158,9 +155,9 @@ class Rollback:
         variables = list(self._assigned.values())
         values = [variable._value for variable in variables]
         if len(self._entries) == len(variables):
-            framework.copied(values, into=[note.value for note in self._entries.values()])
+            runtime.copied(values, into=[note.value for note in self._entries.values()])
         else:
-            copies = framework.copied(values)
+            copies = runtime.copied(values)
             self._entries = {id(v): _notes.made(v, copy) for v, copy in zip(variables, copies)}
         _notes.values.update(self._entries)
 
@@ -254,7 +251,7 @@ def _stateless_train_step(model: Any, real: Callable[..., Any], state: Any, data
 def _train_step(model: Any, real: Callable[..., Any], data: Any) -> Any:
     rollback = _of(model)
     if rollback is not None:
-        framework.uncompiled(rollback._begin_step, bool(model.jit_compile))
+        runtime.uncompiled(rollback._begin_step, bool(model.jit_compile))
     return real(data)
 
 
@@ -285,7 +282,7 @@ class _Notes(threading.local):  # TensorFlow's replicas are threads
                 del self.values[id(variable)]  # whoever sets it now means it
             return
         known = self.of(variable)
-        if known is None or not framework.is_in_reach(known):
+        if known is None or not runtime.is_in_reach(known):
             training = getattr(call, "training", None)  # perhaps a tensor
             if training is not None and training is not False and not in_stateless_scope():
                 self.take(variable)
@@ -298,8 +295,8 @@ class _Notes(threading.local):  # TensorFlow's replicas are threads
     def take(self, variable: Variable) -> None:
         """Notes the value now."""
         # On JAX it may be that of a scope; elsewhere without autocast.
-        now = variable.value if framework.updates_are_stateless else variable._value
-        self.values[id(variable)] = self.made(variable, framework.copied([now])[0])
+        now = variable.value if runtime.updates_are_stateless else variable._value
+        self.values[id(variable)] = self.made(variable, runtime.copied([now])[0])
 
     def made(self, variable: Variable, value: Tensor) -> _Note:
         """A note, which goes when the variable does."""
@@ -313,15 +310,15 @@ _assign_in_keras = keras.Variable.assign
 
 def note_assignments() -> None:
     """From now on what forward passes assign is noted. Doing it twice changes nothing."""
-    if framework.updates_are_stateless:
-        framework.note = _notes.take
+    if runtime.updates_are_stateless:
+        runtime.note = _notes.take
     elif keras.Variable.assign is not _assign:
         keras.Variable.assign = _assign
 
 
-@framework.as_written
+@runtime.as_written
 def _assign(variable: Variable, value: Any) -> Tensor:
     """Stands in for Keras' method."""
-    if not (framework.is_compiling() or variable.trainable):
+    if not (runtime.is_compiling() or variable.trainable):
         _notes.see(variable)
     return _assign_in_keras(variable, value)

@@ -1,4 +1,9 @@
-"""The state of a wrapper and of what is inside it, as files have it."""
+"""The state of a wrapper and of what is inside it, as files have it.
+
+Private names of Keras touched here (a test holds each of them):
+    `H5IOStore._h5_entry_group` - the group of an HDF5 file in which an optimizer's arrays are.
+    `keras.src.saving.keras_saveable.KerasSaveable`, `_obj_type` - what the saver stores in a group of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras.src.saving.keras_saveable import KerasSaveable
 
-_MOST_NAMES = 4
+MOST_NAMES = 4
 
 
 class _Notes(NamedTuple):
@@ -22,7 +27,7 @@ class _Notes(NamedTuple):
     """The class of the innermost optimizer."""
 
 
-class _Named:
+class Named:
     """A store that notes beside arrays what they are, in an HDF5 file, as attributes that others ignore."""
 
     def __init__(self, store: Any, slots: dict[str, str], kind: str | None) -> None:
@@ -40,16 +45,17 @@ class _Named:
                     group[key].attrs[name] = note
 
 
-class _Loaded(dict[str, Any]):
+class Loaded(dict[str, Any]):
     """The arrays of a store, and what the file says about them."""
 
     def __init__(self, store: Any) -> None:
         super().__init__({key: np.array(store[key]) for key in list(store.keys())})
-        self.notes = _notes_in(store)
+        self.notes = notes_in(store)
 
 
-def _notes_in(store: Any) -> _Notes:
-    if isinstance(store, _Loaded):
+def notes_in(store: Any) -> _Notes:
+    """What a store, or what was loaded from one, says about its arrays."""
+    if isinstance(store, Loaded):
         return store.notes
     group = getattr(store, "_h5_entry_group", {})
     attributes = {key: getattr(group[key], "attrs", {}) for key in list(group)}
@@ -58,13 +64,13 @@ def _notes_in(store: Any) -> _Notes:
     return _Notes(slots, kinds[0] if kinds else None)
 
 
-def _comparable(slot: str, comparable: Callable[[Sequence[str]], list[str]]) -> str:
+def comparable_slot(slot: str, comparable: Callable[[Sequence[str]], list[str]]) -> str:
     """The name of a slot and its variable without what may differ in files of the same model."""
     path, _, name = slot.rpartition(" ")
     return f"{comparable([path])[0]} {name}"
 
 
-class _WrapperState(KerasSaveable):
+class WrapperState(KerasSaveable):
     """The variables that the wrappers of a chain keep themselves, as the saver wants them: an object with a group."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -77,6 +83,7 @@ class _WrapperState(KerasSaveable):
         return []  # nothing further inside for the saver
 
     def save_own_variables(self, store: Any) -> None:
+        """Writes them."""
         # Not before it is built, as some variables are made only then; until then all have their start values.
         for i, variable in enumerate(self._optimizer._stored_wrapper_state if self._optimizer.built else []):
             store[str(i)] = self._optimizer._stored_value(variable)
@@ -96,6 +103,6 @@ class _WrapperState(KerasSaveable):
             optimizer._assign_stored(variable, arrays[str(i)])
 
 
-def _was_never_built(store: Any) -> bool:
+def was_never_built(store: Any) -> bool:
     """Whether the arrays are those of an optimizer before it is built: a counter at 0 and a rate."""
     return len(store.keys()) == 2 and not np.any(store["0"]) and all(np.ndim(store[key]) == 0 for key in ("0", "1"))

@@ -13,8 +13,6 @@ Private names of Keras touched here (a test holds each of them):
     `Optimizer._iterations` - the update counter.
     `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
     `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
-    `H5IOStore._h5_entry_group` - the group of an HDF5 file in which an optimizer's arrays are.
-    `keras.src.saving.keras_saveable.KerasSaveable`, `_obj_type` - what the saver stores in a group of its own.
     `keras.src.trainers.trainer`, `keras.src.optimizers.multi_optimizer` - the modules that ask whether an optimizer is
         a `LossScaleOptimizer`.
 """
@@ -34,13 +32,13 @@ from keras.src.utils.tracking import DotNotTrackScope
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.arguments import with_article
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.wrapping.chain import (
     Wrapping,
-    _keys_on_the_way_in,
     get_optimizer,
     innermost,
     inside,
+    keys_on_the_way_in,
     kind_of,
     leaves,
     parts,
@@ -49,13 +47,13 @@ from keras_shardopt.wrapping.chain import (
 from keras_shardopt.wrapping.rollback import Rollback, note_assignments
 from keras_shardopt.wrapping.slots import SlotAccess, without_counters, without_digits, without_numbers
 from keras_shardopt.wrapping.stored_state import (
-    _MOST_NAMES,
-    _comparable,
-    _Loaded,
-    _Named,
-    _notes_in,
-    _was_never_built,
-    _WrapperState,
+    MOST_NAMES,
+    Loaded,
+    Named,
+    WrapperState,
+    comparable_slot,
+    notes_in,
+    was_never_built,
 )
 
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
@@ -166,7 +164,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         self.__dict__["_inner"] = (inner,)
         self.__dict__["_loaded"] = None
         self.__dict__["_loaded_own"] = None
-        self.__dict__["_saved_apart"] = _WrapperState(self)
+        self.__dict__["_saved_apart"] = WrapperState(self)
         self.__dict__["_observer"] = None
         self.__dict__["_rollback"] = None
         self.__dict__["_collects"] = False
@@ -195,7 +193,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
         # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
         variables = self._variables_inside(variables)
-        if framework.updates_are_stateless and _same(variables, self.inner._trainable_variables):
+        if runtime.updates_are_stateless and _same(variables, self.inner._trainable_variables):
             self._update_inner_statelessly(grads)
         else:
             self.inner.apply(grads, variables)
@@ -249,18 +247,18 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         with DotNotTrackScope():  # or the weights of the model would become variables of the optimizer
             self._trainable_variables = variables
             self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
-        framework.place_state(self.variables)
-        framework.take_over_reduction(leaves(self))
+        placement.place_state(self.variables)
+        runtime.take_over_reduction(leaves(self))
         self.built = True
         self._inner_is_built()
         self._build_rollback()
         if self.__dict__["_loaded"] is not None:
             arrays, self.__dict__["_loaded"] = self.__dict__["_loaded"], None
-            with framework.outside_trace():
+            with runtime.outside_trace():
                 self.load_own_variables(arrays)
         if self.__dict__["_loaded_own"] is not None:
             arrays, self.__dict__["_loaded_own"] = self.__dict__["_loaded_own"], None
-            with framework.outside_trace():
+            with runtime.outside_trace():
                 self._saved_apart.load_own_variables(arrays)
 
     def _build_rollback(self) -> None:
@@ -278,11 +276,11 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         # One from further inside may know neither the window nor, where state is divided, the model.
         known = [rollback for rollback in made if rollback.variables and rollback.accumulators is accumulators]
         if not known:
-            with empty_name_scope(), framework.beside(next(iter(self._trainable_variables), None)):
+            with empty_name_scope(), placement.beside(next(iter(self._trainable_variables), None)):
                 known = [Rollback(self, accumulators, getattr(accumulating, "add_variable", None))]
             if accumulators is not None:
                 accumulators.snapshots = known[0].snapshots
-            framework.place_state(known[0].snapshots)
+            placement.place_state(known[0].snapshots)
         self.__dict__["_rollback"] = known[0]
 
     @property
@@ -342,7 +340,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     # -- updating ------------------------------------------------------------------------------------------------
 
-    @framework.as_written
+    @runtime.as_written
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
         grads = list(grads)
@@ -369,9 +367,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         if rollback is None:
             self.update_inner(grads, variables)
             return
-        before = framework.uncompiled(rollback.begin, self)
+        before = runtime.uncompiled(rollback.begin, self)
         self.update_inner(grads, variables)
-        framework.uncompiled(rollback.settle, self, before)
+        runtime.uncompiled(rollback.settle, self, before)
 
     def _update_inner_statelessly(self, grads: Gradients) -> None:
         weights, state = self.inner._trainable_variables, self.inner.variables
@@ -379,14 +377,14 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         for variable, value in zip([*weights, *state], [*new_weights, *new_state]):
             variable.assign(value)
 
-    @framework.as_written
+    @runtime.as_written
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Updates the variables of (gradient, variable) pairs. Returns the update counter."""
         grads, variables = zip(*grads_and_vars)
         self.apply(list(grads), list(variables))
         return self._iterations
 
-    @framework.as_written
+    @runtime.as_written
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `keras.optimizers.Optimizer.scale_loss`."""
         return self.inner.scale_loss(loss)
@@ -418,7 +416,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         yield from super()._slots()
 
     def _slot_keys(self, variable: Variable) -> list[Any]:
-        return _keys_on_the_way_in(self, variable)
+        return keys_on_the_way_in(self, variable)
 
     # -- what callbacks read and write ---------------------------------------------------------------------------
 
@@ -517,9 +515,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def _with_names(self, store: Any) -> Any:
         """The store, so that it also notes what the arrays are that this optimizer writes to it."""
-        if isinstance(store, _Named):
+        if isinstance(store, Named):
             return store
-        return _Named(store, self._slots_in_state(), kind_of(self) if self.built else None)
+        return Named(store, self._slots_in_state(), kind_of(self) if self.built else None)
 
     def _slots_in_state(self) -> dict[str, str]:
         """Under the key of an array in files what it is: the variable in its layer, and the name of the slot."""
@@ -548,13 +546,13 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
             warnings.warn(f"The file holds no optimizer state; that of {self!r} stays as it is.", stacklevel=2)
             return
         if not self.built:
-            arrays = _Loaded(store)
+            arrays = Loaded(store)
             # An optimizer that was never built stores its rate and a counter at 0, and fits at once.
             fresh = len(arrays) == len(self._inner_state) and not np.any(arrays.get("0", 0))
             if not fresh:
                 self.__dict__["_loaded"] = arrays
                 return
-        elif len(self._inner_state) > 2 and _was_never_built(store):
+        elif len(self._inner_state) > 2 and was_never_built(store):
             return  # `load_model` has built this one, and made it with the same rate
         self._check_fits(store, self._inner_state)
         self._check_names(store)
@@ -573,7 +571,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         inner = self.inner
         if isinstance(inner, OptimizerWrapper):
             return inner._stored_value(variable)
-        return framework.stored_value(variable)
+        return placement.stored_value(variable)
 
     def _assign_stored(self, variable: Variable, array: Any) -> None:
         """Takes from what a file has for it what this replica holds."""
@@ -612,22 +610,22 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def _check_names(self, store: Any) -> None:
         """Refuses what names tell apart, where numbers and shapes agree."""
-        notes = _notes_in(store)
+        notes = notes_in(store)
         mine, kind = self._slots_in_state(), kind_of(self)
         # Files from before the class was noted have numbers of their own in names, also in those given by users.
         comparable = without_counters if notes.kind else without_numbers
         keys = [key for key in mine if key in notes.slots]
-        found, wanted = ([_comparable(names[key], comparable) for key in keys] for names in (notes.slots, mine))
+        found, wanted = ([comparable_slot(names[key], comparable) for key in keys] for names in (notes.slots, mine))
         differing = [key for key, one, other in zip(keys, found, wanted) if one != other]
         # A program may count up names itself. The same names in another order are another architecture.
-        counted = [[_comparable(slot, without_digits) for slot in slots] for slots in (found, wanted)]
+        counted = [[comparable_slot(slot, without_digits) for slot in slots] for slots in (found, wanted)]
         if counted[0] == counted[1] and sorted(found) != sorted(wanted):
             differing = []
-        listed = [f"`{notes.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing[:_MOST_NAMES]]
+        listed = [f"`{notes.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing[:MOST_NAMES]]
         if self.built and notes.kind not in (None, kind):
             listed = [f"state of `{notes.kind}` where this optimizer is `{kind}`", *listed]
         if listed:
-            more = f" and {len(differing) - _MOST_NAMES} more" if len(differing) > _MOST_NAMES else ""
+            more = f" and {len(differing) - MOST_NAMES} more" if len(differing) > MOST_NAMES else ""
             raise ValueError(
                 "The stored state must be that of the same variables and the same kind of optimizer. "
                 f"Received: {'; '.join(listed)}{more}. Was it saved with another optimizer, or were layers renamed? "

@@ -11,7 +11,7 @@ from support import every_argument
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.update.trainer_context import Part, part_of_batch
 
 BACKEND = keras.config.backend()
@@ -55,7 +55,7 @@ def applied(row, optimizer, mine, own, rows):
     if row["rows"] == "even":
         optimizer.apply(own, mine)
         return
-    replicas = framework.replicas(row["axis_name"])
+    replicas = runtime.replicas(row["axis_name"])
     whole = ops.convert_to_tensor(every_argument.ROWS_OF_ALL)
     with part_of_batch(Part(rows, whole, replicas, losses_are_divided=row["gradients"][1] == "prescaled")):
         optimizer.apply(own, mine)

@@ -9,7 +9,7 @@ from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.backends import Arrival
+from keras_shardopt.backends.communicator import Arrival
 from keras_shardopt.optimizers import cross_shard
 
 pytestmark = pytest.mark.backends("tensorflow", "jax")

@@ -529,10 +529,10 @@ def test_minimize_under_a_distribution(one_device):
 
 
 def test_the_moves():
-    from keras_shardopt.backends import framework
+    from keras_shardopt.backends.active import runtime
 
     def on_replica():
-        replicas = framework.replicas("batch")
+        replicas = runtime.replicas("batch")
         mine = jax.numpy.arange(4.0) + 10.0 * replicas.replica_id
         found = problem.moves(replicas, mine)
         return {name: value[None] for name, value in found.items()}

@@ -13,7 +13,7 @@ from support import accumulating, launch, problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.optimizers import cross_shard
 from keras_shardopt.update import accumulation
 
@@ -208,13 +208,13 @@ def _not_divided(self, i, total):
     return total
 
 
-real_add_to = framework.add_to
+real_add_to = runtime.add_to
 
 
 @pytest.mark.parametrize("fault", ["not cleared", "not divided"])
 def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
     if fault == "not cleared":
-        monkeypatch.setattr(framework, "add_to", _not_cleared)
+        monkeypatch.setattr(runtime, "add_to", _not_cleared)
     else:
         monkeypatch.setattr(accumulation.Accumulators, "_mean", _not_divided)
     with pytest.raises(AssertionError):

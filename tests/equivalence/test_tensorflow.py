@@ -243,14 +243,14 @@ def test_what_cannot_work_inside_is_refused_with_its_name(strategy, argument):
 
 
 def test_the_moves(strategy):
-    from keras_shardopt.backends import framework
+    from keras_shardopt.backends.active import runtime
 
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
 
     @tf.function
     def moves():
         def on_replica():
-            replicas = framework.replicas("batch")
+            replicas = runtime.replicas("batch")
             mine = tf.range(4.0) + 10.0 * tf.cast(replicas.replica_id, tf.float32)
             return problem.moves(replicas, mine)
 
@@ -299,7 +299,7 @@ def test_clipping_in_units_of_the_loss_that_is_scaled_inside():
 
 
 def test_clipping_where_the_prescaling_is_forgotten_turns_the_check_red(monkeypatch):
-    from keras_shardopt.backends import Arrival
+    from keras_shardopt.backends.communicator import Arrival
     from keras_shardopt.optimizers import cross_shard
 
     real = cross_shard.transformed_gradients

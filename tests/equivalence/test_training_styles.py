@@ -6,7 +6,7 @@ from conftest import BACKEND
 from support import launch, problem, styles
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement
 from keras_shardopt.optimizers import cross_shard
 
 pytestmark = pytest.mark.timeout(400)
@@ -41,8 +41,8 @@ def on_devices(style):
     with ks.data_parallel(NUM_REPLICAS[BACKEND]) as replicas:
         model = styles.trained(style, ks.CrossShard(problem.sgd_momentum()), *problem.data(), problem.BATCH_SIZE)
         variables = [*model.trainable_variables, *model.optimizer.variables]
-        assert framework.fingerprints(variables).shape == (NUM_REPLICAS[BACKEND], len(variables))
-        difference = framework.largest_difference(variables)
+        assert placement.fingerprints(variables).shape == (NUM_REPLICAS[BACKEND], len(variables))
+        difference = placement.largest_difference(variables)
         found = styles.outcome(model)
     replicas.close()
     return difference, found

@@ -14,7 +14,7 @@ from support import flips, in_parts, problem, uneven
 from support.checks import Dropping, refused
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.sharding import sharded_optimizer as divided
 
 warnings.filterwarnings("ignore")
@@ -28,7 +28,7 @@ def compiled(inner=None):
 
 def on_all(value):
     """A list of every process' value."""
-    return framework.gather_objects(value)
+    return processes.gather_objects(value)
 
 
 def divided_state(scope, x, y, mine):
@@ -125,7 +125,7 @@ def main():
     sync.on_train_begin()
     check.check()
     assert np.signbit(np.asarray(model.trainable_variables[0].value).flat[0])
-    refused(lambda: framework.start_equal(model.variables[scope.process_id :], []), ValueError, "same model variables")
+    refused(lambda: placement.start_equal(model.variables[scope.process_id :], []), ValueError, "same model variables")
     logs = {"loss": float(scope.process_id)}
     sync.on_epoch_end(0, logs)
     assert logs == {"loss": 0.5}

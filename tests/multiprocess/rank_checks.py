@@ -22,7 +22,7 @@ from support.checks import check, refused
 from torch.nn.parallel import DistributedDataParallel
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.same_variables import NUM_MARKS
 from keras_shardopt.backends.torch import communicator as torch_distributed
 from keras_shardopt.optimizers import cross_shard
@@ -74,7 +74,7 @@ def facts(scope):
 def seeds_agree(scope):
     from keras.src.utils import rng_utils
 
-    from keras_shardopt.backends.torch.communicator import _agree_on_seed
+    from keras_shardopt.backends.torch.processes import _agree_on_seed
 
     keras.utils.set_random_seed(100 + scope.replica_id)
     _agree_on_seed()
@@ -100,7 +100,7 @@ def every_argument_does_what_the_docstring_says(scope):
                 variable.assign(variable + 1)
         optimizer = every_argument.cross_shard(row)
         optimizer.build(mine)
-        replicas = framework.replicas("batch")
+        replicas = runtime.replicas("batch")
         try:
             with torch.no_grad():
                 errors = every_argument.train(row, replicas, mine, optimizer, scope.replica_id)
@@ -129,10 +129,10 @@ def what_ddp_has_reduced_counts_also_on_a_rank_without_rows(scope):
             keras.ops.mean(keras.ops.square(keras.ops.subtract(owner(x), y))).backward()
             grads = [v.value.grad for v in model.trainable_variables]
             num_rows = 0 if scope.replica_id == 3 else len(x)
-            with part_of_batch(Part(num_rows, len(x) * scope.num_replicas, framework.replicas("batch"))):
+            with part_of_batch(Part(num_rows, len(x) * scope.num_replicas, runtime.replicas("batch"))):
                 optimizer.apply(grads, model.trainable_variables)
         assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
-        assert framework.largest_difference([*model.trainable_variables, *optimizer.inner.variables]) == 0
+        assert placement.largest_difference([*model.trainable_variables, *optimizer.inner.variables]) == 0
         assert all(np.any(a != b) for a, b in zip(model.get_weights(), problem.start_weights()))
 
 
@@ -167,7 +167,7 @@ def all_start_with_what_rank_0_has(scope):
     from keras.src.random.seed_generator import global_seed_generator
 
     state = [*model.variables, *optimizer.variables, global_seed_generator().state]
-    assert framework.largest_difference(state) == 0
+    assert placement.largest_difference(state) == 0
     if scope.is_chief:
         # Only rank 0's gradients are of the weights that all have now.
         for variable, start, speed in zip(model.trainable_variables, first, velocity):
@@ -230,7 +230,7 @@ def an_overflow_on_any_rank_is_skipped_on_all(scope):
             model.compile(wrap(problem.sgd_momentum()), "mse")
             model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
             optimizer = model.optimizer
-            assert framework.largest_difference([*model.variables, *optimizer.variables]) == 0
+            assert placement.largest_difference([*model.variables, *optimizer.variables]) == 0
             assert (float(optimizer.loss_scale), int(optimizer.skipped_steps)) == (32.0, 1), (way, bad)
             assert int(optimizer.iterations) == 3
             if way == "masters":
@@ -255,7 +255,7 @@ def an_overflow_on_any_rank_is_skipped_on_all(scope):
 @check
 def all_enter_and_the_chief_saves(scope):
     mine = pathlib.Path(tempfile.mkdtemp())
-    folder = framework.gather_objects(mine)[0]
+    folder = processes.gather_objects(mine)[0]
     x, y = my_rows(scope, num_steps=2)
     model = problem.model()
     model.compile(ks.CrossShard(in_parts.InParts(keras.optimizers.Adam(0.01))), "mse")
@@ -363,7 +363,7 @@ def a_ddp_that_fit_does_not_call_reduces_nothing(scope):
 
 @check
 def buckets_and_dtypes(scope):
-    replicas = framework.replicas("batch")
+    replicas = runtime.replicas("batch")
     sizes = [3, 400, 5, 1000, 2, 7]
     dtypes = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float16, torch.bfloat16]
     tensors = [torch.full((n, 1), float(scope.replica_id + 1), dtype=d) for n, d in zip(sizes, dtypes)]
@@ -383,7 +383,7 @@ def buckets_and_dtypes(scope):
 
 @check
 def moves(scope):
-    replicas = framework.replicas("batch")
+    replicas = runtime.replicas("batch")
     mine = torch.arange(4.0) + 10.0 * scope.replica_id
     found = problem.moves(replicas, mine)
     everyones = {}
@@ -404,7 +404,7 @@ def groups_drift_apart_and_are_made_once(scope):
         made.append(list(ranks))
         return real(ranks, *args, **kwargs)
 
-    framework.replicas("batch").forget_groups()
+    runtime.replicas("batch").forget_groups()
     dist.new_group = counting
     x, y = (problem.rows_of_replica(a, scope.replica_id, scope.num_replicas) for a in problem.data())
     for clipnorm in (None, problem.CLIPNORM):
@@ -554,20 +554,20 @@ def ranks_draw_other_numbers_from_equal_seeds(scope):
                 assert all((a == b).all() for a, b in zip(mine, again)), "not reproducible"
             if scope.is_chief:  # what one process draws
                 assert all((a == b).all() for a, b in zip(mine, alone))
-            everyones = framework.gather_objects(mine)
+            everyones = processes.gather_objects(mine)
             for number, drawn in enumerate(zip(*everyones)):
                 for i, some in enumerate(drawn):
                     assert not any((some == other).all() for other in drawn[:i]), (layer, way, number, i)
-            assert framework.largest_difference(model.variables) == 0  # seeds too: what files hold
+            assert placement.largest_difference(model.variables) == 0  # seeds too: what files hold
             # Weights of what is built later, and seeds that are numbers.
             later = keras.layers.Dense(4)
             later.build((None, 9))
             values = keras.Variable(keras.random.normal((4,), seed=7))
-            assert framework.largest_difference([later.kernel, values]) == 0
+            assert placement.largest_difference([later.kernel, values]) == 0
             # Orders that are drawn between steps: all ranks must divide the same.
             orders = [keras.random.shuffle(np.arange(20), seed=seed) for seed in (keras.random.SeedGenerator(5), None)]
             orders = [keras.ops.convert_to_numpy(order).tolist() for order in orders]
-            everyones = framework.gather_objects([*orders, epochs_of(ShufflingWithASeed())])
+            everyones = processes.gather_objects([*orders, epochs_of(ShufflingWithASeed())])
             assert all(each == everyones[0] for each in everyones), everyones
 
 
@@ -592,7 +592,7 @@ def epochs_of(dataset):
     seen = []
     for _ in range(2):
         mine = [part[i] for i in range(len(part))]
-        seen.append(sorted(row for rows in framework.gather_objects(mine) for batch in rows for row in batch))
+        seen.append(sorted(row for rows in processes.gather_objects(mine) for batch in rows for row in batch))
         part.on_epoch_end()
     assert seen == [list(range(12))] * 2, seen
     return seen
@@ -783,12 +783,12 @@ def sync_replicas_starts_all_with_what_rank_0_has(scope):
     first = [v.numpy().copy() for v in state]
     callback = ks.callbacks.SyncReplicas()
     callback.set_model(model)
-    real, framework.start_equal = framework.start_equal, lambda *_: None
+    real, placement.start_equal = placement.start_equal, lambda *_: None
     callback.on_train_begin()
-    framework.start_equal = real
-    assert framework.largest_difference(state) >= 1  # so the check below can fail
+    placement.start_equal = real
+    assert placement.largest_difference(state) >= 1  # so the check below can fail
     callback.on_train_begin()
-    assert framework.largest_difference(state) == 0
+    assert placement.largest_difference(state) == 0
     if scope.is_chief:
         assert all((v.numpy() == before).all() for v, before in zip(state, first))
 
@@ -843,13 +843,13 @@ def elements_that_changed_places_are_found(scope):
 def fingerprints_of_large_tensors_count_every_chunk(scope):
     large = keras.Variable(np.zeros(3 * torch_distributed._CHUNK + 17, "float32"))
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-    seen = {framework.fingerprints([large]).tobytes()}
+    seen = {placement.fingerprints([large]).tobytes()}
     places = [0, torch_distributed._CHUNK - 1, torch_distributed._CHUNK, 2 * torch_distributed._CHUNK + 5, -1]
     for place in places:
         values = np.zeros(tuple(large.shape), "float32")
         values[place] = 1
         large.assign(values)
-        rows = framework.fingerprints([large])
+        rows = placement.fingerprints([large])
         assert (rows == rows[0]).all()
         seen.add(rows.tobytes())
     assert len(seen) == len(places) + 1
@@ -860,7 +860,7 @@ def fingerprints_of_large_tensors_count_every_chunk(scope):
 def other_numbers_of_variables_are_refused_on_every_rank(scope):
     variables = problem.model().trainable_variables
     mine = variables[: 3 if scope.replica_id == 1 else 4]
-    refused(lambda: framework.fingerprints(mine), ValueError, "by rank, [4, 3, 4, 4]")
+    refused(lambda: placement.fingerprints(mine), ValueError, "by rank, [4, 3, 4, 4]")
 
 
 @check

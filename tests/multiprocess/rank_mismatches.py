@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.torch import process_group as torch_group
 
 warnings.filterwarnings("ignore")
@@ -221,7 +221,7 @@ def main():
             assert words in message, f"{name}: {message}"
             assert f"on process {odd}" in message, f"{name}, {odd}: {message}"
             assert unchanged, name
-            assert len(set(framework.gather_objects(message))) == 1
+            assert len(set(processes.gather_objects(message))) == 1
             passed.append(name)
 
         # Right programs: other counters, other names of optimizers, functions that have no name.

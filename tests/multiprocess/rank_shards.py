@@ -19,7 +19,7 @@ from support import checks, gan, problem
 from support.checks import Dropping, check, refused
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.torch import communicator as torch_distributed
 from keras_shardopt.backends.torch import process_group as torch_group
 from keras_shardopt.optimizers import gradient_clipping
@@ -97,7 +97,7 @@ def assert_equal(scope, optimizer, mine, inner, alone, tolerance=0.0):
     for variable, reference in zip(mine, alone):
         a, b = keras.ops.convert_to_numpy(variable), keras.ops.convert_to_numpy(reference)
         assert np.abs(a - b).max() <= tolerance * max(1.0, np.abs(b).max()), (variable.path, np.abs(a - b).max())
-    assert framework.largest_difference(mine) == 0
+    assert placement.largest_difference(mine) == 0
     found, expected = saved(optimizer), saved(inner)
     assert list(found) == list(expected)
     for key, array in expected.items():
@@ -330,7 +330,7 @@ def an_overflow_on_one_rank_is_skipped_on_all(scope):
             optimizer.apply(grads, weights)
         assert int(optimizer.skipped_steps) == 1
         assert all((w.numpy() == b).all() for w, b in zip(weights, before))
-        assert all(each == 1 for each in framework.gather_objects(int(optimizer.iterations)))
+        assert all(each == 1 for each in processes.gather_objects(int(optimizer.iterations)))
         if arguments:
             assert optimizer.last_nonfinite == (scope.num_replicas - 1, "out/kernel"), optimizer.last_nonfinite
         else:
@@ -503,7 +503,7 @@ def a_rank_that_saves_alone_and_leaves_tells_the_others(scope):
         torch_group.close_group()  # as when the program ends
     else:
         words = "Before that: All ranks must save together. Received: no call on rank"
-        refused(lambda: framework.largest_difference(optimizer._trainable_variables), RuntimeError, words)
+        refused(lambda: placement.largest_difference(optimizer._trainable_variables), RuntimeError, words)
     assert time.monotonic() - start < 20
     torch_group.open_group("gloo", rank, size, None)
 
@@ -523,7 +523,7 @@ def the_checks_can_fail(scope):
         optimizer.exclude_from_weight_decay(var_list=weights[:2])
 
     for where, name, nothing, make, prepare in (
-        (framework, "assign_slices", lambda variable, slices: None, momentum, None),
+        (placement, "assign_slices", lambda variable, slices: None, momentum, None),
         (gradient_clipping, "norm_over_replicas", lambda norm: norm, clipped, None),
         (sharding.Shards, "_keep_exclusions", lambda self, optimizer: None, decaying, excluded),
     ):
@@ -532,7 +532,7 @@ def the_checks_can_fail(scope):
         _, mine, _, alone = both(scope, make, prepare=prepare)
         setattr(where, name, real)
         difference = max(float(np.abs(a.numpy() - b.numpy()).max()) for a, b in zip(mine, alone))
-        assert max(framework.gather_objects(difference)) > 1e-4, name
+        assert max(processes.gather_objects(difference)) > 1e-4, name
 
 
 @check

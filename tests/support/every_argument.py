@@ -15,7 +15,7 @@ from keras import ops
 from support import pairwise, reference_cross_shard
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement
 from keras_shardopt.update.trainer_context import Part, part_of_batch
 
 NUM_REPLICAS = 4
@@ -353,7 +353,7 @@ def check(row, replica_id, weights, optimizer, errors=None):
             tolerance += steps * 2.0**-11 * _largest(wanted)
         message = f"variable {i} of replica {replica_id}"
         np.testing.assert_allclose(found.astype("float64"), wanted, rtol=0, atol=tolerance, err_msg=message)
-    iterations, skipped_steps = (int(framework.copies(v)[0]) for v in (optimizer.iterations, optimizer.skipped_steps))
+    iterations, skipped_steps = (int(placement.copies(v)[0]) for v in (optimizer.iterations, optimizer.skipped_steps))
     assert iterations == reference.iterations, (iterations, reference.iterations)
     counts = row["on_nonfinite"] != "ignore" or _inner_skips(row) == "together"
     assert skipped_steps == (reference.skipped_steps if counts else 0), (skipped_steps, reference.skipped_steps)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from support.patience import patient
 
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
 
 _REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max}
@@ -81,7 +81,7 @@ class FakeWorld:
 
     def hold(self, monkeypatch):
         """Makes every optimizer that runs inside `run` see these replicas."""
-        monkeypatch.setattr(framework, "replicas", lambda axis_name: self._running.replicas)
+        monkeypatch.setattr(runtime, "replicas", lambda axis_name: self._running.replicas)
         return self
 
     def run(self, function):

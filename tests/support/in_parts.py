@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from support.patience import patient
 
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import processes
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -30,7 +30,7 @@ class InParts(OptimizerWrapper):
         for i, variable in enumerate(self._inner_state):
             mine = np.array(keras.ops.convert_to_numpy(variable))
             # One exchange for each, which all processes must enter.
-            everyones = framework.gather_objects(mine)
+            everyones = processes.gather_objects(mine)
             if id(variable) in here:
                 for process, theirs in enumerate(everyones):
                     mine.reshape(-1)[process :: len(everyones)] = theirs.reshape(-1)[process :: len(everyones)]
@@ -45,7 +45,7 @@ class InParts(OptimizerWrapper):
         return [v for v in self._inner_state if len(v.shape)]
 
     def _part(self, array):
-        num_processes, process_id = framework.process()
+        num_processes, process_id = processes.process()
         part = np.full_like(array, np.nan)
         part.reshape(-1)[process_id::num_processes] = array.reshape(-1)[process_id::num_processes]
         return part
@@ -60,8 +60,8 @@ class Processes:
         self._barrier = threading.Barrier(number, timeout=patient(patience))
         self._said = [None] * number
         self.num_exchanges = 0
-        monkeypatch.setattr(framework, "process", lambda: (number, getattr(self._here, "rank", 0)))
-        monkeypatch.setattr(framework, "gather_objects", self._gather)
+        monkeypatch.setattr(processes, "process", lambda: (number, getattr(self._here, "rank", 0)))
+        monkeypatch.setattr(processes, "gather_objects", self._gather)
 
     def _gather(self, value):
         rank = self._here.rank

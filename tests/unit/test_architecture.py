@@ -1,4 +1,4 @@
-"""The layout holds: who may import a framework, who may ask for the backend, which way imports point."""
+"""The layout holds: who may import a framework, who may ask for the backend, and imports go round in no circle."""
 
 import ast
 import pathlib
@@ -13,56 +13,25 @@ MODULES = {
     for file in PACKAGE.rglob("*.py")
 }
 FRAMEWORKS = {"tensorflow", "jax", "jaxlib", "torch", "flax", "optax"}
-MAY_IMPORT_A_FRAMEWORK = {
-    "keras_shardopt.backends.tensorflow.communicator": {"tensorflow"},
-    "keras_shardopt.backends.jax.communicator": {"jax"},
-    "keras_shardopt.backends.torch.communicator": {"torch"},
-    "keras_shardopt.fit.tensorflow": {"tensorflow"},
-    "keras_shardopt.backends.tensorflow.losses": {"tensorflow"},
-    "keras_shardopt.steps.tensorflow": {"tensorflow"},
-    "keras_shardopt.backends.tensorflow.random_numbers": {"tensorflow"},
-    "keras_shardopt.steps.jax": {"jax"},
-    "keras_shardopt.fit.jax": {"jax"},
-    "keras_shardopt.fit.torch": {"torch"},
-    "keras_shardopt.backends.torch.fused": {"torch"},
-    "keras_shardopt.backends.torch.overlap": {"torch"},
-    "keras_shardopt.backends.torch.process_group": {"torch"},
-    "keras_shardopt.backends.torch.random_numbers": {"torch"},
-}
-# From the top down. A module imports from its own layer or below.
-LAYERS = [
-    {"keras_shardopt"},
-    {
-        "keras_shardopt.checkpoint.backup",
-        "keras_shardopt.data.dispatch",
-        "keras_shardopt.steps.optimize_loss",
-        "keras_shardopt.callbacks.replicas",
-        "keras_shardopt.fit.scope",
-    },
-    {"keras_shardopt.summaries.recorder", "keras_shardopt.checkpoint.saving"},
-    {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
-    {
-        "keras_shardopt.wrapping.wrapper",
-        "keras_shardopt.update.nonfinite",
-        "keras_shardopt.update.agreement",
-        "keras_shardopt.sharding.separability",
-        "keras_shardopt.sharding.slices",
-        "keras_shardopt.sharding.even_slices",
-        "keras_shardopt.sharding.sharded_optimizer",
-        "keras_shardopt.optimizers.two_phases",
-    },
-    {"keras_shardopt.wrapping.rollback"},
-    {"keras_shardopt.update.all_reduce", "keras_shardopt.update.accumulation"},
-    {"keras_shardopt.backends"},
-    {
-        "keras_shardopt.backends.communicator",
-        "keras_shardopt.sharding.partition",
-        "keras_shardopt.numerics",
-        "keras_shardopt.wrapping.slots",
-        "keras_shardopt.models",
-        "keras_shardopt.fit.losses",
-    },
-    {"keras_shardopt._typing", "keras_shardopt.arguments", "keras_shardopt.checkpoint.atomic_file"},
+# From the top down. A room imports from itself and from those below.
+ROOMS = [
+    "keras_shardopt",
+    "callbacks",
+    "steps",
+    "fit",
+    "checkpoint",
+    "summaries",
+    "optimizers",
+    "schedules",
+    "sharding",
+    "update",
+    "wrapping",
+    "data",
+    "backends",
+    "models",
+    "numerics",
+    "arguments",
+    "_typing",
 ]
 
 each_module = pytest.mark.parametrize("name", MODULES)
@@ -84,6 +53,11 @@ def frameworks_of(source):
     return {module.split(".")[0] for module, _ in imports(source)} & FRAMEWORKS
 
 
+def may_import(name):
+    """A file or folder named after a framework may import that one."""
+    return {"jax", "jaxlib"} if "jax" in name.split(".") else FRAMEWORKS & set(name.split("."))
+
+
 def asks_for_the_backend(source):
     return any(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backend"
@@ -91,40 +65,50 @@ def asks_for_the_backend(source):
     ) or any(name == "backend" and module.startswith("keras") for module, name in imports(source))
 
 
-def layer(module):
-    while module:
-        for height, names in enumerate(LAYERS):
-            if module in names:
-                return height
-        module = module.rpartition(".")[0]
-    raise AssertionError("unreachable")
+def modules_imported(source):
+    """The modules of the package that a source text imports."""
+    return {f"{m}.{n}" if f"{m}.{n}" in MODULES else m for m, n in imports(source) if m.startswith("keras_shardopt")}
 
 
-def wrong_way(name, source):
-    """The modules of the package that `name` imports although they are above it."""
-    targets = set()
-    for module, taken in imports(source):
-        full = f"{module}.{taken}"
-        targets.add(full if full in MODULES else module)
-    return {target for target in targets if target.startswith("keras_shardopt") and layer(target) < layer(name)}
+def circles(graph):
+    """The modules on circles of a graph `{module: those that it imports}`."""
+    left = {name: set(targets) & set(graph) for name, targets in graph.items()}
+    while loose := {name for name, targets in left.items() if not targets}:
+        left = {name: targets - loose for name, targets in left.items() if name not in loose}
+    return sorted(left)
+
+
+def room(module):
+    return (module.split(".") + ["keras_shardopt"])[1] if module != "keras_shardopt" else module
+
+
+def upwards(name, source):
+    """The modules that `name` imports although their rooms are above its own."""
+    return {m for m in modules_imported(source) if ROOMS.index(room(m)) < ROOMS.index(room(name))}
 
 
 @each_module
 @pytest.mark.neutral
-def test_only_the_three_backend_files_import_a_framework(name):
-    assert frameworks_of(MODULES[name].read_text()) <= MAY_IMPORT_A_FRAMEWORK.get(name, set())
+def test_only_what_is_named_after_a_framework_imports_it(name):
+    assert frameworks_of(MODULES[name].read_text()) <= may_import(name)
 
 
 @each_module
 @pytest.mark.neutral
-def test_only_replica_asks_which_backend_runs(name):
+def test_only_backends_asks_which_backend_runs(name):
     assert asks_for_the_backend(MODULES[name].read_text()) == (name == "keras_shardopt.backends")
 
 
+@pytest.mark.neutral
+def test_no_imports_go_in_a_circle():
+    graph = {name: modules_imported(file.read_text()) - {name} for name, file in MODULES.items()}
+    assert not circles(graph)
+
+
 @each_module
 @pytest.mark.neutral
-def test_imports_point_one_way(name):
-    assert not wrong_way(name, MODULES[name].read_text())
+def test_rooms_import_from_rooms_below(name):
+    assert not upwards(name, MODULES[name].read_text())
 
 
 @each_module
@@ -136,11 +120,14 @@ def test_no_module_is_named_after_nothing(name):
 @pytest.mark.neutral
 def test_the_checks_can_fail():
     assert frameworks_of("def f():\n    import torch.nn") == {"torch"}
+    assert not may_import("keras_shardopt.update.all_reduce")
+    assert may_import("keras_shardopt.fit.torch") == may_import("keras_shardopt.backends.torch.ddp") == {"torch"}
     assert asks_for_the_backend("import keras\nkeras.config.backend()")
     assert asks_for_the_backend("from keras import backend")
-    assert wrong_way("keras_shardopt.update.all_reduce", "from keras_shardopt.optimizers import CrossShard")
-    assert wrong_way("keras_shardopt.backends.communicator", "from keras_shardopt import replica")
-    assert not wrong_way("keras_shardopt.fit.scope", "from keras_shardopt.backends import framework")
+    assert upwards("keras_shardopt.update.all_reduce", "from keras_shardopt.optimizers import CrossShard")
+    assert upwards("keras_shardopt.backends.runtime", "from keras_shardopt import fit")
+    assert not upwards("keras_shardopt.fit.scope", "from keras_shardopt.backends.active import runtime")
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
 @pytest.mark.exhaustive("jax", "tensorflow")

@@ -9,7 +9,7 @@ from support import problem
 from support.fake_replicas import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.backends import Arrival
+from keras_shardopt.backends.communicator import Arrival
 
 
 def batches(num_steps=4):

@@ -10,7 +10,7 @@ from conftest import BACKEND
 from support import launch, problem, suites
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import processes
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
@@ -361,8 +361,8 @@ def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
 
 
 def test_a_scope_inside_another_that_has_seen_the_same_optimizers_ends_by_itself():
-    with framework.watch() as outer:
-        with framework.watch() as inner:
+    with processes.watch() as outer:
+        with processes.watch() as inner:
             first = ks.CrossShard("sgd")
         second = ks.CrossShard("sgd")
     assert list(inner) == [first]

@@ -12,7 +12,7 @@ from support import pages
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import processes
 from keras_shardopt.fit import scope as parallel
 
 BACKEND = keras.config.backend()
@@ -63,13 +63,13 @@ def run(block, names):
 @pytest.fixture
 def scopes(monkeypatch):
     """Two replicas where a page leaves the number open, which compiles faster than many; and none in the end."""
-    real = framework.world
+    real = processes.world
 
     def world(requested, timeout):
-        is_open = BACKEND == "torch" or framework.num_replicas_of_steps() > 1  # and then says how many
+        is_open = BACKEND == "torch" or processes.num_replicas_of_steps() > 1  # and then says how many
         return real(requested if is_open else requested or 2, timeout)
 
-    monkeypatch.setattr(framework, "world", world)
+    monkeypatch.setattr(processes, "world", world)
     yield
     if parallel._lingering is not None:
         parallel._lingering.close()

@@ -10,7 +10,7 @@ from support import every_argument, pairwise
 from support.fake_replicas import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Arrival
 
 # Updates in threads are not traced, as JAX would have it.
@@ -40,12 +40,12 @@ def world_of(monkeypatch):
             asked.append(axis_name)
             return world._running.replicas
 
-        monkeypatch.setattr(framework, "replicas", replicas)
-        monkeypatch.setattr(framework, "divides_state", row["program"] == "several")
-        monkeypatch.setattr(framework, "num_copies", lambda variables: world.num_replicas)
-        monkeypatch.setattr(framework, "copies", lambda v: [np.array(v)] * world.num_replicas)
+        monkeypatch.setattr(runtime, "replicas", replicas)
+        monkeypatch.setattr(placement, "divides_state", row["program"] == "several")
+        monkeypatch.setattr(placement, "num_copies", lambda variables: world.num_replicas)
+        monkeypatch.setattr(placement, "copies", lambda v: [np.array(v)] * world.num_replicas)
         monkeypatch.setattr(
-            framework, "assign_each", lambda v, arrays: v.assign(arrays[world._running.replicas.replica_id])
+            placement, "assign_each", lambda v, arrays: v.assign(arrays[world._running.replicas.replica_id])
         )
         return world
 

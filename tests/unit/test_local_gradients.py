@@ -8,7 +8,7 @@ from support import problem
 from support.fake_replicas import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.backends import Arrival
+from keras_shardopt.backends.communicator import Arrival
 from keras_shardopt.optimizers import cross_shard
 
 SHAPES = [(3, 2), (5,), ()]
@@ -211,7 +211,7 @@ def test_inside_another_cross_shard_it_is_refused(argument):
 
 def test_gradients_pass_where_the_reduction_is_claimed():
     """As in a training step that has called `_reduce_gradients` itself."""
-    from keras_shardopt.backends import claim_reduction
+    from keras_shardopt.backends.gradient_scope import claim_reduction
 
     weight = keras.Variable([0.0, 0.0])
     optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), replica_clipnorm=1.0)

@@ -14,7 +14,7 @@ from support.fake_replicas import FakeWorld
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.backends import Arrival
+from keras_shardopt.backends.communicator import Arrival
 
 NUM_UPDATES = 3
 LOSS_SCALE = 8.0

@@ -310,7 +310,7 @@ def test_each_model_runs_the_constructor_and_compile_of_the_trainer(monkeypatch)
 def test_keras_trainer_calls_reduce_from_its_module():
     from keras.src.backend.tensorflow import trainer
 
-    from keras_shardopt.backends.tensorflow.communicator import _KERAS_TRAINER
+    from keras_shardopt.backends.tensorflow.processes import _KERAS_TRAINER
 
     assert trainer.__name__ == _KERAS_TRAINER
     assert "strategy.reduce(" in inspect.getsource(keras.Model._maybe_symbolic_build)
@@ -321,7 +321,7 @@ def test_keras_trainer_calls_reduce_from_its_module():
 def test_keras_predicts_in_its_trainer_module():
     from keras.src.backend.jax import trainer
 
-    from keras_shardopt.backends.jax.communicator import _KERAS_TRAINER
+    from keras_shardopt.backends.jax.processes import _KERAS_TRAINER
 
     assert trainer.__name__ == _KERAS_TRAINER
     assert inspect.unwrap(keras.Model.predict).__globals__ is vars(trainer)

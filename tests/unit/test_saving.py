@@ -377,11 +377,11 @@ def test_a_checkpoint_that_fails_ends_training_everywhere(tmp_path, monkeypatch)
 
 
 def test_a_process_that_reaches_nobody_leaves_writing_to_the_chief(tmp_path, monkeypatch):
-    from keras_shardopt.backends import framework
+    from keras_shardopt.backends.active import processes
 
     for rank in (1, 0):
-        monkeypatch.setattr(framework, "process", lambda: (2, rank))  # noqa: B023
-        monkeypatch.setattr(framework, "gather_objects", lambda value: [value])
+        monkeypatch.setattr(processes, "process", lambda: (2, rank))  # noqa: B023
+        monkeypatch.setattr(processes, "gather_objects", lambda value: [value])
         ks.save_model(trained(), tmp_path / "model.keras")
         checkpoints(ks.callbacks.ModelCheckpoint(tmp_path / "best.keras", "loss"), trained())
         assert sorted(os.listdir(tmp_path)) == ([] if rank else ["best.keras", "model.keras"])
@@ -397,10 +397,10 @@ def test_backups_of_state_in_parts(tmp_path, monkeypatch):
         backup.set_model(models[rank])
         backup.on_train_begin() if restore else backup.on_epoch_end(0)
 
-    from keras_shardopt.backends import framework
+    from keras_shardopt.backends.active import placement, processes
 
     # Threads share the random numbers and have no collectives of a framework.
-    monkeypatch.setattr(framework, "start_equal", lambda variables, optimizer_variables: None)
+    monkeypatch.setattr(placement, "start_equal", lambda variables, optimizer_variables: None)
     assert processes.run(lambda rank: work(rank, False)) == [None] * 3
     assert os.listdir(tmp_path) == ["backup.npz"]
     for model in models:

@@ -7,7 +7,7 @@ from support.fake_replicas import FakeWorld
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.backends import framework
+from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.communicator import Arrival
 
 SHAPES = [(7, 5), (5,), (5, 3), ()]
@@ -27,7 +27,7 @@ def grads(replica, step):
 @pytest.fixture(params=[2, 3, 8] if keras.config.backend() == "torch" else [2, 3])
 def world(request, monkeypatch):
     made = FakeWorld(request.param, runs_one_program=False).hold(monkeypatch)
-    monkeypatch.setattr(framework, "divides_state", True)
+    monkeypatch.setattr(placement, "divides_state", True)
     return made
 
 

@@ -1,0 +1,155 @@
+"""Where variables live, and how replicas' copies and parts of them are read and set."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_shardopt._typing import Tensor, Variable
+
+
+class Placement:
+    """Where variables live, and how copies and parts of them are read and set. The defaults know one replica."""
+
+    def check_loaded(self, variables: Sequence[Variable]) -> None:
+        """Warns where an optimizer that was loaded from a file trains these weights on fewer replicas than it looks."""
+        del variables
+
+    def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
+        """Raises ValueError if updates of these variables by these innermost optimizers would go wrong.
+
+        Called before each update, or before each trace of one.
+        """
+        del variables, optimizers
+
+    def check_scope(self, variables: Sequence[Variable], num_replicas: int, optimizer: Any) -> None:
+        """Called before an optimizer is built that was made in a scope of so many replicas.
+
+        Raises:
+            ValueError: if these trainable variables, or the optimizer, were made where there are fewer.
+        """
+        del variables, num_replicas, optimizer
+
+    def beside(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        """A scope in which new variables are made where this one is."""
+        del variable
+        return contextlib.nullcontext()
+
+    def place_state(self, variables: Sequence[Variable]) -> None:
+        """Puts freshly built optimizer variables where the replicas of this program expect them."""
+        del variables
+
+    divides_state: bool = False
+    """Whether each replica can have state of another shape, for a part of the variables."""
+
+    lays_out_state: bool = False
+    """Whether state is divided by a layout over the devices of one program, and optimizers need not know."""
+
+    def num_copies(self, variables: Sequence[Variable]) -> int:
+        """How many replicas of this program have a copy of their own of these variables, which copies may differ.
+
+        Raises:
+            ValueError: if they have copies that cannot differ here.
+        """
+        del variables
+        return 1
+
+    def copies(self, variable: Variable) -> list[np.ndarray]:
+        """The values of the replicas' copies of a variable, outside of the replicas' program."""
+        return [ops.convert_to_numpy(variable)]
+
+    def assign_each(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        """Gives each replica's copy of a variable a value of its own, outside of the replicas' program."""
+        (array,) = arrays
+        variable.assign(array)
+
+    def without_replicas(self, function: Callable[[], Any]) -> Any:
+        """Calls `function()` as in a program that has no replicas."""
+        return function()
+
+    def lay_out(self, variables: Sequence[Variable]) -> None:
+        """Divides these variables among the replicas, as far as their shapes allow."""
+        del variables
+
+    def check_can_lay_out(self, variables: Sequence[Variable]) -> None:
+        """Raises ValueError where these weights are on several devices, but `lay_out` would not know them."""
+        del variables
+
+    def bytes_by_replica(self, variable: Variable) -> list[int]:
+        """How many bytes of a variable each replica of this program holds."""
+        return [ops.convert_to_numpy(variable).nbytes]
+
+    def stored_value(self, variable: Variable) -> np.ndarray:
+        """All of a variable as an array. All processes call it together where its parts lie in several."""
+        return ops.convert_to_numpy(variable)
+
+    def follow_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
+        """Gives a stand-in for a slice of a flattened variable the values that the variable has now."""
+        stand_in.assign(ops.reshape(ops.reshape(ops.convert_to_tensor(variable), (-1,))[start:stop], stand_in.shape))
+
+    def assign_slices(self, variable: Variable, slices: Sequence[Tensor]) -> None:
+        """Assigns flat slices that, joined, are the whole variable."""
+        variable.assign(ops.reshape(ops.concatenate(list(slices)), variable.shape))
+
+    def stack(self, variables: Sequence[Variable]) -> str | None:
+        """Gives variables a first dimension with one entry per replica, where one program keeps those of all.
+
+        Returns:
+            The name of the axis of replicas; None where there is one replica only.
+        """
+        del variables
+        return None
+
+    def largest_difference(self, variables: Sequence[Variable]) -> float:
+        """The largest absolute difference between any two replicas' copies of these variables."""
+        del variables
+        return 0.0
+
+    def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
+        """A number for each replica's copy of each variable, made of all its bits and their places.
+
+        Copies that differ in a single bit always differ in it. Copies that differ otherwise, also by elements that
+        changed places, agree in it once in about 2**32 times. A NaN is bits like any other. All processes must call
+        it together, and it returns the same on all of them.
+
+        Returns:
+            An array of unsigned integers, of shape `[num_replicas, num_variables]`. A variable of which there are no
+            copies, because each replica holds another part of it, has the number 0 on all of them.
+
+        Raises:
+            ValueError: on every process, if they do not have equally many variables.
+        """
+        return np.zeros((1, len(variables)), "uint64")
+
+    def alone(self, function: Callable[[], Any]) -> Any:
+        """Calls `function()` so that it can make variables of its own while other processes do something else."""
+        return function()
+
+    def together(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        """A scope for what all processes with this variable do together, also inside `alone`."""
+        del variable
+        return contextlib.nullcontext()
+
+    def reads_together(self, variables: Sequence[Variable]) -> bool:
+        """Whether all processes must be there when the values of these variables are read."""
+        del variables
+        return False
+
+    def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
+        """Gives all processes the first one's values of these variables, bit for bit.
+
+        The default does nothing, which is right wherever one process holds all replicas.
+
+        Raises:
+            ValueError: on every process, if shapes or dtypes differ between them.
+        """
+        del variables, optimizer_variables
+
+    def assign_copies(self, variables: Sequence[Variable], arrays: Sequence[np.ndarray]) -> None:
+        """Assigns this process's copies of the variables, without a word to other processes."""
+        for variable, array in zip(variables, arrays):
+            variable.assign(array)

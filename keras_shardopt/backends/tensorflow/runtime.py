@@ -1,0 +1,185 @@
+"""Tracing and control flow on TensorFlow.
+
+Private names of Keras touched here (a test holds each of them):
+    `Optimizer._all_reduce_sum_gradients` - the reduction that Keras' TensorFlow optimizers make by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_shardopt._typing import FunctionT, Tensor, Variable
+from keras_shardopt.backends.communicator import ReplicaBackend, SingleReplica
+from keras_shardopt.backends.gradient_scope import reduction_is_claimed
+from keras_shardopt.backends.runtime import Runtime
+from keras_shardopt.backends.tensorflow import losses as tf_losses
+from keras_shardopt.backends.tensorflow.communicator import (
+    ReplicaContext,
+)
+
+
+def _cond(condition: Any, action: Callable[[], Any]) -> None:
+    if isinstance(condition, bool):
+        if condition:
+            action()
+        return
+
+    def act() -> int:
+        action()
+        return 0
+
+    tf.cond(condition, act, lambda: 0)
+
+
+def _reduce_unless_claimed(optimizer: Any, grads_and_vars: Any) -> Any:
+    """Stands in for an optimizer's own `_all_reduce_sum_gradients`."""
+    if reduction_is_claimed(optimizer):
+        return list(grads_and_vars)
+    return type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars)
+
+
+class TensorFlowRuntime(Runtime):
+    """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
+
+    places_towers = True
+
+    steps_are_traced = True
+
+    def as_written(self, function: FunctionT) -> FunctionT:
+        plain: FunctionT = tf.autograph.experimental.do_not_convert(function)
+        return plain
+
+    def place_tower(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        scope: contextlib.AbstractContextManager[Any] = tf.device(device)
+        return scope
+
+    def divide_rows(self, tensor: Tensor, num_parts: int) -> list[Tensor]:
+        if isinstance(tensor, tf.SparseTensor):
+            return list(tf.sparse.split(sp_input=tensor, num_split=num_parts, axis=0))
+        if tensor.shape[0] is not None:
+            return super().divide_rows(tensor, num_parts)
+        if isinstance(tensor, tf.RaggedTensor):
+            size = tensor.nrows() // num_parts
+            return [tensor[k * size : (k + 1) * size] for k in range(num_parts)]
+        # XLA drops assertions, but fails with the name of the operation before anything runs.
+        return list(tf.split(tensor, num_parts, name="num_towers_must_divide_the_batch"))
+
+    @contextlib.contextmanager
+    def running_if_divisible(self, tensors: Sequence[Tensor], divisor: int, rule: str, remedy: str) -> Iterator[None]:
+        assertions = []
+        for tensor in tensors:
+            size = tensor.dense_shape[0] if isinstance(tensor, tf.SparseTensor) else _num_rows(tensor)
+            assertions.append(tf.debugging.Assert(tf.equal(size % divisor, 0), [rule, size, remedy]))
+        with tf.variable_creator_scope(_created_anyway), tf.control_dependencies(assertions):
+            yield
+
+    def replicas(self, axis_name: str) -> ReplicaBackend:
+        strategy = tf.distribute.get_strategy()
+        if strategy.num_replicas_in_sync == 1:
+            return SingleReplica()
+        context = tf.distribute.get_replica_context()
+        if context is None:
+            raise ValueError(
+                "Under a strategy with several replicas an optimizer must be applied on each of them. "
+                f"Received: a call outside `strategy.run`, with {strategy.num_replicas_in_sync} replicas. "
+                "Use `strategy.run(step)`, where `step` computes and applies the gradients."
+            )
+        return ReplicaContext(strategy, context)
+
+    def take_over_reduction(self, optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            # On the instance, past Keras' attribute tracking: a subclass would change the name that is serialised.
+            override = types.MethodType(_reduce_unless_claimed, optimizer)
+            object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
+
+    def gradients_and_more(
+        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+    ) -> tuple[list[Tensor | None], Any]:
+        with tf.GradientTape() as tape:
+            value, more = loss()
+        found: list[Tensor | None] = tape.gradient(value, list(variables))
+        return found, more
+
+    def when(self, condition: Any, action: Callable[[], None], variables: Sequence[Variable]) -> None:
+        _cond(condition, action)
+
+    def update_if(
+        self,
+        condition: Tensor,
+        update: Callable[[Sequence[Any]], None],
+        grads: Sequence[Any],
+        variables: Sequence[Variable],
+    ) -> None:
+        grads = tuple(grads)
+        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+            _cond(condition, lambda: update(grads))
+            return
+
+        # Replicas cannot meet inside a condition, and the update of a variable is such a meeting. So they meet first,
+        # decide together, and part again for the update.
+        note_again = tf_losses.carried()
+
+        def update_on_replica(grads: Sequence[Any]) -> None:
+            note_again()
+            update(grads)
+
+        def together(strategy: tf.distribute.Strategy, condition: Any, grads: Any) -> None:
+            first = strategy.experimental_local_results(condition)[0]
+            _cond(first, lambda: strategy.extended.call_for_each_replica(update_on_replica, args=(grads,)))
+
+        tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
+
+    def is_known(self, value: Any) -> bool:
+        return tf.executing_eagerly()
+
+    def is_in_reach(self, tensor: Tensor) -> bool:
+        graph = getattr(tensor, "graph", None)  # an eager tensor has none
+        return tf.executing_eagerly() if graph is None else graph is tf.compat.v1.get_default_graph()
+
+    def is_further_inside(self, tensor: Tensor) -> bool:
+        graph, here = getattr(tensor, "graph", None), tf.compat.v1.get_default_graph()
+        while graph is not None and graph is not here:
+            graph = getattr(graph, "outer_graph", None)
+        return graph is not None and not tf.executing_eagerly()
+
+    def stop_if(
+        self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
+    ) -> None:
+        if tf.executing_eagerly():
+            super().stop_if(condition, culprit, names, rule)
+            return
+        name = tf.gather(tf.constant([*names, "a variable that cannot be told"]), culprit[1] % (len(names) + 1))
+        said = [rule, "Received: NaN or infinity on replica", culprit[0], "(-1: unknown), first in that of", name]
+        # Nothing else orders them: the assignments are not of what the condition is made of.
+        with tf.control_dependencies([tf.identity(keras.ops.convert_to_tensor(variable)) for variable in after]):
+            tf.debugging.Assert(tf.logical_not(condition), said)
+
+    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        value = tf.convert_to_tensor(value)  # what Keras' own conversion leaves a variable
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            result = function(value)
+        return tape.gradient(result, value)
+
+    def outside_trace(self) -> contextlib.AbstractContextManager[Any]:
+        scope: contextlib.AbstractContextManager[Any] = tf.init_scope()
+        return scope
+
+
+runtime = TensorFlowRuntime()
+
+
+def _created_anyway(create: Any, **arguments: Any) -> Any:
+    # An initial value that waits for an assertion cannot be computed outside the function, which XLA needs.
+    with tf.control_dependencies(None):
+        return create(**arguments)
+
+
+def _num_rows(tensor: Tensor) -> Tensor:
+    return tensor.nrows() if isinstance(tensor, tf.RaggedTensor) else tf.shape(tensor)[0]

@@ -1,0 +1,140 @@
+"""The ranks of PyTorch programs, as the host sees them.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.utils.rng_utils.get_random_seed` - the seed given to `keras.utils.set_random_seed`, or None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import torch
+import torch.distributed as dist
+from keras.src.utils import rng_utils
+
+from keras_shardopt._typing import Variable
+from keras_shardopt.backends.communicator import SingleReplica
+from keras_shardopt.backends.processes import Processes, World
+from keras_shardopt.backends.torch.communicator import (
+    Ranks,
+)
+from keras_shardopt.backends.torch.process_group import (
+    close_group,
+    gather_objects,
+    meet,
+    open_group,
+    taking_part,
+)
+from keras_shardopt.backends.torch.random_numbers import draw_apart, note_seed
+from keras_shardopt.backends.torch.runtime import runtime
+from keras_shardopt.models import models_with
+
+
+class TorchProcesses(Processes):
+    """`torch.distributed`: one process per replica, each with its own data."""
+
+    outlives_its_block = True
+
+    processes_start_apart = True
+
+    def versions(self) -> dict[str, str]:
+        # Without the suffix: builds for other devices are the same version.
+        return {"PyTorch": str(torch.__version__).partition("+")[0]}
+
+    def process(self) -> tuple[int, int]:
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_world_size(), dist.get_rank()
+        return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+
+    def num_replicas_of_steps(self) -> int:
+        return int(runtime.replicas("").num_replicas)
+
+    def meet(self, purpose: str, seconds: float, advice: str) -> None:
+        if not isinstance(runtime.replicas(""), SingleReplica):
+            meet(purpose, seconds, advice)
+
+    @contextlib.contextmanager
+    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+        running = dist.is_available() and dist.is_initialized()
+        # As of now: fewer ranks may meet the second time.
+        size, rank = self.process()
+        if num_replicas not in (None, size):
+            raise ValueError(
+                "`num_replicas` must be the number of processes, because on PyTorch each replica is one. "
+                f"Received: num_replicas={num_replicas}, with {size} process(es). "
+                f"Start the program with: torchrun --nproc-per-node {num_replicas} {sys.argv[0] or 'train.py'}"
+            )
+        if size == 1:
+            yield World()
+            return
+        if running and timeout is not None:
+            raise ValueError(
+                "`timeout` is that of the process group, and must be given where it is opened. "
+                f"Received: timeout={timeout.total_seconds():g} s, and a group that is open already. "
+                "Use `torch.distributed.init_process_group(..., timeout=...)`, or let `data_parallel` open the group."
+            )
+        device = None
+        if torch.cuda.is_available():
+            device = torch.cuda.current_device()
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if not running:
+            open_group("gloo" if device is None else "nccl", rank, size, timeout)
+        try:
+            _agree_on_seed()
+            yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank)
+        finally:
+            if not running:
+                if runtime._ranks is not None:
+                    runtime._ranks.forget_groups()
+                close_group()
+            if device is not None:
+                torch.cuda.set_device(device)
+
+    def random_state(self) -> Any:
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return [state.tolist() for state in [torch.get_rng_state(), *devices]]
+
+    def set_random_state(self, state: Any) -> None:
+        on_cpu, *on_devices = [torch.tensor(each, dtype=torch.uint8) for each in state]
+        torch.set_rng_state(on_cpu)
+        if on_devices and len(on_devices) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(on_devices)
+        note_seed()
+
+    def draw_apart(self, variables: Sequence[Variable]) -> None:
+        if dist.is_available() and dist.is_initialized():
+            replicas = runtime.replicas("")
+            if isinstance(replicas, Ranks):
+                draw_apart(replicas, models_with(variables))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        if not (dist.is_available() and dist.is_initialized()):
+            return [value]
+        caller = sys._getframe(1).f_code.co_name
+        return gather_objects(value, _CALLS.get(caller, "exchanges values"))
+
+
+processes = TorchProcesses()
+
+
+_CALLS = {  # of functions that ask for objects
+    "check_agreement": "compares what it trains before its first update",
+    "_check_all_were_given_alike": "calls `shard_data`",
+}
+
+
+def _agree_on_seed() -> None:
+    """Lets models built from here on start equal: all ranks take rank 0's Keras seed unless they agree already."""
+    seeds = gather_objects(rng_utils.get_random_seed(), "enters `data_parallel()`")
+    if seeds[0] is None or any(seed != seeds[0] for seed in seeds):
+        chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]
+        with taking_part():
+            dist.broadcast_object_list(chosen)
+        keras.utils.set_random_seed(chosen[0])

@@ -1,0 +1,139 @@
+"""Tracing and control flow on PyTorch, where most runs as it is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.backends.communicator import ReplicaBackend, SingleReplica
+from keras_shardopt.backends.runtime import Runtime
+from keras_shardopt.backends.torch.communicator import (
+    Ranks,
+    _tensor,
+)
+from keras_shardopt.backends.torch.fused import fused, may_fuse
+from keras_shardopt.backends.torch.overlap import Buckets, can_bucket
+
+
+class TorchRuntime(Runtime):
+    """`torch.distributed`: one process per replica, each with its own data."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+        # The numbers in counters, and the versions of the tensors that hold them.
+        self._counts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def replicas(self, axis_name: str) -> ReplicaBackend:
+        if not (dist.is_available() and dist.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError(
+                    "Several processes were started, but no process group is open, so each would train a model of its "
+                    f"own. Received: WORLD_SIZE={os.environ['WORLD_SIZE']}. Build and compile the model inside "
+                    "`with keras_shardopt.data_parallel():`, and do not close that before training ends."
+                )
+            return SingleReplica()
+        if dist.get_world_size() == 1:
+            return SingleReplica()
+        if self._ranks is None or not self._ranks.are_current():
+            self._ranks = Ranks()
+        return self._ranks
+
+    def update_fused(self, optimizers: Sequence[Any], update: Callable[..., None], *args: Any) -> None:
+        if may_fuse(optimizers):
+            fused(optimizers, update, *args)
+        else:
+            update(*args)
+
+    @torch.compiler.disable
+    def buckets(
+        self,
+        replicas: ReplicaBackend,
+        variables: Sequence[Variable],
+        takes_mean: bool,
+        bucket_bytes: float,
+        compression: str | None,
+        check: Callable[[bool, float, float, int], None],
+    ) -> Any:
+        if not isinstance(replicas, Ranks) or not can_bucket(variables):
+            return None
+        if replicas.is_reduced_by_ddp(variables[0]):
+            return None
+        return Buckets(replicas, variables, takes_mean, bucket_bytes, compression, check)
+
+    def gradients_and_more(
+        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+    ) -> tuple[list[Tensor | None], Any]:
+        parameters = [_tensor(v) for v in variables]
+        before = [p.grad for p in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            with torch.enable_grad():
+                value, more = loss()
+            # Not `torch.autograd.grad`: a DDP that owns the parameters reduces in `backward` only.
+            if value.requires_grad:
+                value.backward(inputs=parameters)
+            return [p.grad for p in parameters], more if more is None else more.detach()
+        finally:
+            for parameter, grad in zip(parameters, before):
+                parameter.grad = grad
+
+    @torch.compiler.disable
+    def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    def is_compiling(self) -> bool:
+        return bool(torch.compiler.is_compiling())
+
+    @torch.no_grad()
+    def copied(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+        if into is None:
+            return [tensor.clone() for tensor in tensors]
+        if into:
+            torch._foreach_copy_(into, tensors)
+        return into
+
+    def stamp(self, counter: Variable) -> Any:
+        return _tensor(counter)._version  # to read a number from a GPU is to wait for it
+
+    def has_moved(self, before: Any, after: Any) -> Any:
+        return before != after
+
+    @torch.compiler.disable
+    def count_up(self, counter: Variable, period: int, starts_over: bool | None = None) -> tuple[bool, bool]:
+        # Counted here as well: to read a number from a GPU is to wait for it. PyTorch counts what others assign.
+        tensor = counter.value
+        known = self._counts.get(tensor)
+        before = known[0] if known is not None and known[1] == tensor._version else int(tensor)
+        is_over = before + 1 == period if starts_over is None else starts_over
+        after = 0 if is_over else before + 1
+        with torch.no_grad():
+            tensor.fill_(after)
+        self._counts[tensor] = (after, tensor._version)
+        return before == 0, is_over
+
+    @torch.no_grad()
+    def add_to(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: bool) -> None:
+        pairs = [(_tensor(v), value) for v, value in zip(variables, values)]
+        given = [(tensor, value) for tensor, value in pairs if value is not None]
+        if starts:
+            for tensor, value in pairs:
+                if value is None:
+                    tensor.zero_()
+        if given:
+            (torch._foreach_copy_ if starts else torch._foreach_add_)(*map(list, zip(*given)))
+
+    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = value.detach().clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(function(leaf), leaf)
+        return gradient
+
+
+runtime = TorchRuntime()
