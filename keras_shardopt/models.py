@@ -99,7 +99,7 @@ living_models = Living(Trainer, "__init__", "compile")
 _OUTERMOST = "_keras_shardopt_outermost"
 
 
-def stand_in(model: Any, name: str, function: Callable[..., Any], outermost: bool = False) -> None:
+def override_method(model: Any, name: str, function: Callable[..., Any], outermost: bool = False) -> None:
     """Lets `model.name(...)` call `function(model, real, ...)`, where `real` is the method that it replaces.
 
     Doing it twice changes nothing. One that is `outermost` stays around those that come later.

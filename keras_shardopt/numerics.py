@@ -52,7 +52,7 @@ def in_float32(value: Tensor) -> Tensor:
     return ops.convert_to_tensor(value) if dtype_of(value) == "float64" else ops.cast(value, "float32")
 
 
-def is_next_value(variable: Variable) -> bool:
+def overwrites_variable(variable: Variable) -> bool:
     """Whether what comes as the variable's gradient is its next value (the scales of float8 training)."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 

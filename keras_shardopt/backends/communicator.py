@@ -1,7 +1,7 @@
 """What every backend tells about replicas, and the moves it offers.
 
 A *replica* is one worker that sees its own data. A backend states facts (`num_replicas`, `replica_id`,
-`is_chief`, `arrival`) and moves lists of tensors between replicas; it decides nothing. A single replica is a
+`is_chief`, `gradient_state`) and moves lists of tensors between replicas; it decides nothing. A single replica is a
 backend too, so that nobody else needs to ask how many there are.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 
 
-class Arrival(enum.Enum):
+class GradientState(enum.Enum):
     """In which state the gradients of this replica are when they reach the optimizer.
 
     With `N` replicas, `g_r` the gradient of the mean loss of replica `r`:
@@ -34,7 +34,7 @@ class Arrival(enum.Enum):
     """Every replica holds the global mean already; nothing is left to do."""
 
 
-class ReplicaBackend(abc.ABC):
+class Communicator(abc.ABC):
     """Facts about the replicas of the running program, and moves of tensor lists between them.
 
     All replicas make the same calls in the same order. The result lists have the order of the argument.
@@ -49,30 +49,30 @@ class ReplicaBackend(abc.ABC):
     is_chief: bool
     """Whether this process is the one that prints and writes files."""
 
-    runs_one_program: bool = True
+    is_spmd: bool = True
     """Whether one program (traced once) serves all replicas, so that a `None` gradient is `None` on all of them."""
 
-    speaks_for_all: bool = False
+    is_global_view: bool = False
     """Whether there is one of each variable here, however many replicas hold copies or parts of it."""
 
-    spans_processes: bool = False
+    is_multi_process: bool = False
     """Whether some of the replicas are in other processes, which then make the same calls."""
 
     has_seen_losses: bool = True
-    """Whether the last answer of `arrival` comes from something that was seen in this step."""
+    """Whether the last answer of `gradient_state` comes from something that was seen in this step."""
 
     doubts: Sequence[str] = ()
-    """What may be wrong with the last answer of `arrival`, each a sentence with what to do."""
+    """What may be wrong with the last answer of `gradient_state`, each a sentence with what to do."""
 
     inner_optimizers_sum: bool = False
     """Whether Keras' own optimizers add up the gradients of these replicas, if nobody has reduced them before."""
 
-    def objections(self, arrival: Arrival) -> Sequence[str]:
+    def objections(self, gradient_state: GradientState) -> Sequence[str]:
         """What speaks against gradients that are said to arrive in this way, each a sentence with what to do."""
-        del arrival
+        del gradient_state
         return ()
 
-    def notice_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
+    def note_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
         """Called with a loss that is such that the gradients of the replicas are to be summed. Returns it.
 
         It was divided for that, unless it `adds_up` over rows.
@@ -96,13 +96,13 @@ class ReplicaBackend(abc.ABC):
         """Whether these replicas can still be spoken to."""
         return True
 
-    def is_at_hand(self, tensor: Tensor) -> bool:
+    def is_cheap_to_read(self, tensor: Tensor) -> bool:
         """Whether its values can be read without waiting for a device, or breaking a compiled step apart."""
         del tensor
         return True
 
     @abc.abstractmethod
-    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         """Tells how these gradients arrive."""
 
     @abc.abstractmethod
@@ -124,7 +124,7 @@ class ReplicaBackend(abc.ABC):
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
         """Every replica gets the tensors of replica `root` (of the one at position `root` in its group)."""
 
-    def start_together(
+    def broadcast_from_rank_0(
         self,
         variables: Sequence[Variable],
         optimizer_variables: Sequence[Variable],
@@ -147,15 +147,15 @@ class ReplicaBackend(abc.ABC):
         return 1.0
 
 
-class SingleReplica(ReplicaBackend):
+class SingleReplica(Communicator):
     """The only replica: every gradient is global already and every move returns its argument."""
 
     num_replicas = 1
     replica_id = 0
     is_chief = True
 
-    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
-        return Arrival.GLOBAL
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
+        return GradientState.GLOBAL
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
         return list(tensors)
@@ -170,23 +170,23 @@ class SingleReplica(ReplicaBackend):
         return list(tensors)
 
 
-class AllReplicasAtOnce(ReplicaBackend):
+class GlobalView(Communicator):
     """Several replicas, seen from a place where one program speaks for all of them.
 
     Gradients are global there, and there is nobody to exchange them with.
     """
 
     replica_id = 0
-    speaks_for_all = True
+    is_global_view = True
 
-    def __init__(self, num_replicas: int, is_chief: bool, place: str, spans_processes: bool = False) -> None:
+    def __init__(self, num_replicas: int, is_chief: bool, place: str, is_multi_process: bool = False) -> None:
         self.num_replicas = num_replicas
         self.is_chief = is_chief
-        self.spans_processes = spans_processes
+        self.is_multi_process = is_multi_process
         self._place = place
 
-    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
-        return Arrival.GLOBAL
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
+        return GradientState.GLOBAL
 
     def _refuse(self) -> NoReturn:
         raise ValueError(f"Gradients are global already {self._place}. Use `CrossShard(..., gradients='auto')`.")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
-from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import dtype_of, map_values
 
 
-class Compressed(ReplicaBackend):
+class Compressed(Communicator):
     """The same replicas, which add up float32 and float64 in half precision, with half the bytes or less.
 
     Args:
@@ -21,22 +21,22 @@ class Compressed(ReplicaBackend):
             where their mean does. Not where it was divided before.
     """
 
-    def __init__(self, replicas: ReplicaBackend, dtype: str, divides: bool) -> None:
+    def __init__(self, replicas: Communicator, dtype: str, divides: bool) -> None:
         self._replicas = replicas
         self._dtype = dtype
         self._divides = divides
         self.num_replicas = replicas.num_replicas
         self.replica_id = replicas.replica_id
         self.is_chief = replicas.is_chief
-        self.runs_one_program = replicas.runs_one_program
-        self.speaks_for_all = replicas.speaks_for_all
-        self.spans_processes = replicas.spans_processes
+        self.is_spmd = replicas.is_spmd
+        self.is_global_view = replicas.is_global_view
+        self.is_multi_process = replicas.is_multi_process
 
-    def is_at_hand(self, tensor: Tensor) -> bool:
-        return self._replicas.is_at_hand(tensor)
+    def is_cheap_to_read(self, tensor: Tensor) -> bool:
+        return self._replicas.is_cheap_to_read(tensor)
 
-    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
-        return self._replicas.arrival(grads, variables)
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
+        return self._replicas.gradient_state(grads, variables)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
         if op == "max":

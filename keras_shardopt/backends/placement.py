@@ -19,7 +19,7 @@ class Placement:
         """Warns where an optimizer that was loaded from a file trains these weights on fewer replicas than it looks."""
         del variables
 
-    def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
+    def check(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         """Raises ValueError if updates of these variables by these innermost optimizers would go wrong.
 
         Called before each update, or before each trace of one.
@@ -34,7 +34,7 @@ class Placement:
         """
         del variables, num_replicas, optimizer
 
-    def beside(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+    def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         """A scope in which new variables are made where this one is."""
         del variable
         return contextlib.nullcontext()
@@ -58,36 +58,36 @@ class Placement:
         del variables
         return 1
 
-    def copies(self, variable: Variable) -> list[np.ndarray]:
+    def replica_values(self, variable: Variable) -> list[np.ndarray]:
         """The values of the replicas' copies of a variable, outside of the replicas' program."""
         return [ops.convert_to_numpy(variable)]
 
-    def assign_each(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+    def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
         """Gives each replica's copy of a variable a value of its own, outside of the replicas' program."""
         (array,) = arrays
         variable.assign(array)
 
-    def without_replicas(self, function: Callable[[], Any]) -> Any:
+    def outside_strategy(self, function: Callable[[], Any]) -> Any:
         """Calls `function()` as in a program that has no replicas."""
         return function()
 
-    def lay_out(self, variables: Sequence[Variable]) -> None:
+    def shard(self, variables: Sequence[Variable]) -> None:
         """Divides these variables among the replicas, as far as their shapes allow."""
         del variables
 
     def check_can_lay_out(self, variables: Sequence[Variable]) -> None:
-        """Raises ValueError where these weights are on several devices, but `lay_out` would not know them."""
+        """Raises ValueError where these weights are on several devices, but `shard` would not know them."""
         del variables
 
-    def bytes_by_replica(self, variable: Variable) -> list[int]:
+    def bytes_per_replica(self, variable: Variable) -> list[int]:
         """How many bytes of a variable each replica of this program holds."""
         return [ops.convert_to_numpy(variable).nbytes]
 
-    def stored_value(self, variable: Variable) -> np.ndarray:
+    def full_value(self, variable: Variable) -> np.ndarray:
         """All of a variable as an array. All processes call it together where its parts lie in several."""
         return ops.convert_to_numpy(variable)
 
-    def follow_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
+    def alias_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
         """Gives a stand-in for a slice of a flattened variable the values that the variable has now."""
         stand_in.assign(ops.reshape(ops.reshape(ops.convert_to_tensor(variable), (-1,))[start:stop], stand_in.shape))
 
@@ -129,17 +129,17 @@ class Placement:
         """Calls `function()` so that it can make variables of its own while other processes do something else."""
         return function()
 
-    def together(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+    def strategy_scope_of(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         """A scope for what all processes with this variable do together, also inside `alone`."""
         del variable
         return contextlib.nullcontext()
 
-    def reads_together(self, variables: Sequence[Variable]) -> bool:
+    def reading_is_collective(self, variables: Sequence[Variable]) -> bool:
         """Whether all processes must be there when the values of these variables are read."""
         del variables
         return False
 
-    def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
+    def broadcast_state(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
         """Gives all processes the first one's values of these variables, bit for bit.
 
         The default does nothing, which is right wherever one process holds all replicas.

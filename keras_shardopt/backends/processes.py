@@ -39,7 +39,7 @@ class Processes:
         self._watches: list[weakref.WeakSet[Any]] = []
 
     @contextlib.contextmanager
-    def watch(self) -> Iterator[weakref.WeakSet[Any]]:
+    def track(self) -> Iterator[weakref.WeakSet[Any]]:
         """Collects the optimizers noticed during the block (those still alive) that count on other replicas."""
         noticed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._watches.append(noticed)
@@ -49,15 +49,15 @@ class Processes:
             # `remove` compares what is in them, which may be the same in two.
             self._watches = [other for other in self._watches if other is not noticed]
 
-    def notice(self, optimizer: Any) -> None:
+    def register(self, optimizer: Any) -> None:
         """Tells whoever watches that this optimizer was made."""
         for noticed in self._watches:
             noticed.add(optimizer)
 
-    processes_start_apart: bool = False
-    """Whether each of several processes makes weights of its own, which `start_equal` then makes equal."""
+    needs_initial_broadcast: bool = False
+    """Whether each of several processes makes weights of its own, which `broadcast_state` then makes equal."""
 
-    def makes_variables_together(self) -> bool:
+    def creates_variables_collectively(self) -> bool:
         """Whether processes make each variable together here, and so must agree before an optimizer makes its own."""
         return False
 
@@ -72,7 +72,7 @@ class Processes:
         """How many replicas a program made here by `compiled` would run on."""
         return 1
 
-    def meet(self, purpose: str, seconds: float, advice: str) -> None:
+    def barrier(self, purpose: str, seconds: float, advice: str) -> None:
         """Waits until all processes have come for this purpose.
 
         Raises:
@@ -88,11 +88,11 @@ class Processes:
         """How many processes feed data, and which of them this is, also outside `world()`."""
         return 1, 0
 
-    outlives_its_block: bool = False
+    persists_after_scope: bool = False
     """Whether `model.fit` needs what `world()` sets up even when it is called after the `with` block."""
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+    def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         """Sets up replicas and takes them down again. See `keras_shardopt.data_parallel`."""
         if num_replicas not in (None, 1):
             raise ValueError(
@@ -101,12 +101,12 @@ class Processes:
             )
         yield World()
 
-    def random_state(self) -> Any:
+    def rng_state(self) -> Any:
         """The state of the framework's own global random numbers here, as JSON has it; None if there are none."""
         return None
 
-    def set_random_state(self, state: Any) -> None:
-        """Takes back what `random_state` returned."""
+    def set_rng_state(self, state: Any) -> None:
+        """Takes back what `rng_state` returned."""
         del state
 
     def draw_apart(self, variables: Sequence[Variable]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt._typing import FunctionT, Tensor, Variable
-from keras_shardopt.backends.communicator import ReplicaBackend, SingleReplica
+from keras_shardopt.backends.communicator import Communicator, SingleReplica
 
 
 def stopped(rule: str, replica: int, name: str | None) -> str:
@@ -24,16 +24,16 @@ class Runtime:
     updates_are_stateless: bool = False
     """Whether updates are traced as pure functions, so that inner optimizers are driven by `stateless_apply`."""
 
-    def as_written(self, function: FunctionT) -> FunctionT:
+    def no_autograph(self, function: FunctionT) -> FunctionT:
         """For what is called in the steps of others: where their code is rewritten to be traced, this is left alone."""
         return function
 
-    def replicas(self, axis_name: str) -> ReplicaBackend:
+    def communicator(self, axis_name: str) -> Communicator:
         """The replicas around the caller, at this point of the program (or of its trace)."""
         del axis_name
         return SingleReplica()
 
-    def take_over_reduction(self, optimizers: Sequence[Any]) -> None:
+    def disable_builtin_all_reduce(self, optimizers: Sequence[Any]) -> None:
         """Makes these innermost optimizers keep their own reduction off inside `claim_reduction()`."""
         del optimizers
 
@@ -44,7 +44,7 @@ class Runtime:
 
     def buckets(
         self,
-        replicas: ReplicaBackend,
+        replicas: Communicator,
         variables: Sequence[Variable],
         takes_mean: bool,
         bucket_bytes: float,
@@ -65,10 +65,10 @@ class Runtime:
         None for a variable that the loss does not depend on. What the loss assigns to other variables (moving
         statistics, seeds) is assigned, once.
         """
-        grads, _ = self.gradients_and_more(lambda: (loss(), None), variables, axis_name)
+        grads, _ = self.value_and_grad(lambda: (loss(), None), variables, axis_name)
         return grads
 
-    def gradients_and_more(
+    def value_and_grad(
         self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
     ) -> tuple[list[Tensor | None], Any]:
         """As `gradients`, for a `loss` that returns the scalar and a tensor (or None) to be handed out beside them."""
@@ -84,7 +84,7 @@ class Runtime:
         if condition:
             action()
 
-    def update_if(
+    def cond(
         self,
         condition: Tensor,
         update: Callable[[Sequence[Any]], None],
@@ -104,7 +104,7 @@ class Runtime:
     steps_are_traced: bool = False
     """Whether Python runs once for many steps, so that it cannot keep account of any one of them."""
 
-    def is_known(self, value: Any) -> bool:
+    def is_concrete(self, value: Any) -> bool:
         """Whether a bool or scalar tensor has its value now, and not only when what is being traced runs."""
         return True
 
@@ -135,21 +135,21 @@ class Runtime:
         """Whether a counter was changed between two stamps: a bool if that is known now, or a scalar tensor."""
         return ops.not_equal(before, after)
 
-    def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
+    def no_compile(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function(*args)`, step by step in Python where the framework does not trace updates anyway."""
         return function(*args)
 
     stops_in_step: bool = True
-    """Whether `stop_if` ends the step that calls it, also where that is compiled."""
+    """Whether `raise_if` ends the step that calls it, also where that is compiled."""
 
-    def stop_if(
-        self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
+    def raise_if(
+        self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
     ) -> None:
         """Raises where the scalar bool tensor `condition` is true.
 
         Args:
             condition: equal on all replicas.
-            culprit: an int tensor of shape `[2]`: which replica, and which of the names; -1 for unknown.
+            nonfinite_source: an int tensor of shape `[2]`: which replica, and which of the names; -1 for unknown.
             names: what there is to name.
             rule: what the error begins with.
             after: variables whose assignments so far must have happened.
@@ -159,7 +159,7 @@ class Runtime:
                 `tf.errors.InvalidArgumentError`.
         """
         if condition:
-            replica, position = (int(i) for i in ops.convert_to_numpy(culprit))
+            replica, position = (int(i) for i in ops.convert_to_numpy(nonfinite_source))
             raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
 
     def count_up(self, counter: Variable, period: int, starts_over: bool | None = None) -> tuple[Any, Any]:
@@ -178,7 +178,7 @@ class Runtime:
         counter.assign(ops.where(is_over, ops.zeros_like(before), before + 1))
         return ops.equal(before, 0), is_over
 
-    def add_to(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
+    def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
         """Adds a tensor, or nothing, to each of some variables of this replica; first to 0 where `starts` is true."""
         for variable, value in zip(variables, values):
             # In one pass, and by assignment: a NaN times zero is a NaN.
@@ -186,7 +186,7 @@ class Runtime:
             first = ops.zeros_like(before) if value is None else value
             variable.assign(ops.where(starts, first, before if value is None else before + value))
 
-    def over_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
+    def map_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
         """Calls `function(own)` on each replica with its entry of a nest of stacked tensors.
 
         Returns:
@@ -200,7 +200,7 @@ class Runtime:
         del function, value
         raise NotImplementedError("This Keras backend computes no gradients.")
 
-    def outside_trace(self) -> contextlib.AbstractContextManager[Any]:
+    def init_scope(self) -> contextlib.AbstractContextManager[Any]:
         """A scope in which assignments happen now, also while a training step is being traced."""
         return contextlib.nullcontext()
 

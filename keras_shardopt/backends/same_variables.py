@@ -17,7 +17,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Groups, Variable
-from keras_shardopt.backends.communicator import ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator
 
 NUM_MARKS = 20
 
@@ -38,7 +38,7 @@ def check_same_variables(
     trained: Sequence[bool] | None,
     marked: Sequence[float],
     variables: Sequence[Variable],
-    replicas: ReplicaBackend,
+    replicas: Communicator,
     groups: Groups | None = None,
     all_look: bool = True,
 ) -> None:
@@ -49,7 +49,7 @@ def check_same_variables(
         marked: the sum or mean of all marks.
         variables: the trainable variables, equal on all replicas.
         replicas: whose marks these are.
-        groups: as in `ReplicaBackend`.
+        groups: as in `Communicator`.
         all_look: whether all replicas make this call, so that they can tell each other more.
 
     Raises:

@@ -15,7 +15,7 @@ from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.callbacks.nonfinite import reducers_in
 from keras_shardopt.models import layers_of, optimizers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard
-from keras_shardopt.wrapping.chain import inside
+from keras_shardopt.wrapping.chain import descendants
 
 
 class SyncReplicas(keras.callbacks.Callback):
@@ -63,11 +63,11 @@ class SyncReplicas(keras.callbacks.Callback):
                     f"Use `callbacks=[SyncReplicas(), ..., {name}(...)]`."
                 )
         model = self.model
-        if processes.processes_start_apart:
+        if processes.needs_initial_broadcast:
             for part in reducers_in(model):
                 part._check_peers()
                 part._check_parts()
-        placement.start_equal(model.variables, _optimizer_variables(model))
+        placement.broadcast_state(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages `logs` in place, which is the dict that the callbacks after this one get."""
@@ -172,7 +172,7 @@ class CheckReplicas(keras.callbacks.Callback):
             f"`{variable.path}` on {where}"
             for variable, column, groups in zip(variables, fingerprints.T, _groups(model, variables, len(fingerprints)))
             for group in groups
-            if (where := _odd_ones(column, group))
+            if (where := _disagreeing_replicas(column, group))
         ]
         if found:
             more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
@@ -217,7 +217,7 @@ def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> lis
     # As the number of the group that each replica is in, so that two assignments cut each other.
     number_of: dict[int, list[tuple[int, ...]]] = {}
     of_all: list[tuple[int, ...]] = [()] * num_replicas
-    for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *inside(optimizer))]:
+    for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))]:
         groups: Groups | None = getattr(part, "group_assignment", None) if num_replicas > 1 else None
         if groups is None and not isinstance(part, CrossShard):
             continue
@@ -235,7 +235,7 @@ def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> lis
     return found
 
 
-def _odd_ones(fingerprints: np.ndarray, group: Sequence[int]) -> str:
+def _disagreeing_replicas(fingerprints: np.ndarray, group: Sequence[int]) -> str:
     """Which replicas of the group differ from the others, in words; empty if none does."""
     agreeing: dict[int, list[int]] = {}
     for replica in group:

@@ -96,7 +96,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         self._optimizers = _by_prefix(model)
         optimizer = self._optimizers.get("")
         if optimizer is not None and optimizer is model.optimizer and not optimizer.built:
-            with placement.beside(model.trainable_variables[0]):
+            with placement.colocate_with(model.trainable_variables[0]):
                 optimizer.build(model.trainable_variables)
         self._updates_before = {prefix: _num_updates(o) for prefix, o in self._optimizers.items()}
         self._recorders = {}
@@ -142,8 +142,8 @@ class TrainingSummaries(keras.callbacks.Callback):
         recorders = list(self._recorders.values())
         if recorders:
             _ = self.model  # on JAX this takes the state out of the training step
-            self._base = max(_num_updates(recorder.optimizer) * recorder.num_micro_steps for recorder in recorders)
-            self._period = self.every * min(recorder.num_micro_steps for recorder in recorders)
+            self._base = max(_num_updates(recorder.optimizer) * recorder.num_micro_batches for recorder in recorders)
+            self._period = self.every * min(recorder.num_micro_batches for recorder in recorders)
             self._num_periods = self._base // self._period
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -166,7 +166,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         if len(self._optimizers) == 1:
             (recorder,) = self._recorders.values()
             # Windows of micro-steps need not end where an epoch does, but one update is in each so many of them.
-            recorder.expect(done % self._period >= self._period - recorder.num_micro_steps)
+            recorder.expect(done % self._period >= self._period - recorder.num_micro_batches)
         else:  # of which each may make more updates than one in a step, or fewer
             for recorder in self._recorders.values():
                 recorder.expect(None)

@@ -26,7 +26,13 @@ from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.checkpoint.atomic_file import Unfinished
-from keras_shardopt.checkpoint.saving import needs_all_processes, raise_together, saved_together, steadily, take_part
+from keras_shardopt.checkpoint.saving import (
+    gather_despite_errors,
+    join_gather,
+    needs_all_processes,
+    raise_together,
+    saved_together,
+)
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 from keras_shardopt.wrapping.chain import kind_of
@@ -136,7 +142,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         seed = _global_seed(header["has_global_seed"])
         if arrays is not None:
             placement.assign_copies([*_variables(model), *seed], arrays["variable"])
-        placement.start_equal([*model.variables, *seed], _optimizer_variables(model))
+        placement.broadcast_state([*model.variables, *seed], _optimizer_variables(model))
         for part, name in saved_together(model, _is_stored_whole):
             part.load_own_variables(_from_chief(None if arrays is None else arrays.get(name, [])))
         num_processes, process_id = processes.process()
@@ -161,10 +167,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         problem = None
         try:
             if _is_chief():
-                with steadily(model):
+                with gather_despite_errors(model):
                     self._write(epoch + 1, random_states)
             else:
-                take_part(model)
+                join_gather(model)
         except Exception as error:
             problem = _for_all(error)
         # All learn how it went, and nobody goes on before it is written.
@@ -352,7 +358,7 @@ def _random_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *others],
-        "framework": processes.random_state(),
+        "framework": processes.rng_state(),
     }
 
 
@@ -360,4 +366,4 @@ def _set_random_state(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))
-    processes.set_random_state(state["framework"])
+    processes.set_rng_state(state["framework"])

@@ -27,7 +27,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.models import optimizers_of
-from keras_shardopt.wrapping.chain import inside
+from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _MODEL_SUFFIXES = (".keras", ".h5", ".hdf5")
@@ -215,7 +215,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
         check.flag("overwrite", overwrite)
         if _is_chief():
             path = _local_path(filepath, suffixes)
-            in_parts = needs_all(model) or placement.reads_together(model.variables)
+            in_parts = needs_all(model) or placement.reading_is_collective(model.variables)
             if in_parts and method == "save" and not path.endswith(".keras"):
                 raise ValueError(
                     "`filepath` must end in '.keras' where replicas hold parts of what is saved, of which Keras' older "
@@ -246,28 +246,28 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
 
 def _take_part(model: Any, method: str, path: str | None) -> None:
     """What each process has to do for a file at `path`, which is the chief's; None on the others."""
-    if placement.reads_together(model.variables):
+    if placement.reading_is_collective(model.variables):
         # All read in the order in which Keras saves, and into a file of their own: nothing that happens to the chief's
         # can come in between.
         with tempfile.TemporaryDirectory() as folder:
             own = os.path.join(folder, "model.weights.h5" if method == "save_weights" else "model.keras")
-            with steadily(model):
-                placement.alone(lambda: getattr(model, method)(own))
+            with gather_despite_errors(model):
+                placement.outside_strategy(lambda: getattr(model, method)(own))
             if path is not None:
                 _copy(own, path)
     elif path is not None:
-        with steadily(model):
-            placement.alone(lambda: getattr(model, method)(path))
+        with gather_despite_errors(model):
+            placement.outside_strategy(lambda: getattr(model, method)(path))
     else:
-        take_part(model)
+        join_gather(model)
 
 
-def take_part(model: Any) -> None:
-    """What a process that writes nothing does while another one writes `steadily`."""
+def join_gather(model: Any) -> None:
+    """What a process that writes nothing does while another one writes `gather_despite_errors`."""
     if needs_all(model):
         with _among(model):
             for part, _ in saved_together(model):
-                part.save_own_variables(Dropping())
+                part.save_own_variables(NullStore())
 
 
 def _copy(source: str, target: str) -> None:
@@ -283,7 +283,7 @@ def needs_all(model: Any) -> bool:
 
 def needs_all_processes(optimizer: Any) -> bool:
     """Whether every process must be there when this optimizer's state is saved."""
-    chain = [optimizer, *inside(optimizer)]
+    chain = [optimizer, *descendants(optimizer)]
     return any(o._saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))
 
 
@@ -331,7 +331,7 @@ class _Order:
         return self._places.get(id(thing), len(self._places))
 
 
-class Dropping:
+class NullStore:
     """A store for a process that takes part in saving and writes nothing."""
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -357,7 +357,7 @@ class _Steady:
 
 
 @contextlib.contextmanager
-def steadily(model: Any) -> Iterator[None]:
+def gather_despite_errors(model: Any) -> Iterator[None]:
     """A block in which state in parts is gathered once, and to the end, whatever happens to the file."""
     parts = [part for part, _ in saved_together(model)]
     if not parts:
@@ -387,7 +387,7 @@ def steadily(model: Any) -> Iterator[None]:
             del part.__dict__["save_own_variables"]
         for part in parts:
             if id(part) in waiting:
-                gather(part, Dropping())  # the others have begun already
+                gather(part, NullStore())  # the others have begun already
 
 
 # -- what processes tell each other ----------------------------------------------------------------------------------
@@ -444,7 +444,7 @@ def _is_chief() -> bool:
 def _among(model: Any) -> contextlib.AbstractContextManager[Any]:
     """A scope in which processes can reach each other, also outside the one in which the model was made."""
     variables = model.variables if isinstance(model, keras.Model) else []
-    return placement.together(variables[0]) if variables else contextlib.nullcontext()
+    return placement.strategy_scope_of(variables[0]) if variables else contextlib.nullcontext()
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

@@ -37,14 +37,14 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt._typing import Tensor
-from keras_shardopt.backends.communicator import AllReplicasAtOnce
+from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects
 from keras_shardopt.fit.losses import share_losses
 from keras_shardopt.fit.overrides import call_silently, has_built_in_step, num_rows, reducers_in, refuse_groups
-from keras_shardopt.models import layers_of, stand_in
-from keras_shardopt.update.trainer_context import Part, part_of_batch
+from keras_shardopt.models import layers_of, override_method
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -56,11 +56,11 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     # Around it nothing may look at gradients in each micro-step, which would then be one replica's each.
     if reducers[0]._accumulates and reducers[0] is model.optimizer and has_built_in_step(model):
         reducers[0]._stack_accumulators()
-    stand_in(model, "train_step", _train_step)
+    override_method(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
-        stand_in(model, name, _silent_unless_chief)
+        override_method(model, name, _silent_unless_chief)
     if hasattr(model, "_maybe_symbolic_build"):
-        stand_in(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+        override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
 
 
 def watch_batches() -> None:
@@ -234,11 +234,11 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         all_rows = num_rows(data)
         size = batch_size_of(distribution)
         rows = _rows_of(jax.numpy.arange(size), all_rows, size)
-        with part_of_batch(Part(rows, all_rows, AllReplicasAtOnce(size, True, "under a `keras.distribution`"))):
+        with batch_shared(BatchShare(rows, all_rows, GlobalView(size, True, "under a `keras.distribution`"))):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     else:
-        grads, verdict = grads
-        with claim_reduction(reducers), reducers[0]._judged(verdict):
+        grads, found_inf = grads
+        with claim_reduction(reducers), reducers[0]._resuming(found_inf):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
     _, (_, _, metrics) = model.stateless_compute_loss(
@@ -289,9 +289,9 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         # Another seed on each replica, or their dropout masks would be the same.
         other = jax.numpy.array([1, 0], "uint32") * index.astype("uint32") * np.uint32(0x9E3779B1)
         inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
-        part = Part(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))
+        part = BatchShare(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))
         step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
-        with part_of_batch(part):
+        with batch_shared(part):
             (_, (loss, y_pred, changed, _)), grads = step(
                 weights, inputs, metrics, *data, training=True, optimizer_variables=optimizer_state
             )
@@ -301,7 +301,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                 else:
                     # Not the reducer's own scale: what scales the loss may also be around it.
                     scale = model.optimizer.scale_loss(1.0)
-                    grads = reducer._reduced_and_judged(grads, variables, loss_scale=scale)
+                    grads = reducer._reduced_and_checked(grads, variables, loss_scale=scale)
 
         def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
             if seed:

@@ -1,7 +1,7 @@
 """The loss of the whole batch, from replicas that each see a part of it.
 
 Keras divides a loss by what its own replica has (rows, sum of weights, mask), and the mean of such means is not the
-mean over the whole batch as soon as parts differ. Inside `part_of_batch()` the losses of `compile(loss=...)`, and
+mean over the whole batch as soon as parts differ. Inside `batch_shared()` the losses of `compile(loss=...)`, and
 every `keras.losses.Loss` called there, divide by what all replicas have together.
 
 Private names of Keras touched here (a test holds each of them):
@@ -25,11 +25,11 @@ from keras.src.losses import loss as keras_loss
 
 from keras_shardopt._typing import Tensor
 from keras_shardopt.numerics import dtype_of
-from keras_shardopt.update.trainer_context import Part, current_part
+from keras_shardopt.update.trainer_context import BatchShare, current_share
 
 
 def share_losses(model: Any) -> None:
-    """Lets `model` compute the loss of the whole batch wherever `part_of_batch()` says what its part is.
+    """Lets `model` compute the loss of the whole batch wherever `batch_shared()` says what its part is.
 
     May be called again at any time, and must be once the model is compiled and its losses are built.
     """
@@ -42,7 +42,7 @@ def share_losses(model: Any) -> None:
 
 
 def share_loss_objects() -> None:
-    """Lets every `keras.losses.Loss` compute the loss of the whole batch inside `part_of_batch()`."""
+    """Lets every `keras.losses.Loss` compute the loss of the whole batch inside `batch_shared()`."""
     if keras_loss.reduce_weighted_values is _reduce_in_keras:
         keras_loss.reduce_weighted_values = _reduce_weighted_values
 
@@ -64,28 +64,28 @@ def _reduce_weighted_values(
     dtype: Any = None,
 ) -> Tensor:
     """Stands in for Keras' function of that name."""
-    part = current_part()
+    part = current_share()
     reduction = keras_loss.standardize_reduction(reduction)
     if part is None or reduction in (None, "none"):
         return _reduce_in_keras(values, sample_weight, mask, reduction, dtype)
     values = ops.convert_to_tensor(values, dtype=dtype)
     adds_up = reduction == "sum" and len(values.shape) > 0
     if len(values.shape) == 0:
-        if part.ends_early and not isinstance(part.num_rows, int):
+        if part.ends_early and not isinstance(part.local_batch_size, int):
             raise ValueError(
                 "A loss function must return one value for each row where the batch does not divide by the number of "
-                f"replicas. Received: a scalar, for {part.num_rows_of_all} rows on {part.replicas.num_replicas} "
+                f"replicas. Received: a scalar, for {part.global_batch_size} rows on {part.replicas.num_replicas} "
                 "replicas. Leave out the mean over rows, or use batches that divide."
             )
         # The values are lost, so the mean over the rows of this part is the best guess at what it is.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part)
-    return part.replicas.notice_divided_loss(loss, adds_up) if part.losses_are_divided else loss
+    return part.replicas.note_divided_loss(loss, adds_up) if part.losses_are_divided else loss
 
 
 def _loss_of_whole_batch(
-    values: Tensor, sample_weight: Tensor | None, mask: Tensor | None, reduction: str | None, part: Part
+    values: Tensor, sample_weight: Tensor | None, mask: Tensor | None, reduction: str | None, part: BatchShare
 ) -> Tensor:
     r"""The sum over this part, divided by what all parts have, so that parts add up to the loss of the whole.
 
@@ -126,30 +126,30 @@ def _loss_of_whole_batch(
     return ops.cast(ops.divide_no_nan(ops.cast(total, wide) * _factor(part), divisor), dtype)
 
 
-def _rows_that_count(values: Tensor, part: Part) -> Tensor:
+def _rows_that_count(values: Tensor, part: BatchShare) -> Tensor:
     """`values` with zeros in the rows that are there as padding only."""
     if not part.ends_early:
         return values
     rows = ops.reshape(ops.arange(values.shape[0]), [-1] + [1] * (len(values.shape) - 1))
-    return ops.where(rows < part.num_rows, values, ops.zeros_like(values))
+    return ops.where(rows < part.local_batch_size, values, ops.zeros_like(values))
 
 
-def _size(values: Tensor, part: Part, dtype: str) -> Tensor:
+def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
     """How many elements of `values` count."""
     shape = ops.shape(values)
     if part.ends_early:
-        shape = (part.num_rows, *shape[1:])
+        shape = (part.local_batch_size, *shape[1:])
     return functools.reduce(ops.multiply, [ops.cast(size, dtype) for size in shape])
 
 
-def _counted_by_rows(loss: Tensor, part: Part) -> Tensor:
+def _counted_by_rows(loss: Tensor, part: BatchShare) -> Tensor:
     """A mean over the rows of this part as its share in the mean over all rows."""
-    share = ops.cast(part.share, dtype_of(loss))
+    share = ops.cast(part.row_share, dtype_of(loss))
     # The mean over no rows may be NaN, of which a part without rows must not make the others' loss one.
     return ops.where(share > 0, loss * share, ops.zeros_like(loss))
 
 
-def _factor(part: Part) -> int:
+def _factor(part: BatchShare) -> int:
     """By what a loss is multiplied because the gradients of the replicas will be averaged."""
     return 1 if part.losses_are_divided else part.replicas.num_replicas
 
@@ -159,7 +159,7 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
 
     The mean of the replicas' losses is the loss of the whole batch, so each counts for an equal part of its rows.
     """
-    part = current_part()
+    part = current_share()
     # On TensorFlow the losses of several outputs come without: then each batch counts once, however many rows it has.
     if part is not None and sample_weight is not None:
         sample_weight = part.equal_part
@@ -186,7 +186,7 @@ def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
 
 def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
     """Stands in for `_aggregate_additional_loss`: exact for weight penalties, and for means over rows."""
-    part = current_part()
+    part = current_share()
     _refuse_losses_of_padding(model, part)
     own = _own_losses.get()
     if own is not None:
@@ -202,16 +202,16 @@ def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
     return loss if part is None else _counted_by_rows(loss, part)
 
 
-def _refuse_losses_of_padding(model: Any, part: Part | None) -> None:
+def _refuse_losses_of_padding(model: Any, part: BatchShare | None) -> None:
     """Refuses an `add_loss` that has seen rows which must not count."""
-    if part is None or not part.ends_early or isinstance(part.num_rows, int):
+    if part is None or not part.ends_early or isinstance(part.local_batch_size, int):
         return
     penalties = [v for v in model.trainable_variables if getattr(v, "regularizer", None) is not None]
     if len(model.losses) > len(penalties):
         raise ValueError(
             "`add_loss` counts all rows that a layer sees, also those that fill up a batch which does not divide by "
             "the number of replicas, where the optimizer wants each replica's gradients. Received: "
-            f"{len(model.losses) - len(penalties)} added loss(es), with {part.num_rows_of_all} rows on "
+            f"{len(model.losses) - len(penalties)} added loss(es), with {part.global_batch_size} rows on "
             f"{part.replicas.num_replicas} replicas. Use batches that divide, or leave out `replica_clipnorm` and "
             "`replica_transform`."
         )

@@ -86,8 +86,8 @@ def prepare(model: Any) -> Any:
     refuse_groups(reducers)
     for optimizer in optimizers_of(model):
         if cross_shards(optimizer):
-            processes.notice(optimizer)
-        elif optimizer is not model.optimizer and processes.processes_start_apart and processes.process()[0] > 1:
+            processes.register(optimizer)
+        elif optimizer is not model.optimizer and processes.needs_initial_broadcast and processes.process()[0] > 1:
             raise ValueError(
                 "Where each process trains a copy of the model, every optimizer that the model holds must average the "
                 f"gradients of the ranks. Received: {check.with_article(optimizer)} beside {reducers[0]!r}. "

@@ -84,18 +84,18 @@ class data_parallel:
             raise RuntimeError("This `data_parallel()` scope has been entered before. Make a new one.")
         if _lingering is not None:
             _lingering.close()
-        self._world = self._open.enter_context(processes.world(self._requested, self._timeout))
+        self._world = self._open.enter_context(processes.open(self._requested, self._timeout))
         trainer = for_backend(_KNOWING_SCOPES)
         if trainer is not None and self._world.num_replicas > 1:
             trainer.watch_batches()
-        self._made_inside = self._watching.enter_context(processes.watch())
+        self._made_inside = self._watching.enter_context(processes.track())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watching.close()
-        if kind is None and processes.outlives_its_block and len(self._made_inside):
+        if kind is None and processes.persists_after_scope and len(self._made_inside):
             global _lingering
             _lingering = self
             atexit.register(self.close)

@@ -20,8 +20,8 @@ from keras_shardopt.backends.tensorflow.placement import check_made_inside, chec
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.fit.losses import own_additional_losses, share_losses
 from keras_shardopt.fit.overrides import has_built_in_step, num_rows, reducers_in, refuse_groups
-from keras_shardopt.models import optimizers_of, stand_in
-from keras_shardopt.update.trainer_context import Part, part_of_batch
+from keras_shardopt.models import optimizers_of, override_method
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -30,11 +30,11 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
     # Past Keras' attribute tracking.
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
-    stand_in(model, "train_step", _step)
-    stand_in(model, "test_step", _step)
-    stand_in(model, "compute_loss", _compute_loss)
-    stand_in(model, "_maybe_symbolic_build", _maybe_symbolic_build)
-    stand_in(model, "_make_function", _make_function)
+    override_method(model, "train_step", _step)
+    override_method(model, "test_step", _step)
+    override_method(model, "compute_loss", _compute_loss)
+    override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+    override_method(model, "_make_function", _make_function)
     # Those that were made before do not know of all this.
     model.train_function = model.test_function = None
 
@@ -51,7 +51,7 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     # A layer that looks at its batch (BatchNormalization) keeps a NaN from a part without rows.
     floats = [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
     before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in floats]
-    with part_of_batch(Part(mine, all_rows, replicas, losses_are_divided=True)):
+    with batch_shared(BatchShare(mine, all_rows, replicas, losses_are_divided=True)):
         logs = real(data)
     for variable, value in zip(floats, before):
         variable.assign(tf.where(mine > 0, keras.ops.convert_to_tensor(variable), value))

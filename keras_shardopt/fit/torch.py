@@ -36,12 +36,12 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras_shardopt._typing import Tensor
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import SingleReplica
-from keras_shardopt.backends.torch.communicator import Ranks
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import tell
 from keras_shardopt.fit.losses import mean_losses, share_losses
 from keras_shardopt.fit.overrides import arguments_of, call_silently, num_rows, reducers_in, refuse_groups
-from keras_shardopt.models import optimizers_of, stand_in
-from keras_shardopt.update.trainer_context import Part, ending_together, part_of_batch
+from keras_shardopt.models import optimizers_of, override_method
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared, joining_uneven_inputs
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -50,17 +50,17 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         object.__setattr__(model, _SESSION, _Session(model, reducers_of))
     if torch_trainer.TorchEpochIterator is _KerasEpochIterator:
         torch_trainer.TorchEpochIterator = _EpochIterator
-    stand_in(model, "fit", _fit)
-    stand_in(model, "evaluate", _run)
-    stand_in(model, "predict", _predict)
-    stand_in(model, "train_on_batch", _train_on_batch)
-    stand_in(model, "test_on_batch", _test_on_batch)
-    stand_in(model, "train_step", _train_step)
-    stand_in(model, "test_step", _step)
-    stand_in(model, "_symbolic_build", _symbolic_build)
-    stand_in(model, "_get_metrics_result_or_logs", _metrics_result_or_logs)
+    override_method(model, "fit", _fit)
+    override_method(model, "evaluate", _run)
+    override_method(model, "predict", _predict)
+    override_method(model, "train_on_batch", _train_on_batch)
+    override_method(model, "test_on_batch", _test_on_batch)
+    override_method(model, "train_step", _train_step)
+    override_method(model, "test_step", _step)
+    override_method(model, "_symbolic_build", _symbolic_build)
+    override_method(model, "_get_metrics_result_or_logs", _metrics_result_or_logs)
     if hasattr(model, "_initialize_ddp"):
-        stand_in(model, "_initialize_ddp", _without_ddp)
+        override_method(model, "_initialize_ddp", _without_ddp)
     if "get_metrics_result" in vars(_KerasTrainer):
         _KerasTrainer.get_metrics_result = _metrics_result
 
@@ -93,9 +93,9 @@ class _Session:
         """How many rows each rank has in the batch that comes next; None if they have not met for it."""
 
     @property
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> TorchProcessGroup | None:
         """The ranks, if there are several."""
-        replicas = runtime.replicas("")
+        replicas = runtime.communicator("")
         return None if isinstance(replicas, SingleReplica) else replicas  # type: ignore[return-value]
 
     def check_reduces(self) -> None:
@@ -109,7 +109,7 @@ class _Session:
                 "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
             )
 
-    def start_together(self) -> None:
+    def broadcast_from_rank_0(self) -> None:
         """Lets all ranks begin with rank 0's values, if they train the same."""
         assert self.ranks is not None
         reducers = reducers_in(self.model, self._reducers_of)
@@ -121,7 +121,7 @@ class _Session:
         # Also those that are frozen by now, perhaps on some ranks only: the first reduction finds that, and names them.
         built = [v for o in optimizers if o.built for v in o._trainable_variables]
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values()) if built else None
-        self.ranks.start_together(self.model.trainable_variables if trained is None else trained, shared)
+        self.ranks.broadcast_from_rank_0(self.model.trainable_variables if trained is None else trained, shared)
         plain = [o for o in optimizers if not self._reducers_of(o)]
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
@@ -140,7 +140,7 @@ class _Session:
                     f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))`."
                 )
 
-    def meet(self, phase: _Phase, *message: int) -> list[list[int]]:
+    def exchange(self, phase: _Phase, *message: int) -> list[list[int]]:
         """Tells the other ranks a message, and returns what each of them tells.
 
         Raises:
@@ -154,7 +154,7 @@ class _Session:
         mine = 0 if data is None else int(num_rows(data))
         if mine:
             self._last_batch[phase] = data
-        told = self.meet(phase, mine, phase in self._last_batch)
+        told = self.exchange(phase, mine, phase in self._last_batch)
         rows = [row for row, _ in told]
         if not any(rows):
             return None
@@ -166,7 +166,7 @@ class _Session:
 
     def any_batch(self, data: Any) -> Any:
         """`data`, or where this rank has none (None) that of another rank."""
-        has_data = [has for has, _ in self.meet(_Phase.BUILD, data is not None)]
+        has_data = [has for has, _ in self.exchange(_Phase.BUILD, data is not None)]
         if not any(has_data):
             raise ValueError("`x` must have a batch on some rank. Received: none on any.")
         return data if all(has_data) else self._given(data, has_data)
@@ -231,10 +231,10 @@ def _print_on_chief(session: _Session, real: Callable[..., Any], *args: Any, **k
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = _session_of(model)
     session.has_started = False
-    with ending_together():
+    with joining_uneven_inputs():
         history = _run(model, real, *args, **kwargs)
     if session.ranks is not None:
-        session.meet(_Phase.END_OF_FIT)
+        session.exchange(_Phase.END_OF_FIT)
     return history
 
 
@@ -330,7 +330,7 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     if session.ranks is not None:
         session.check_reduces()
     if session.ranks is not None and session.rows is not None and not session.has_started:
-        session.start_together()
+        session.broadcast_from_rank_0()
     logs = _step(model, real, data)
     session.check_unused()
     return logs
@@ -348,7 +348,7 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     mine = rows[ranks.replica_id]
     share_losses(model)
     kept = [] if mine else [(tensor, tensor.clone()) for tensor in _counted(model)]
-    with part_of_batch(Part(mine, sum(rows), ranks, ends_early=not mine)):
+    with batch_shared(BatchShare(mine, sum(rows), ranks, ends_early=not mine)):
         logs = real(data)
     with torch.no_grad():
         for tensor, value in kept:
@@ -372,7 +372,7 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
     ranks = session.ranks
     if ranks is None or _running.get() is not session:
         return real(logs)
-    session.meet(_Phase.END_OF_EPOCH)
+    session.exchange(_Phase.END_OF_EPOCH)
     with torch.no_grad():
         if model.training:
             _average_statistics(model, ranks)
@@ -395,7 +395,7 @@ def _metrics_result(model: Any) -> Any:
     return _metrics_result_in_keras(model)
 
 
-def _average_statistics(model: Any, ranks: Ranks) -> None:
+def _average_statistics(model: Any, ranks: TorchProcessGroup) -> None:
     """Makes moving statistics, which each rank has of its own rows, the mean of all ranks'."""
     mine = _statistics(model)
     roots = ranks.broadcast(mine)

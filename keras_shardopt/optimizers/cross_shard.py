@@ -13,29 +13,29 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
 from keras_shardopt.backends.active import placement, processes, runtime
-from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
 from keras_shardopt.backends.gradient_scope import claim_reduction, reduction_is_claimed
-from keras_shardopt.numerics import is_next_value
+from keras_shardopt.numerics import overwrites_variable
 from keras_shardopt.optimizers.two_phases import TwoPhases
-from keras_shardopt.sharding.sharded_optimizer import DividedState
+from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.sharding.slices import check_can_shard
 from keras_shardopt.update.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
 from keras_shardopt.update.agreement import check_agreement, described, losses_that_add_up
-from keras_shardopt.update.all_reduce import Reduction, check_all_train, end_together, global_gradients
+from keras_shardopt.update.all_reduce import Reduction, check_all_train, global_gradients, join_uneven_inputs
 from keras_shardopt.update.nonfinite import (
     UNKNOWN,
+    all_reduce_and_check,
     fail_among_all,
     first_not_finite,
     judge,
     num_flags,
-    reduce_and_judge,
 )
 from keras_shardopt.update.options import check_groups, group_assignment_of
 from keras_shardopt.update.replica_transform import LocalTransform, scaled_gradients, transformed_gradients
 from keras_shardopt.update.row_weights import weighted_gradients
-from keras_shardopt.update.trainer_context import current_part, ends_together
-from keras_shardopt.wrapping.chain import innermost, inside, leaves, parts
+from keras_shardopt.update.trainer_context import current_share, joins_uneven_inputs
+from keras_shardopt.wrapping.chain import base_optimizers, children, descendants, innermost
 from keras_shardopt.wrapping.rollback import note_assignments
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper, empty_name_scope
 
@@ -61,7 +61,7 @@ _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "sum": "sum", "weighted_mea
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
-class CrossShard(TwoPhases, DividedState):
+class CrossShard(TwoPhases, ShardedState):
     r"""Reduces the gradients of all replicas once, then lets the inner optimizer update.
 
     With $N$ replicas and $g_r$ the gradient of the mean loss of replica $r$, the inner optimizer sees
@@ -213,7 +213,7 @@ class CrossShard(TwoPhases, DividedState):
     _makes_gradients_global = True
     _accumulators: Accumulators  # None where it does not accumulate
     _skipped: Variable
-    _culprit: Variable | None
+    _nonfinite_source: Variable | None
     _num_reported: int
     _skips_inside: bool
 
@@ -241,7 +241,7 @@ class CrossShard(TwoPhases, DividedState):
                 f'`reduction` must be "mean" or "sum" (or "weighted_mean", "weighted_sum"). '
                 f"Received: reduction={reduction!r}"
             )
-        arrivals = {"auto": None, **{arrival.value: arrival for arrival in Arrival}}
+        arrivals = {"auto": None, **{gradient_state.value: gradient_state for gradient_state in GradientState}}
         if not isinstance(gradients, str) or gradients not in arrivals:
             raise ValueError(f"`gradients` must be one of {list(arrivals)}. Received: gradients={gradients!r}")
         if not isinstance(on_nonfinite, str) or on_nonfinite not in ("ignore", "skip", "raise"):
@@ -275,13 +275,13 @@ class CrossShard(TwoPhases, DividedState):
         super().__init__(inner_optimizer, name=name)
         _refuse_inside(self.inner)
         if num_steps is not None:
-            refuse_accumulation_inside(leaves(self), num_steps)
-        skips_inside = any(_skips_overflows(optimizer) for optimizer in inside(self))
+            refuse_accumulation_inside(base_optimizers(self), num_steps)
+        skips_inside = any(_skips_overflows(optimizer) for optimizer in descendants(self))
         if skips_inside and on_nonfinite == "raise":
             raise ValueError(
                 '`on_nonfinite="raise"` would end training at the first overflow, which is how a dynamic loss scaling '
                 f"inside finds its scale. Received: inner_optimizer={self.inner!r}. Leave `on_nonfinite` out: the loss "
-                'scaling skips such updates. With `on_nonfinite="skip"` the culprit can be read, too.'
+                'scaling skips such updates. With `on_nonfinite="skip"` the nonfinite_source can be read, too.'
             )
         self.reduction = _REDUCTIONS[reduction]
         self.on_nonfinite = on_nonfinite
@@ -299,20 +299,20 @@ class CrossShard(TwoPhases, DividedState):
         # Past Keras' tracking, which would turn lists into lists of its own.
         self.__dict__["group_assignment"] = groups
         self.__dict__["replica_transform"] = replica_transform
-        self.__dict__["_arrival"] = arrivals[gradients]
+        self.__dict__["_gradient_state"] = arrivals[gradients]
         # How gradients arrived last, and what was said about that.
         self.__dict__["_last_arrival"] = None
         self.__dict__["_doubts"] = set()
         self.__dict__["_num_steps"] = num_steps
         # Now, as Keras makes its own counters, so that they can be read before `build`.
-        self.__dict__["_skipped"] = self.__dict__["_culprit"] = None
-        self.__dict__["_verdict"] = None
+        self.__dict__["_skipped"] = self.__dict__["_nonfinite_source"] = None
+        self.__dict__["_found_inf"] = None
         self.__dict__["_num_reported"] = 0
         self.__dict__["_skips_inside"] = skips_inside
         if on_nonfinite != "ignore":
             self.__dict__["_skipped"] = self.add_variable((), "zeros", dtype="int", name="skipped_steps")
             unknown = keras.initializers.Constant(UNKNOWN)
-            self.__dict__["_culprit"] = self.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
+            self.__dict__["_nonfinite_source"] = self.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
             note_assignments()
         # Past Keras' tracking: what it holds is added to the state by `build`.
         self.__dict__["_accumulators"] = None
@@ -329,7 +329,7 @@ class CrossShard(TwoPhases, DividedState):
         self.__dict__["_described"] = None
         self.__dict__["_agrees"] = False
         self.__dict__["_num_replicas_when_made"] = processes.num_replicas_of_scope()
-        processes.notice(self)
+        processes.register(self)
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]
@@ -376,7 +376,7 @@ class CrossShard(TwoPhases, DividedState):
         if not self.built and processes.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self.__dict__["_described"] = described(self, variables)
-            if processes.makes_variables_together():
+            if processes.creates_variables_collectively():
                 self._compare_with_peers()
         if self._accumulates and not self.built and not self._accumulators.is_built:
             with empty_name_scope():
@@ -387,7 +387,7 @@ class CrossShard(TwoPhases, DividedState):
             self.__dict__["_shards"] = self._divided(variables)
         super().build(variables)
         if self.__dict__["_num_steps"] is not None:
-            refuse_accumulation_inside(leaves(self), self.__dict__["_num_steps"])
+            refuse_accumulation_inside(base_optimizers(self), self.__dict__["_num_steps"])
 
     def _stack_accumulators(self) -> None:
         """From now on gradients come stacked: those of all replicas along a first dimension, which a step has made."""
@@ -452,9 +452,9 @@ class CrossShard(TwoPhases, DividedState):
         None where all have been finite so far, and with `on_nonfinite="ignore"`. The replica is None where gradients
         are reduced before the optimizer sees them. Reading it waits for the devices.
         """
-        if self._culprit is None:
+        if self._nonfinite_source is None:
             return None
-        replica, position = (int(i) for i in ops.convert_to_numpy(self._culprit))
+        replica, position = (int(i) for i in ops.convert_to_numpy(self._nonfinite_source))
         if position == UNKNOWN:
             return None
         return (None if replica == UNKNOWN else replica), self._names()[position]
@@ -470,12 +470,14 @@ class CrossShard(TwoPhases, DividedState):
         if self.on_nonfinite == "raise":
             num_skipped = int(ops.convert_to_numpy(self._skipped))
             is_new, self.__dict__["_num_reported"] = num_skipped > self._num_reported, num_skipped
-            runtime.stop_if(is_new and not from_now, ops.convert_to_numpy(self._culprit), self._names(), _RAISES)
+            runtime.raise_if(
+                is_new and not from_now, ops.convert_to_numpy(self._nonfinite_source), self._names(), _RAISES
+            )
 
     def _names(self) -> list[str]:
         return [getattr(v, "path", str(v)) for v in self._trainable_variables]
 
-    @runtime.as_written
+    @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """See `OptimizerWrapper.apply`.
 
@@ -485,7 +487,7 @@ class CrossShard(TwoPhases, DividedState):
         if self.on_nonfinite == "raise":
             before = ops.copy(ops.convert_to_tensor(self._skipped))
             super().apply(grads, trainable_variables)
-            runtime.uncompiled(self._stop_if_skipped, before)
+            runtime.no_compile(self._stop_if_skipped, before)
         else:
             super().apply(grads, trainable_variables)
 
@@ -494,26 +496,26 @@ class CrossShard(TwoPhases, DividedState):
         is_new = ops.convert_to_tensor(self._skipped) > before
         rollback = self.__dict__["_rollback"]
         put_back = () if rollback is None else rollback.variables
-        runtime.stop_if(is_new, ops.convert_to_tensor(self._culprit), self._names(), _RAISES, put_back)
+        runtime.raise_if(is_new, ops.convert_to_tensor(self._nonfinite_source), self._names(), _RAISES, put_back)
 
     # -- updating ------------------------------------------------------------------------------------------------
 
-    def _check_peers(self, replicas: ReplicaBackend | None = None) -> None:
+    def _check_peers(self, replicas: Communicator | None = None) -> None:
         """Makes sure, once, that the processes train the same with the same optimizer. All must call it together.
 
         Raises:
             ValueError: on every process, if they do not. It names what differs.
         """
-        replicas = runtime.replicas(self.axis_name) if replicas is None else replicas
-        if self.__dict__["_agrees"] or not replicas.spans_processes:
+        replicas = runtime.communicator(self.axis_name) if replicas is None else replicas
+        if self.__dict__["_agrees"] or not replicas.is_multi_process:
             return
         if self.__dict__["_described"] is None:
             if not self.built:
                 return
             self.__dict__["_described"] = described(self, self._trainable_variables)
-        runtime.uncompiled(self._compare_with_peers, replicas)
+        runtime.no_compile(self._compare_with_peers, replicas)
 
-    def _compare_with_peers(self, replicas: ReplicaBackend | None = None) -> None:
+    def _compare_with_peers(self, replicas: Communicator | None = None) -> None:
         check_agreement(self.__dict__["_described"])
         if self._shards is not None and replicas is not None:
             self._shards.check(replicas)
@@ -522,7 +524,7 @@ class CrossShard(TwoPhases, DividedState):
 
     def _warn_of_sums(self, num_replicas: int) -> None:
         """Warns of a loss that is a sum over its replica's rows, where nobody computes that of the whole batch."""
-        if self.reduction == "sum" or current_part() is not None:
+        if self.reduction == "sum" or current_share() is not None:
             return
         for loss in losses_that_add_up(self, self._trainable_variables)[:1]:
             warnings.warn(
@@ -543,7 +545,7 @@ class CrossShard(TwoPhases, DividedState):
         if self._shards is not None and self.__dict__["_agrees"]:
             self._shards.check_start(int(ops.convert_to_numpy(self.iterations)))
 
-    def _have_started(self, replicas: ReplicaBackend) -> None:
+    def _have_started(self, replicas: Communicator) -> None:
         """Says that these replicas have equal weights and state already, before the first update."""
         self.__dict__["_peers"] = replicas
 
@@ -552,15 +554,15 @@ class CrossShard(TwoPhases, DividedState):
         if reduction_is_claimed(self):
             if self._shards is None or self._accumulates:
                 return grads
-            self.__dict__["_verdict"] = None if self._culprit is None else judge(grads, variables)
+            self.__dict__["_found_inf"] = None if self._nonfinite_source is None else judge(grads, variables)
             return self._shards.slices_of(grads, variables)
-        replicas = runtime.replicas(self.axis_name)
-        placement.check_ready(variables, leaves(self))
+        replicas = runtime.communicator(self.axis_name)
+        placement.check(variables, base_optimizers(self))
         if self.__dict__.pop("_is_loaded", False):
             placement.check_loaded(variables)
         if self._shards is not None:
             self._shards.check(replicas)
-        elif self.shard_state and replicas.num_replicas > 1 and not replicas.speaks_for_all:
+        elif self.shard_state and replicas.num_replicas > 1 and not replicas.is_global_view:
             raise ValueError(
                 "`shard_state=True` on JAX is a layout of arrays under a `keras.distribution`, and inside `shard_map` "
                 f"and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "
@@ -571,24 +573,29 @@ class CrossShard(TwoPhases, DividedState):
             placement.check_can_lay_out(variables)
         share = 1.0
         self._check_peers(replicas)
-        if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
-            runtime.uncompiled(self._warn_of_sums, replicas.num_replicas)
-            share = replicas.start_together(self._trainable_variables, self._shared_variables, self._groups(replicas))
+        if not replicas.is_spmd and self.__dict__["_peers"] is not replicas:
+            runtime.no_compile(self._warn_of_sums, replicas.num_replicas)
+            share = replicas.broadcast_from_rank_0(
+                self._trainable_variables, self._shared_variables, self._groups(replicas)
+            )
             self.__dict__["_peers"] = replicas
         if self.__dict__["_computed"]:
             grads = scaled_gradients(grads, variables, self.loss_scale)
         if self._accumulates:
             return grads if self._is_stacked else self._own_gradients(grads, variables, share)
-        grads, self.__dict__["_verdict"] = self._reduced_and_judged(grads, variables, share)
+        grads, self.__dict__["_found_inf"] = self._reduced_and_checked(grads, variables, share)
         return grads
 
     def _own_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
         """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
         share = _share_of_rows()
         if not isinstance(share, float) or share != 1:
-            arrival = self._arrival_of(grads, variables, runtime.replicas(self.axis_name))
-            if arrival not in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED):  # every replica has those of all rows
-                self.__dict__["_came_reduced"] = arrival  # asked again, DDP would not know it any more
+            gradient_state = self._gradient_state_of(grads, variables, runtime.communicator(self.axis_name))
+            if gradient_state not in (
+                GradientState.LOCAL,
+                GradientState.LOCAL_PRESCALED,
+            ):  # every replica has those of all rows
+                self.__dict__["_came_reduced"] = gradient_state  # asked again, DDP would not know it any more
                 return grads
         return weighted_gradients(grads, variables, _none_without_rows(weight, share))
 
@@ -621,12 +628,12 @@ class CrossShard(TwoPhases, DividedState):
                 "`_reduce_gradients` returns whole gradients, and with `shard_state=True` each replica takes slices. "
                 f"Received: {self!r}. Call `apply` with each replica's own gradients, which reduces them."
             )
-        reduced = self._reduced_and_judged(grads, variables, weight, loss_scale)[0]
+        reduced = self._reduced_and_checked(grads, variables, weight, loss_scale)[0]
         if self.__dict__["_buckets"] is None:
             return reduced
         return [None if grad is None else ops.copy(grad) for grad in reduced]  # out of memory that is used again
 
-    def _reduced_and_judged(
+    def _reduced_and_checked(
         self,
         grads: Gradients,
         variables: Sequence[Variable],
@@ -634,24 +641,24 @@ class CrossShard(TwoPhases, DividedState):
         loss_scale: Any = None,
         share: Any = None,
     ) -> tuple[Gradients, Tensor | None]:
-        """As `_reduce_gradients`, and what `reduce_and_judge` says of them; None with `on_nonfinite="ignore"`.
+        """As `_reduce_gradients`, and what `all_reduce_and_check` says of them; None with `on_nonfinite="ignore"`.
 
         `share` is this replica's part of the rows, where that is not the one of the step that is running.
         """
         share = _share_of_rows() if share is None else share
         # A replica's loss counts by the rows it has; what looks at its gradients wants those of its own mean loss.
-        replicas = runtime.replicas(self.axis_name)
+        replicas = runtime.communicator(self.axis_name)
         buckets = self._buckets_among(replicas)
         if buckets is not None:
             return buckets.reduce(grads, variables, bool(share), weight), None
         groups = self._groups(replicas)
-        arrival = self.__dict__.pop("_came_reduced", None) or self._arrival_of(grads, variables, replicas)
+        gradient_state = self.__dict__.pop("_came_reduced", None) or self._gradient_state_of(grads, variables, replicas)
         if self._accumulates:
-            self._warn_if_reduced(arrival, replicas)
-        is_local = arrival in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED)
+            self._warn_if_reduced(gradient_state, replicas)
+        is_local = gradient_state in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED)
         needs_own = self._looks_at_own_gradients or groups is not None
         if needs_own or self.compression is not None:
-            self._check_local(arrival, replicas)
+            self._check_local(gradient_state, replicas)
         unit = 1.0
         if needs_own:
             # There is no mean loss of no rows; what a transform makes of them counts for nothing, as is seen to below.
@@ -661,15 +668,17 @@ class CrossShard(TwoPhases, DividedState):
         def transformed(clipnorm: float | None, transform: LocalTransform | None) -> Gradients:
             if clipnorm is None and transform is None:
                 return grads
-            return transformed_gradients(grads, variables, replicas.num_replicas, arrival, unit, clipnorm, transform)
+            return transformed_gradients(
+                grads, variables, replicas.num_replicas, gradient_state, unit, clipnorm, transform
+            )
 
         grads = transformed(None, self.replica_transform)
         chosen, trained = variables, None
-        if not replicas.runs_one_program and len(variables) < len(self._trainable_variables):
+        if not replicas.is_spmd and len(variables) < len(self._trainable_variables):
             # All ranks send the same, also where some have frozen layers, so that they can notice.
             grads, variables, trained = self._with_frozen(grads, variables)
         # Before clipping, which makes all gradients NaN where one is, and after what may have put that right.
-        looks = self._culprit is not None and (is_local or self._looks_at_own_gradients)
+        looks = self._nonfinite_source is not None and (is_local or self._looks_at_own_gradients)
         found = first_not_finite(grads, variables) if looks else None
         grads = transformed(self.replica_clipnorm, None)
         if is_local:  # else every replica has the gradients of all rows, also one without any
@@ -678,29 +687,31 @@ class CrossShard(TwoPhases, DividedState):
         if found is not None and is_local:
             found = ops.where(ops.equal(weight, 0), ops.zeros_like(found), found)
         if self.compression is not None and is_local:
-            replicas = Compressed(replicas, self.compression, divides=arrival is Arrival.LOCAL)
+            replicas = Compressed(replicas, self.compression, divides=gradient_state is GradientState.LOCAL)
         if self._shards is not None and is_local:
-            grads, verdict = self._shards.reduce(grads, variables, replicas, self.reduction, arrival, found, trained)
-            return self._without_frozen(grads, verdict, variables, chosen)
-        verdict = None
-        if self._culprit is None:
+            grads, found_inf = self._shards.reduce(
+                grads, variables, replicas, self.reduction, gradient_state, found, trained
+            )
+            return self._without_frozen(grads, found_inf, variables, chosen)
+        found_inf = None
+        if self._nonfinite_source is None:
             try:
-                grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups, trained)
+                grads = global_gradients(grads, variables, replicas, self.reduction, gradient_state, groups, trained)
             except ValueError:
-                if groups is not None and self._meets_inside and not replicas.runs_one_program:
+                if groups is not None and self._meets_inside and not replicas.is_spmd:
                     fail_among_all(replicas)
                 raise
         else:
-            grads, verdict = reduce_and_judge(
-                grads, variables, replicas, self.reduction, arrival, groups, found, trained
+            grads, found_inf = all_reduce_and_check(
+                grads, variables, replicas, self.reduction, gradient_state, groups, found, trained
             )
         grads = grads if self._shards is None else self._shards.slices_of(grads, variables)
-        return self._without_frozen(grads, verdict, variables, chosen)
+        return self._without_frozen(grads, found_inf, variables, chosen)
 
     @property
     def _meets_inside(self) -> bool:
         """Whether a loss scaling inside decides together with all replicas, those of other groups too."""
-        return any(isinstance(part, OptimizerWrapper) and part._skips_overflows for part in inside(self))
+        return any(isinstance(part, OptimizerWrapper) and part._skips_overflows for part in descendants(self))
 
     def _with_frozen(
         self, grads: Gradients, variables: Sequence[Variable]
@@ -711,34 +722,36 @@ class CrossShard(TwoPhases, DividedState):
         return [given.get(i) for i in every], list(self._trainable_variables), [i in given for i in every]
 
     def _without_frozen(
-        self, grads: Gradients, verdict: Tensor | None, variables: Sequence[Variable], chosen: Sequence[Variable]
+        self, grads: Gradients, found_inf: Tensor | None, variables: Sequence[Variable], chosen: Sequence[Variable]
     ) -> tuple[Gradients, Tensor | None]:
-        """The reverse of `_with_frozen`, of gradients and a verdict on them."""
+        """The reverse of `_with_frozen`, of gradients and what was found in them."""
         if variables is chosen:
-            return grads, verdict
+            return grads, found_inf
         positions = [self._position(variable) for variable in chosen]
-        if verdict is not None:
+        if found_inf is not None:
             places = [UNKNOWN] * (len(variables) + 1)
             for place, position in enumerate(positions):
                 places[position] = place
-            name = ops.take(ops.convert_to_tensor(places, "int32"), verdict[2] % len(places), axis=0)
-            verdict = ops.stack([verdict[0], verdict[1], name])
-        return [grads[i] for i in positions], verdict
+            name = ops.take(ops.convert_to_tensor(places, "int32"), found_inf[2] % len(places), axis=0)
+            found_inf = ops.stack([found_inf[0], found_inf[1], name])
+        return [grads[i] for i in positions], found_inf
 
-    def _arrival_of(self, grads: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend) -> Arrival:
+    def _gradient_state_of(
+        self, grads: Gradients, variables: Sequence[Variable], replicas: Communicator
+    ) -> GradientState:
         """How these gradients arrive: as the constructor was told, or as the replicas find it."""
-        arrival = self.__dict__["_arrival"]
-        if arrival is not None:
-            self._warn_once(replicas.objections(arrival) if self.gradients != "auto" else ())
-            return arrival
-        arrival = replicas.arrival(grads, variables)
+        gradient_state = self.__dict__["_gradient_state"]
+        if gradient_state is not None:
+            self._warn_once(replicas.objections(gradient_state) if self.gradients != "auto" else ())
+            return gradient_state
+        gradient_state = replicas.gradient_state(grads, variables)
         doubts = list(replicas.doubts)
-        if not replicas.has_seen_losses and self.__dict__["_last_arrival"] is Arrival.LOCAL_PRESCALED:
+        if not replicas.has_seen_losses and self.__dict__["_last_arrival"] is GradientState.LOCAL_PRESCALED:
             # Rather a function that was traced before, which is not seen again, than another kind of loss.
-            arrival, doubts = Arrival.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
-        self.__dict__["_last_arrival"] = arrival
+            gradient_state, doubts = GradientState.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
+        self.__dict__["_last_arrival"] = gradient_state
         self._warn_once(doubts)
-        return arrival
+        return gradient_state
 
     def _warn_once(self, doubts: Sequence[str]) -> None:
         for doubt in doubts:
@@ -746,16 +759,19 @@ class CrossShard(TwoPhases, DividedState):
                 self.__dict__["_doubts"].add(doubt)
                 warnings.warn(doubt, stacklevel=3)
 
-    def _buckets_among(self, replicas: ReplicaBackend) -> Any:
+    def _buckets_among(self, replicas: Communicator) -> Any:
         """What reduces gradients while they are computed; None where each is reduced by itself, after all of them."""
         if self.__dict__["_peers"] is not replicas or self.__dict__["_bucketed"] is replicas:
             return self.__dict__["_buckets"] if self.__dict__["_bucketed"] is replicas else None
         self.__dict__["_buckets"], self.__dict__["_bucketed"] = None, replicas
-        is_local = self.gradients in ("auto", "local") and self.__dict__["_arrival"] in (None, Arrival.LOCAL)
+        is_local = self.gradients in ("auto", "local") and self.__dict__["_gradient_state"] in (
+            None,
+            GradientState.LOCAL,
+        )
         needs_own = self._looks_at_own_gradients or self.group_assignment is not None
-        is_plain = not (needs_own or self._accumulates or self.shard_state or self._culprit is not None)
+        is_plain = not (needs_own or self._accumulates or self.shard_state or self._nonfinite_source is not None)
         variables = self._trainable_variables
-        if self.overlap == "auto" and is_local and is_plain and not any(map(is_next_value, variables)):
+        if self.overlap == "auto" and is_local and is_plain and not any(map(overwrites_variable, variables)):
             num_bytes = self.bucket_mib * 2**20
             takes_mean = self.reduction == "mean"
             self.__dict__["_buckets"] = runtime.buckets(
@@ -763,29 +779,29 @@ class CrossShard(TwoPhases, DividedState):
             )
         return self.__dict__["_buckets"]
 
-    def _num_flags(self, replicas: ReplicaBackend) -> int:
-        if self._culprit is None or self._groups(replicas) is not None:
+    def _num_flags(self, replicas: Communicator) -> int:
+        if self._nonfinite_source is None or self._groups(replicas) is not None:
             return 0
         return num_flags(len(self._trainable_variables), replicas.num_replicas)
 
     @contextlib.contextmanager
-    def _judged(self, verdict: Tensor | None) -> Iterator[None]:
-        """Says, for the time of the block, what `_reduced_and_judged` has said of the gradients that come."""
-        self.__dict__["_verdict"] = verdict
+    def _resuming(self, found_inf: Tensor | None) -> Iterator[None]:
+        """Says, for the time of the block, what `_reduced_and_checked` has said of the gradients that come."""
+        self.__dict__["_found_inf"] = found_inf
         try:
             yield
         finally:
-            self.__dict__["_verdict"] = None
+            self.__dict__["_found_inf"] = None
 
-    def _groups(self, replicas: ReplicaBackend) -> Groups | None:
+    def _groups(self, replicas: Communicator) -> Groups | None:
         """The groups that average, each ascending; None where all replicas are in one."""
         groups: list[list[int]] | None = self.group_assignment
         check_groups(groups, replicas)
         return None if groups is None or len(groups) == 1 else [sorted(group) for group in groups]
 
-    def _check_local(self, arrival: Arrival, replicas: ReplicaBackend) -> None:
+    def _check_local(self, gradient_state: GradientState, replicas: Communicator) -> None:
         """Refuses gradients that are reduced already where each replica's own are needed."""
-        is_reduced = arrival is Arrival.GLOBAL or arrival is Arrival.SUMMED
+        is_reduced = gradient_state is GradientState.GLOBAL or gradient_state is GradientState.SUMMED
         if replicas.num_replicas == 1 or not is_reduced:
             return
         given = [
@@ -794,7 +810,7 @@ class CrossShard(TwoPhases, DividedState):
             if getattr(self, name) is not None
         ]
         rule = f"`{given[0].partition('=')[0]}` needs the gradients of each replica, before they are reduced."
-        if arrival is Arrival.SUMMED:
+        if gradient_state is GradientState.SUMMED:
             received = "gradients that `shard_map` has summed over the replicas already"
             advice = _SUMMED_ADVICE
         else:
@@ -810,7 +826,7 @@ class CrossShard(TwoPhases, DividedState):
                 advice = _GLOBAL_ADVICE
         raise ValueError(f"{rule} Received: {', '.join(given)}, and {received}. {advice}")
 
-    @runtime.as_written
+    @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `keras.optimizers.Optimizer.scale_loss`."""
         self.__dict__["_computed"] = False
@@ -825,16 +841,16 @@ class CrossShard(TwoPhases, DividedState):
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
         peers = self.__dict__["_peers"]
         has_peers = peers is not None and peers.are_current()
-        if has_peers and not ends_together() and not reduction_is_claimed(self):
+        if has_peers and not joins_uneven_inputs() and not reduction_is_claimed(self):
             buckets = self._buckets_among(peers)
             if self.compression is not None:
                 peers = Compressed(peers, self.compression, divides=True)
             if buckets is not None:
-                buckets.end_together()
+                buckets.join_uneven_inputs()
             elif self._shards is not None:
-                self._shards.end_together(peers, self._num_flags(peers))
+                self._shards.join_uneven_inputs(peers, self._num_flags(peers))
             else:
-                end_together(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
+                join_uneven_inputs(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
         if not runtime.stops_in_step:
             self.check_finite()
         if self._shards is None:
@@ -845,10 +861,10 @@ class CrossShard(TwoPhases, DividedState):
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates with gradients that nobody inside may reduce again; when accumulating, at the end of a window."""
         if self._accumulates:
-            runtime.uncompiled(self._accumulate, grads, variables)
+            runtime.no_compile(self._accumulate, grads, variables)
         else:
-            verdict, self.__dict__["_verdict"] = self.__dict__["_verdict"], None
-            self._update_if_finite(grads, variables, verdict)
+            found_inf, self.__dict__["_found_inf"] = self.__dict__["_found_inf"], None
+            self._update_if_finite(grads, variables, found_inf)
 
     def _accumulate(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         positions = [self._position(variable) for variable in variables]
@@ -856,7 +872,7 @@ class CrossShard(TwoPhases, DividedState):
         is_complete, sums = self._accumulators.add(grads, positions, _share_of_rows())
         # Not the sums, or JAX would copy them in each micro-step.
         state = [*self._trainable_variables, *self._shared_variables]
-        runtime.update_if(is_complete, self._end_window, sums, state)
+        runtime.cond(is_complete, self._end_window, sums, state)
 
     def _end_window(self, sums: Sequence[Tensor]) -> None:
         means, positions, share = self._accumulators.means(sums)
@@ -864,50 +880,54 @@ class CrossShard(TwoPhases, DividedState):
 
         def reduced(own: Any) -> tuple[Gradients, Tensor | None]:
             means, (share,) = own if isinstance(own, tuple) else (own, (1.0,))
-            return self._reduced_and_judged(means, variables, share=share)
+            return self._reduced_and_checked(means, variables, share=share)
 
         own = means if isinstance(share, float) else (means, [share])
         if reduction_is_claimed(self):
-            verdict = None if self._culprit is None else judge(means, variables)
+            found_inf = None if self._nonfinite_source is None else judge(means, variables)
             slices = means if self._shards is None else self._shards.slices_of(means, variables)
-            self._update_if_finite(slices, variables, verdict)
+            self._update_if_finite(slices, variables, found_inf)
             return
-        grads, verdict = runtime.over_replicas(reduced, own) if self._is_stacked else reduced(own)
-        self._update_if_finite(grads, variables, verdict)
+        grads, found_inf = runtime.map_replicas(reduced, own) if self._is_stacked else reduced(own)
+        self._update_if_finite(grads, variables, found_inf)
 
-    def _join_step(self, arrival: Arrival | None) -> None:
+    def _join_step(self, gradient_state: GradientState | None) -> None:
         """Called by a training step that knows how gradients arrive; None finds it."""
         if self.gradients == "auto":
-            self.__dict__["_arrival"] = arrival
+            self.__dict__["_gradient_state"] = gradient_state
 
     def _decide_window(self, ends: bool) -> None:
         """Says whether the next call of `apply` updates, however many micro-steps there were; each counts as ever."""
         self._accumulators.decide(ends)
 
-    def _warn_if_reduced(self, arrival: Arrival, replicas: ReplicaBackend) -> None:
-        if replicas.num_replicas > 1 and arrival in (Arrival.GLOBAL, Arrival.SUMMED) and not self.__dict__["_warned"]:
+    def _warn_if_reduced(self, gradient_state: GradientState, replicas: Communicator) -> None:
+        if (
+            replicas.num_replicas > 1
+            and gradient_state in (GradientState.GLOBAL, GradientState.SUMMED)
+            and not self.__dict__["_warned"]
+        ):
             self.__dict__["_warned"] = True
             warnings.warn(
                 f"{self!r} accumulates gradients that are reduced already, so that updates are right, but each "
-                f"micro-step communicates. {_SUMMED_ADVICE if arrival is Arrival.SUMMED else _GLOBAL_ADVICE}",
+                f"micro-step communicates. {_SUMMED_ADVICE if gradient_state is GradientState.SUMMED else _GLOBAL_ADVICE}",
                 stacklevel=2,
             )
 
-    def _update_if_finite(self, grads: Gradients, variables: Sequence[Variable], verdict: Tensor | None) -> None:
-        if self._culprit is None:
+    def _update_if_finite(self, grads: Gradients, variables: Sequence[Variable], found_inf: Tensor | None) -> None:
+        if self._nonfinite_source is None:
             self._update(grads, variables)
             return
-        if verdict is None:  # somebody else has reduced them
-            verdict = judge(grads, variables)
-        is_bad = verdict[0] > 0
+        if found_inf is None:  # somebody else has reduced them
+            found_inf = judge(grads, variables)
+        is_bad = found_inf[0] > 0
         places = ops.convert_to_tensor([*[self._position(v) for v in variables], UNKNOWN], "int32")
-        names = ops.stack([verdict[1], ops.take(places, verdict[2] % (len(variables) + 1), axis=0)])
-        self._culprit.assign(ops.where(is_bad, names, ops.convert_to_tensor(self._culprit)))
+        names = ops.stack([found_inf[1], ops.take(places, found_inf[2] % (len(variables) + 1), axis=0)])
+        self._nonfinite_source.assign(ops.where(is_bad, names, ops.convert_to_tensor(self._nonfinite_source)))
         if self._skips_inside:  # a loss scaling decides, and counts
             self._update(grads, variables)
             return
         self._skipped.assign(self._skipped + ops.cast(is_bad, self._skipped.dtype))
-        runtime.update_if(
+        runtime.cond(
             ops.logical_not(is_bad),
             lambda grads: self._update(grads, variables),
             grads,
@@ -918,17 +938,17 @@ class CrossShard(TwoPhases, DividedState):
         if self.fused is False:
             self._update_with(grads, variables)
         else:
-            runtime.update_fused(leaves(self), self._update_with, grads, variables)
+            runtime.update_fused(base_optimizers(self), self._update_with, grads, variables)
 
     def _update_with(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        with claim_reduction(inside(self), None if self.group_assignment is None else self.axis_name):
+        with claim_reduction(descendants(self), None if self.group_assignment is None else self.axis_name):
             if self._shards is None:
                 super().update_inner(grads, variables)
             else:
-                replicas = runtime.replicas(self.axis_name)
-                runtime.uncompiled(self._shards.update, self.inner, grads, variables, replicas)
+                replicas = runtime.communicator(self.axis_name)
+                runtime.no_compile(self._shards.update, self.inner, grads, variables, replicas)
 
-    def _meet_outer_loss_scaling(self) -> None:
+    def _on_outer_loss_scaling(self) -> None:
         """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""
         raise ValueError(
             "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of one "
@@ -997,7 +1017,7 @@ class CrossShard(TwoPhases, DividedState):
 
 def cross_shards(optimizer: Any) -> list[CrossShard]:
     """Every `CrossShard` of an optimizer, itself and inside it, from the outside in; none where it is None."""
-    chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
+    chain = [] if optimizer is None else [optimizer, *descendants(optimizer)]
     return [part for part in chain if isinstance(part, CrossShard)]
 
 
@@ -1014,8 +1034,8 @@ def _skips_overflows(optimizer: Any) -> bool:
 
 def _share_of_rows() -> Any:
     """This replica's rows in units of an equal part of the batch."""
-    part = current_part()
-    return 1.0 if part is None else part.share
+    part = current_share()
+    return 1.0 if part is None else part.row_share
 
 
 def _none_without_rows(weight: Any, share: Any) -> Any:
@@ -1037,7 +1057,7 @@ def _refuse_inside(optimizer: Any) -> None:
             f"replica, and inside another `CrossShard` they are global already. Received: inner_optimizer={optimizer!r}. "
             "Give these arguments to the outer `CrossShard`."
         )
-    for inner in parts(optimizer):
+    for inner in children(optimizer):
         _refuse_inside(inner)
 
 

@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import dense, dtype_of, in_float32, is_next_value, norm
+from keras_shardopt.numerics import dense, dtype_of, in_float32, norm, overwrites_variable
 from keras_shardopt.wrapping.chain import leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -101,7 +101,7 @@ class LARC(OptimizerWrapper):
         """Scales each gradient on its own."""
         loss_scale = self._incoming_scale()
         return [
-            grad if grad is None or is_next_value(variable) else self._scaled(grad, variable, loss_scale)
+            grad if grad is None or overwrites_variable(variable) else self._scaled(grad, variable, loss_scale)
             for grad, variable in zip(grads, variables)
         ]
 

@@ -17,12 +17,12 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.communicator import Arrival
+from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.backends.gradient_scope import differing_along, holds_slices, reduction_is_claimed
-from keras_shardopt.numerics import dtype_of, in_float32, is_next_value, map_values
+from keras_shardopt.numerics import dtype_of, in_float32, map_values, overwrites_variable
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.update.nonfinite import largest_of_all
-from keras_shardopt.wrapping.chain import inside
+from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.rollback import note_assignments
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -105,7 +105,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    @runtime.as_written
+    @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32 where it was in half precision, which would overflow."""
         loss = self.inner.scale_loss(loss)
@@ -130,7 +130,9 @@ class ScaledUpdate(OptimizerWrapper):
         # A copy: the variable is about to change, and so would what merely refers to it.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
         unscaled = [
-            grad if grad is None or is_next_value(v) else map_values(functools.partial(self._unscaled, v, scale), grad)
+            grad
+            if grad is None or overwrites_variable(v)
+            else map_values(functools.partial(self._unscaled, v, scale), grad)
             for grad, v in zip(grads, variables)
         ]
         skipped = self.__dict__["_skipped"]
@@ -142,7 +144,7 @@ class ScaledUpdate(OptimizerWrapper):
             self._scaler.update(has_nan, amax)
         overflows = overflow(has_nan, amax)
         skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
-        runtime.update_if(
+        runtime.cond(
             ops.logical_not(overflows),
             lambda grads: self._update_unscaled(grads, variables),
             unscaled,
@@ -151,36 +153,36 @@ class ScaledUpdate(OptimizerWrapper):
 
     def _checked(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> tuple[Tensor, Tensor]:
         """What `check_grads` finds in the gradients of all replicas, unscaled."""
-        seen = [grad for grad, variable in zip(grads, variables) if not is_next_value(variable)]
+        seen = [grad for grad, variable in zip(grads, variables) if not overwrites_variable(variable)]
         has_nan, amax = check_grads(seen)
         amax = amax / scale
         if holds_slices(self):
-            return largest_of_all(has_nan, amax, runtime.replicas("batch"))
-        reducers = [optimizer for optimizer in inside(self) if hasattr(optimizer, "axis_name")]
+            return largest_of_all(has_nan, amax, runtime.communicator("batch"))
+        reducers = [optimizer for optimizer in descendants(self) if hasattr(optimizer, "axis_name")]
         axes = [reducer.axis_name for reducer in reducers]
         if reduction_is_claimed(self):
             axis = differing_along(self)
             if axis is None:
                 return has_nan, amax  # the gradients are global
             axes = [axis]  # those of a group
-        replicas = runtime.replicas(axes[0] if axes else "batch")
+        replicas = runtime.communicator(axes[0] if axes else "batch")
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
         # user has said how they come, replicas may not know: what they hear from each other is right in any case.
-        is_said = any(reducer.__dict__["_arrival"] is not None for reducer in reducers)
-        may_differ = is_said and replicas.num_replicas > 1 and not replicas.speaks_for_all
+        is_said = any(reducer.__dict__["_gradient_state"] is not None for reducer in reducers)
+        may_differ = is_said and replicas.num_replicas > 1 and not replicas.is_global_view
         if (
             may_differ
-            or not replicas.runs_one_program
-            or replicas.arrival(grads, variables) in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED)
+            or not replicas.is_spmd
+            or replicas.gradient_state(grads, variables) in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED)
         ):
             return largest_of_all(has_nan, amax, replicas)
         return has_nan, amax
 
-    def _meet_outer_loss_scaling(self) -> None:
+    def _on_outer_loss_scaling(self) -> None:
         """Refuses: the loss would be scaled twice, and the gradients unscaled by either."""
         if self._scales_loss:
             self._refuse_outer_scaling()
-        super()._meet_outer_loss_scaling()
+        super()._on_outer_loss_scaling()
 
     def _refuse_outer_scaling(self) -> NoReturn:
         raise ValueError(
@@ -276,7 +278,7 @@ class LossScaling(ScaledUpdate):
 
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
-    for optimizer in inside(outer):
+    for optimizer in descendants(outer):
         if getattr(optimizer, "_makes_gradients_global", False) and getattr(optimizer, "_accumulates", False):
             name = type(outer).__name__
             raise ValueError(

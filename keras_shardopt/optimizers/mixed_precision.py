@@ -26,7 +26,7 @@ from keras_shardopt.models import optimizers_of
 from keras_shardopt.numerics import add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale, stored_scale, with_scaler
-from keras_shardopt.wrapping.chain import inside
+from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper, empty_name_scope
 
 _LOW = ("float16", "bfloat16")
@@ -182,14 +182,14 @@ class MixedPrecision(ScaledUpdate):
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    @runtime.as_written
+    @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32."""
         if not self.built:
             self.__dict__["_loss_came_before_build"] = True
         return super().scale_loss(loss)
 
-    @runtime.as_written
+    @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
         # TensorFlow builds during the first step, whose loss had penalties with their gradients in it.
@@ -240,7 +240,7 @@ class MixedPrecision(ScaledUpdate):
         """What of the penalty each replica adds: the inner optimizer itself sums over TensorFlow's replicas."""
         if reduction_is_claimed(self):
             return 1.0
-        replicas = runtime.replicas("batch")
+        replicas = runtime.communicator("batch")
         if replicas.inner_optimizers_sum:
             return 1.0 / replicas.num_replicas
         return 1.0
@@ -326,7 +326,7 @@ class _OnMaster(keras.regularizers.Regularizer):
             return False
         named = _updating.get()
         if named is not None:
-            return any(optimizer is owner for optimizer in [named, *inside(named)])
+            return any(optimizer is owner for optimizer in [named, *descendants(named)])
         frame = sys._getframe(2)
         while frame is not None:
             model = frame.f_locals.get("self")
@@ -334,7 +334,7 @@ class _OnMaster(keras.regularizers.Regularizer):
                 # Keras' own step uses this one; a step of the model's own may use any that it holds.
                 has_own_step = type(model).train_step is not keras.Model.train_step
                 held = optimizers_of(model) if has_own_step else [model.optimizer]
-                return any(optimizer is owner for each in held for optimizer in [each, *inside(each)])
+                return any(optimizer is owner for each in held for optimizer in [each, *descendants(each)])
             frame = frame.f_back  # type: ignore[assignment]
         return True  # a loop of one's own
 

@@ -20,7 +20,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.gradient_scope import reduction_is_claimed
-from keras_shardopt.numerics import add, is_next_value, map_values
+from keras_shardopt.numerics import add, map_values, overwrites_variable
 from keras_shardopt.wrapping.chain import get_optimizer, shown
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -111,7 +111,7 @@ class _Call:
             if grad is None:
                 self._sums.setdefault(key, None)
                 continue
-            if is_next_value(variable):
+            if overwrites_variable(variable):
                 self._sums[key] = ops.copy(grad) if before is None else ops.maximum(before, grad)
                 continue
             # A copy in any case: PyTorch adds the next tower's gradient to the same tensor, or zeroes it.
@@ -221,10 +221,10 @@ class Tower(OptimizerWrapper):
         if call is not None:
             super().update_inner(call.grads, call.variables)
 
-    def _meet_outer_loss_scaling(self) -> None:
+    def _on_outer_loss_scaling(self) -> None:
         """Remembers it: to update without `replicate` is still right."""
         self.__dict__["_is_in_loss_scaling"] = True
-        super()._meet_outer_loss_scaling()
+        super()._on_outer_loss_scaling()
 
     def _refuse_to_be_inside(self) -> None:
         outer = None

@@ -10,7 +10,7 @@ import keras
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.update.replica_transform import unscaled_gradients
-from keras_shardopt.wrapping.chain import leaves
+from keras_shardopt.wrapping.chain import base_optimizers
 
 
 class TwoPhases:
@@ -69,7 +69,7 @@ class TwoPhases:
                 "Use for example `minimize(lambda: loss_fn(y, model(x, training=True)), model.trainable_variables)`."
             )
         variables = self._variables_to_differentiate(var_list)
-        placement.check_ready(variables, leaves(self))
+        placement.check(variables, base_optimizers(self))
 
         def scaled() -> Tensor:
             value = keras.ops.convert_to_tensor(loss())

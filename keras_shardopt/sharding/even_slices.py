@@ -19,19 +19,19 @@ from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.gradient_scope import hold_slices
-from keras_shardopt.numerics import dtype_of, is_next_value
+from keras_shardopt.numerics import dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, size_of
 from keras_shardopt.sharding.separability import first_state, holds_weights, named_like, slots_of
-from keras_shardopt.sharding.slices import check_number, flattened, keep_exclusions, which_may_be_cut_inside
+from keras_shardopt.sharding.slices import are_elementwise_inside, check_number, flattened, keep_exclusions
 from keras_shardopt.update.all_reduce import Reduction, global_gradients
-from keras_shardopt.update.nonfinite import reduce_and_judge
-from keras_shardopt.wrapping.chain import inside, leaves
+from keras_shardopt.update.nonfinite import all_reduce_and_check
+from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
-class EvenShards:
+class PaddedShards:
     """What each replica of this program owns: as many elements of each variable as any other.
 
     Args:
@@ -47,10 +47,10 @@ class EvenShards:
         self.variables = list(variables)
         self.num_replicas = num_replicas
         self._axis_name = optimizer.axis_name
-        (self._leaf,) = leaves(optimizer)
-        self._divided = [i for i, variable in enumerate(self.variables) if not is_next_value(variable)]
+        (self._leaf,) = base_optimizers(optimizer)
+        self._divided = [i for i, variable in enumerate(self.variables) if not overwrites_variable(variable)]
         self._starts_with_weights = False
-        placement.without_replicas(lambda: self._try_out(optimizer))
+        placement.outside_strategy(lambda: self._try_out(optimizer))
         self._chunks = [-(-size_of(variable) // num_replicas) for variable in self.variables]
         self._key = optimizer._var_key
         self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
@@ -60,7 +60,7 @@ class EvenShards:
         keep_exclusions(optimizer, self.variables, self.inside)
 
     def _try_out(self, optimizer: Any) -> None:
-        may_cut = which_may_be_cut_inside(optimizer, self.variables)
+        may_cut = are_elementwise_inside(optimizer, self.variables)
         whole = [self.variables[i] for i in self._divided if not may_cut[i]]
         if whole:
             constrained = [variable.path for variable in whole if variable.constraint is not None]
@@ -82,67 +82,67 @@ class EvenShards:
             return variable
         # Each replica's copy gets its slice before each update.
         arguments = {"initializer": "zeros", "shape": (self._chunks[i],), "dtype": dtype_of(variable)}
-        with placement.beside(variable):
+        with placement.colocate_with(variable):
             return named_like(variable, trainable=False, autocast=False, **arguments)
 
     def inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """What stands inside for these variables."""
         return [self.stand_ins[self._positions[self._key(variable)]] for variable in variables]
 
-    def adopt(self, optimizer: Any) -> None:
+    def bind_state(self, optimizer: Any) -> None:
         """Looks at the state, now that the inner optimizers are built."""
-        hold_slices(inside(optimizer))
+        hold_slices(descendants(optimizer))
         for position, _, slot in slots_of(self._leaf, self._leaf._trainable_variables):
             self._slots[id(slot)] = position
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
         masters = [
             (keys[key], master)
-            for wrapper in inside(optimizer)
+            for wrapper in descendants(optimizer)
             for key, _, master in (wrapper._own_slots() if isinstance(wrapper, OptimizerWrapper) else ())
             if key in keys
         ]
         self._slots |= {id(master): i for i, master in masters}
         self._slots = {slot: i for slot, i in self._slots.items() if i in self._divided}
-        with runtime.outside_trace():
+        with runtime.init_scope():
             for i, master in masters:
-                placement.assign_each(master, self._rows(i, placement.copies(self.variables[i])[0]))
+                placement.assign_replica_values(master, self._rows(i, placement.replica_values(self.variables[i])[0]))
             if self._starts_with_weights:
                 self._start()
 
     def _start(self) -> None:
         """Gives each replica the state that belongs to its own slices, before the first update."""
-        values = [placement.copies(variable)[0] for variable in self.variables]
+        values = [placement.replica_values(variable)[0] for variable in self.variables]
         rows = [
             self._rows(i, array) if i in self._divided else [array] * self.num_replicas
             for i, array in enumerate(values)
         ]
         everyones = [
-            placement.without_replicas(functools.partial(first_state, self._leaf, self.variables, mine))
+            placement.outside_strategy(functools.partial(first_state, self._leaf, self.variables, mine))
             for mine in zip(*rows)
         ]
         for variable, arrays in zip(self._leaf.variables, zip(*everyones)):
             if self.is_divided(variable):
-                placement.assign_each(variable, arrays)
+                placement.assign_replica_values(variable, arrays)
 
     def is_divided(self, variable: Variable) -> bool:
         """Whether replicas hold different parts of this state."""
         return id(variable) in self._slots and len(variable.shape) > 0
 
-    def check(self, replicas: ReplicaBackend) -> None:
+    def check(self, replicas: Communicator) -> None:
         """Raises ValueError unless there are as many replicas as when the state was divided."""
         check_number(replicas, self.num_replicas)
 
     def check_start(self, iterations: int) -> None:
         """Nothing to do: one program holds all parts, and has loaded all of them."""
 
-    def end_together(self, replicas: ReplicaBackend, num_flags: int) -> None:
+    def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
         """Nothing to do: replicas that run one program end with it."""
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
         """This replica's slices of gradients that are global already."""
-        replica_id = runtime.replicas(self._axis_name).replica_id
+        replica_id = runtime.communicator(self._axis_name).replica_id
         found: list[Tensor | None] = []
         for grad, variable in zip(grads, variables):
             i = self._positions[self._key(variable)]
@@ -162,32 +162,34 @@ class EvenShards:
         self,
         grads: Gradients,
         variables: Sequence[Variable],
-        replicas: ReplicaBackend,
+        replicas: Communicator,
         reduction: Reduction,
-        arrival: Arrival,
+        gradient_state: GradientState,
         found: Tensor | None,
         trained: Sequence[bool] | None = None,
     ) -> tuple[list[Tensor | None], Tensor | None]:
-        """As `Shards.reduce`. All gradients go to all replicas: these have no reduce-scatter."""
-        verdict = None
+        """As `FlatShards.reduce`. All gradients go to all replicas: these have no reduce-scatter."""
+        found_inf = None
         if found is None:
-            reduced = global_gradients(grads, variables, replicas, reduction, arrival, None, trained)
+            reduced = global_gradients(grads, variables, replicas, reduction, gradient_state, None, trained)
         else:
-            reduced, verdict = reduce_and_judge(grads, variables, replicas, reduction, arrival, None, found, trained)
-        return self.slices_of(reduced, variables), verdict
+            reduced, found_inf = all_reduce_and_check(
+                grads, variables, replicas, reduction, gradient_state, None, found, trained
+            )
+        return self.slices_of(reduced, variables), found_inf
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend) -> None:
+    def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
         """Lets `inner` update each replica's slices with their gradients, and gives all replicas the new weights."""
         for i in self._divided:
             own = self._slice(i, flattened(self.variables[i], None), replicas.replica_id)
             self.stand_ins[i].assign(own)
         inner.apply(list(grads), self.inside(variables))
         given = {self._positions[self._key(v)] for v, grad in zip(variables, grads) if grad is not None}
-        self._spread([i for i in self._divided if i in given], replicas)
+        self._all_gather_weights([i for i in self._divided if i in given], replicas)
 
-    def _spread(self, positions: Sequence[int], replicas: ReplicaBackend) -> None:
+    def _all_gather_weights(self, positions: Sequence[int], replicas: Communicator) -> None:
         """Gives every replica the slices of all others."""
         for dtype in dict.fromkeys(dtype_of(self.variables[i]) for i in positions):
             alike = [i for i in positions if dtype_of(self.variables[i]) == dtype]
@@ -205,7 +207,9 @@ class EvenShards:
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
         """Lets `inner` set the final values of the weights. Called outside of the replicas' program."""
         for i in self._divided:
-            placement.assign_each(self.stand_ins[i], self._rows(i, placement.copies(self.variables[i])[0]))
+            placement.assign_replica_values(
+                self.stand_ins[i], self._rows(i, placement.replica_values(self.variables[i])[0])
+            )
         inner.finalize_variable_values(self.inside(variables))
         for i in self._divided:
             self.variables[i].assign(self._joined(i, self.stand_ins[i]))
@@ -220,7 +224,7 @@ class EvenShards:
         return list(rows.reshape(self.num_replicas, self._chunks[i]))
 
     def _joined(self, i: int, variable: Variable) -> np.ndarray:
-        whole = np.concatenate(placement.copies(variable))[: size_of(self.variables[i])]
+        whole = np.concatenate(placement.replica_values(variable))[: size_of(self.variables[i])]
         return whole.reshape(tuple(self.variables[i].shape))
 
     def stored_shape(self, variable: Variable) -> tuple[int, ...]:
@@ -233,12 +237,12 @@ class EvenShards:
         """The whole of this state."""
         if self.is_divided(variable):
             return self._joined(self._slots[id(variable)], variable)
-        return placement.stored_value(variable)
+        return placement.full_value(variable)
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
         """Gives each replica its part of a whole state."""
         if self.is_divided(variable):
-            placement.assign_each(variable, self._rows(self._slots[id(variable)], array))
+            placement.assign_replica_values(variable, self._rows(self._slots[id(variable)], array))
         else:
             variable.assign(array)
 

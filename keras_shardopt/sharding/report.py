@@ -70,7 +70,7 @@ def item_size(variable: Variable) -> int:
 
 def laid_out_report(state: Sequence[Variable]) -> MemoryReport:
     """The report of state that one program holds on one device or several."""
-    rows = [placement.bytes_by_replica(variable) for variable in state]
+    rows = [placement.bytes_per_replica(variable) for variable in state]
     held: list[int | None] = [sum(column) for column in zip(*rows)]
     sizes = [size_of(v) * item_size(v) for v in state]
     replicated = [

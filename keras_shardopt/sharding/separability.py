@@ -18,7 +18,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Variable
-from keras_shardopt.numerics import is_next_value
+from keras_shardopt.numerics import overwrites_variable
 from keras_shardopt.wrapping.slots import slot_prefix
 from keras_shardopt.wrapping.wrapper import empty_name_scope
 
@@ -28,7 +28,7 @@ _TOLERANCE = 1e-4
 """Of an update's own size. Sums over a whole variable, or over all of them, differ from those of parts by far more."""
 
 
-def which_may_be_cut(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
+def are_elementwise(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
     """Whether each variable may be updated in parts; those that may not can be updated whole, without the others.
 
     Args:
@@ -38,10 +38,10 @@ def which_may_be_cut(optimizer: Any, variables: Sequence[Variable]) -> list[bool
     Raises:
         ValueError: if an update depends on other variables than its own, or is not the same each time.
     """
-    molds = [_Mold(v, i) for i, v in enumerate(variables) if not is_next_value(v)]
+    molds = [_Probe(v, i) for i, v in enumerate(variables) if not overwrites_variable(v)]
     whole = _Run(optimizer, [[mold.whole] for mold in molds])
     # Alone: beside one more, which is large, so that a single variable is tried together with another, too.
-    more = _Mold(variables[0], len(variables), scale=50.0)
+    more = _Probe(variables[0], len(variables), scale=50.0)
     crowd = _Run(optimizer, [[mold.whole] for mold in [*molds, more]])
     apart = [
         _Run(optimizer, [[mold.whole if i % 2 == parity else mold.empty] for i, mold in enumerate(molds)])
@@ -82,7 +82,7 @@ def which_may_be_cut(optimizer: Any, variables: Sequence[Variable]) -> list[bool
                 kinds[kind] = _is_as_small_ones(optimizer, mold, whole.slot_names[i])
             may[i] = kinds[kind]
     found = iter(may)
-    return [False if is_next_value(v) else next(found) and known for v in variables]
+    return [False if overwrites_variable(v) else next(found) and known for v in variables]
 
 
 def _large_shape(variable: Variable) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def _large_shape(variable: Variable) -> tuple[int, ...]:
     return tuple(min(size, limit) for size in variable.shape)
 
 
-def _is_as_small_ones(optimizer: Any, mold: _Mold, slot_names: Sequence[str]) -> bool:
+def _is_as_small_ones(optimizer: Any, mold: _Probe, slot_names: Sequence[str]) -> bool:
     """Whether the state of a variable is made like that of a small one; some factor that of large matrices only."""
     values = np.zeros(_large_shape(mold.variable), "float32")
     run = _Run(optimizer, [[(mold.variable, values, [])]], num_steps=0)
@@ -99,7 +99,9 @@ def _is_as_small_ones(optimizer: Any, mold: _Mold, slot_names: Sequence[str]) ->
 
 def holds_weights(optimizer: Any, variables: Sequence[Variable]) -> bool:
     """Whether its state starts with something of the weights, so that state and weights must start together."""
-    run = _Run(optimizer, [[_Mold(v, i).whole] for i, v in enumerate(variables) if not is_next_value(v)], num_steps=0)
+    run = _Run(
+        optimizer, [[_Probe(v, i).whole] for i, v in enumerate(variables) if not overwrites_variable(v)], num_steps=0
+    )
     return any(array.size > 1 and np.ptp(array) > 0 for array in run.state)
 
 
@@ -122,7 +124,7 @@ def _rule(optimizer: Any) -> str:
     return f"`shard_state=True` needs an optimizer that updates each variable by itself, unlike this {name}."
 
 
-class _Mold:
+class _Probe:
     """A small stand-in for a variable: whole, in two parts, and without elements."""
 
     def __init__(self, variable: Variable, seed: int, scale: float = 1.0) -> None:

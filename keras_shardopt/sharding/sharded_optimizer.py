@@ -9,9 +9,9 @@ import numpy as np
 
 from keras_shardopt._typing import Variable
 from keras_shardopt.backends.active import placement, processes, runtime
-from keras_shardopt.sharding.even_slices import EvenShards
+from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
-from keras_shardopt.sharding.slices import MEETING_SECONDS, Shards
+from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
 from keras_shardopt.wrapping.wrapper import Observer, OptimizerWrapper, is_built_among_several
 
 _SAVE_TOGETHER = (
@@ -21,28 +21,28 @@ _SAVE_TOGETHER = (
 )
 
 
-class DividedState(OptimizerWrapper):
-    """Knows where state is divided: in `Shards` of each replica, in `EvenShards` of a program, or by a layout."""
+class ShardedState(OptimizerWrapper):
+    """Knows where state is divided: in `FlatShards` of each replica, in `PaddedShards` of a program, or by a layout."""
 
     axis_name: str
     shard_state: bool
-    _shards: Shards | EvenShards | None  # None where no state is divided, or by a layout
+    _shards: FlatShards | PaddedShards | None  # None where no state is divided, or by a layout
 
-    def _divided(self, variables: Sequence[Variable]) -> Shards | EvenShards | None:
+    def _divided(self, variables: Sequence[Variable]) -> FlatShards | PaddedShards | None:
         """Who owns what, where each replica has state of its own."""
         if placement.divides_state:
-            replicas = runtime.replicas(self.axis_name)
+            replicas = runtime.communicator(self.axis_name)
             if replicas.num_replicas == 1:
                 return None
             _refuse_several()
-            with runtime.outside_trace():
-                return Shards(self, variables, replicas)
+            with runtime.init_scope():
+                return FlatShards(self, variables, replicas)
         num_copies = placement.num_copies(variables)
         if num_copies == 1:
             return None
         _refuse_several()
-        with runtime.outside_trace():
-            return EvenShards(self, variables, num_copies)
+        with runtime.init_scope():
+            return PaddedShards(self, variables, num_copies)
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """This replica's slices, where state is divided."""
@@ -51,11 +51,11 @@ class DividedState(OptimizerWrapper):
     def _inner_is_built(self) -> None:
         """Divides the state that there is now."""
         if self._shards is not None:
-            self._shards.adopt(self)
+            self._shards.bind_state(self)
         elif self.shard_state and placement.lays_out_state:
             placement.check_can_lay_out(self._trainable_variables)
             own = {id(v) for v in self._variables}
-            placement.lay_out([v for v in self.variables if id(v) not in own])
+            placement.shard([v for v in self.variables if id(v) not in own])
 
     def memory_report(self) -> MemoryReport:
         """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
@@ -140,7 +140,7 @@ class DividedState(OptimizerWrapper):
         if self._shards is None and not (self.shard_state and placement.lays_out_state):
             super().save_own_variables(store)
             return
-        processes.meet("save", MEETING_SECONDS, _SAVE_TOGETHER)
+        processes.barrier("save", BARRIER_SECONDS, _SAVE_TOGETHER)
         store = self._with_names(store)
         for i, variable in enumerate(self._inner_state):
             store[str(i)] = self._stored_value(variable)
@@ -157,7 +157,7 @@ class DividedState(OptimizerWrapper):
         return super()._stored_shape(variable) if self._shards is None else self._shards.stored_shape(variable)
 
     def _stored_value(self, variable: Variable) -> np.ndarray:
-        """See `OptimizerWrapper.stored_value`."""
+        """See `OptimizerWrapper.full_value`."""
         if self._shards is None:
             return super()._stored_value(variable)
         return self._shards.stored(variable)

@@ -21,31 +21,31 @@ from keras import ops
 
 from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.active import placement, processes, runtime
-from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.gradient_scope import hold_slices
 from keras_shardopt.backends.same_variables import check_same_variables, marks
-from keras_shardopt.numerics import dense, dtype_of, is_next_value
+from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
 from keras_shardopt.sharding.partition import Piece
 from keras_shardopt.sharding.report import MemoryReport, item_size, plus, size_of
-from keras_shardopt.sharding.separability import empty_shape, holds_weights, named_like, slots_of, which_may_be_cut
+from keras_shardopt.sharding.separability import are_elementwise, empty_shape, holds_weights, named_like, slots_of
 from keras_shardopt.update.all_reduce import Reduction, check_all_train, collective, global_gradients, rescaling
-from keras_shardopt.update.nonfinite import culprit, first_not_finite, flags
-from keras_shardopt.wrapping.chain import inside, leaves
+from keras_shardopt.update.nonfinite import first_not_finite, flags, nonfinite_source
+from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-MEETING_SECONDS = 60.0
+BARRIER_SECONDS = 60.0
 """For how long a replica that saves waits for the others to save too."""
 
 _SENT_TOGETHER = 2**22
 """How many elements of a state travel at once when it is put together, beside the whole of which one array is held."""
 
-_LOPSIDED = 1.25
+_MAX_IMBALANCE = 1.25
 """How much longer than a mean share the longest may be, before shares are no longer sent in chunks of one length."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class Bucket:
     """Variables of one dtype, which travel together."""
 
     dtype: str
@@ -59,7 +59,7 @@ class Group:
     """Whether chunks of one length would be mostly padding."""
 
 
-class Shards:
+class FlatShards:
     """What this replica owns.
 
     Args:
@@ -71,13 +71,13 @@ class Shards:
         ValueError: if an optimizer inside can be right neither with parts of variables nor with some of them.
     """
 
-    def __init__(self, optimizer: Any, variables: Sequence[Variable], replicas: ReplicaBackend) -> None:
+    def __init__(self, optimizer: Any, variables: Sequence[Variable], replicas: Communicator) -> None:
         self.variables = list(variables)
         self.num_replicas, self.replica_id = replicas.num_replicas, int(replicas.replica_id)
         self._axis_name = optimizer.axis_name
-        (self._leaf,) = leaves(optimizer)
+        (self._leaf,) = base_optimizers(optimizer)
         self._starts_with_weights = holds_weights(self._leaf, variables)
-        self._may_cut = which_may_be_cut_inside(optimizer, variables)
+        self._may_cut = are_elementwise_inside(optimizer, variables)
         self._groups = _groups(self.variables, self._may_cut, self.num_replicas)
         self._owners: dict[int, list[tuple[int, Piece]]] = {}
         for group in self._groups:
@@ -99,7 +99,7 @@ class Shards:
 
     def _stand_in(self, i: int) -> Variable:
         variable = self.variables[i]
-        if i not in self._owners and is_next_value(variable):
+        if i not in self._owners and overwrites_variable(variable):
             return variable
         piece = self._mine.get(i)
         if piece is not None and not self._may_cut[i]:
@@ -121,20 +121,20 @@ class Shards:
     def _keep_exclusions(self, optimizer: Any) -> None:
         keep_exclusions(optimizer, self.variables, self.inside)
 
-    def adopt(self, optimizer: Any) -> None:
+    def bind_state(self, optimizer: Any) -> None:
         """Looks at the state, now that the inner optimizers are built."""
-        hold_slices(inside(optimizer))
+        hold_slices(descendants(optimizer))
         for position, _, slot in slots_of(self._leaf, self._leaf._trainable_variables):
             self._slots[id(slot)] = position
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
-        for wrapper in inside(optimizer):
+        for wrapper in descendants(optimizer):
             if isinstance(wrapper, OptimizerWrapper):
                 self._slots |= {id(slot): keys[key] for key, _, slot in wrapper._own_slots() if key in keys}
         self._slots = {slot: i for slot, i in self._slots.items() if i in self._owners}
         # What has no name but a shape, of optimizers whose variables stay whole: it is where it has elements.
         self._apart = {id(v) for v in optimizer.inner.variables if len(v.shape) and id(v) not in self._slots}
         self._apart -= {id(slot) for i, slot in self._of_next_values()}
-        self._follow()  # which frees the memory that stand-ins were made with
+        self._copy_in()  # which frees the memory that stand-ins were made with
 
     def _of_next_values(self) -> list[tuple[int, Variable]]:
         found = slots_of(self._leaf, self._leaf._trainable_variables)
@@ -144,7 +144,7 @@ class Shards:
         """Whether replicas hold different parts of this state."""
         return id(variable) in self._apart or (id(variable) in self._slots)
 
-    def check(self, replicas: ReplicaBackend) -> None:
+    def check(self, replicas: Communicator) -> None:
         """Raises ValueError unless there are as many replicas as when the state was divided."""
         check_number(replicas, self.num_replicas)
 
@@ -186,9 +186,9 @@ class Shards:
         self,
         grads: Gradients,
         variables: Sequence[Variable],
-        replicas: ReplicaBackend,
+        replicas: Communicator,
         reduction: Reduction,
-        arrival: Arrival,
+        gradient_state: GradientState,
         found: Tensor | None,
         trained: Sequence[bool] | None = None,
     ) -> tuple[list[Tensor | None], Tensor | None]:
@@ -198,11 +198,13 @@ class Shards:
         `trained` says for each variable whether this replica trains it; None for all of them.
 
         Returns:
-            A list like `grads`, of the shapes of the stand-ins; and a verdict as `reduce_and_judge` returns it, or
-            None without `found`.
+            A list like `grads`, of the shapes of the stand-ins; and `found_inf` as `all_reduce_and_check`
+            returns it, or None without `found`.
         """
-        if arrival is Arrival.GLOBAL or arrival is Arrival.SUMMED:
-            return self.slices_of(global_gradients(grads, variables, replicas, reduction, arrival), variables), None
+        if gradient_state is GradientState.GLOBAL or gradient_state is GradientState.SUMMED:
+            return self.slices_of(
+                global_gradients(grads, variables, replicas, reduction, gradient_state), variables
+            ), None
         positions = [self._positions[self._key(variable)] for variable in variables]
         result = dict.fromkeys(positions)
         own = dict(zip(positions, grads))
@@ -211,8 +213,8 @@ class Shards:
         def told(dtype: str) -> Tensor:
             return flags(found, replicas.replica_id, num_variables, size, dtype)
 
-        op = collective(arrival, reduction)
-        factor = rescaling(reduction, size, None) if arrival is Arrival.LOCAL_PRESCALED else 1
+        op = collective(gradient_state, reduction)
+        factor = rescaling(reduction, size, None) if gradient_state is GradientState.LOCAL_PRESCALED else 1
         chosen = None if trained is None else dict(zip(positions, trained))
         slices, travelled = self._exchange(own, replicas, op, None if found is None else told, trained=chosen)
         for i, value in slices.items():
@@ -225,12 +227,12 @@ class Shards:
         reduced = [result[i] for i in positions]
         if found is None or travelled is None:
             return reduced, None
-        return reduced, self._verdict(reduced, variables, replicas, travelled)
+        return reduced, self._found_inf(reduced, variables, replicas, travelled)
 
-    def _verdict(
-        self, reduced: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend, travelled: Tensor
+    def _found_inf(
+        self, reduced: Gradients, variables: Sequence[Variable], replicas: Communicator, travelled: Tensor
     ) -> Tensor:
-        names = culprit(travelled, len(variables), self.num_replicas)
+        names = nonfinite_source(travelled, len(variables), self.num_replicas)
         # A sum may overflow where no term does, and each replica sees its own slice of it only.
         position = first_not_finite(reduced, variables)
         last = len(variables) + 1
@@ -238,12 +240,12 @@ class Shards:
         (first,) = replicas.all_reduce([ops.reshape(mine, (1,))], "max")
         first = ops.cast(first[0], "int32")
         position = ops.where(first > 0, last - first, ops.zeros_like(first))
-        is_known = names[1] >= 0
-        is_bad = ops.where(is_known, ops.ones_like(position), position)
-        return ops.stack([is_bad, names[0], ops.where(is_known, names[1], position - 1)])
+        is_concrete = names[1] >= 0
+        is_bad = ops.where(is_concrete, ops.ones_like(position), position)
+        return ops.stack([is_bad, names[0], ops.where(is_concrete, names[1], position - 1)])
 
-    def end_together(self, replicas: ReplicaBackend, num_flags: int) -> None:
-        """As `reduction.end_together`, for replicas that exchange slices."""
+    def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
+        """As `reduction.join_uneven_inputs`, for replicas that exchange slices."""
         if len(self._owners) < len(self.variables):
             return  # next values travel by themselves, so that another replica may be somewhere else
         zeros: Callable[[str], Tensor] | None = None
@@ -254,7 +256,7 @@ class Shards:
     def _exchange(
         self,
         grads: dict[int, Tensor | None],
-        replicas: ReplicaBackend,
+        replicas: Communicator,
         op: ReduceOp,
         told: Callable[[str], Tensor] | None,
         trains: bool = True,
@@ -277,7 +279,7 @@ class Shards:
         if counts is None:
             return {}, None
         counts, travelled = counts[: len(has)], None if told is None else counts[len(has) :]
-        may_look = replicas.is_at_hand(counts) or not trains
+        may_look = replicas.is_cheap_to_read(counts) or not trains
         if all(has[: len(indices)]) and not may_look:
             return slices, travelled
         found = ops.convert_to_numpy(ops.cast(counts, "float32"))
@@ -290,10 +292,10 @@ class Shards:
 
     def _reduce_group(
         self,
-        group: Group,
+        group: Bucket,
         grads: dict[int, Tensor | None],
         along: Tensor | None,
-        replicas: ReplicaBackend,
+        replicas: Communicator,
         op: ReduceOp,
     ) -> tuple[dict[int, Tensor], Tensor | None]:
         positions = sorted({piece.variable for pieces in group.pieces for piece in pieces})
@@ -331,27 +333,27 @@ class Shards:
         }
 
     @staticmethod
-    def _padding(group: Group, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _padding(group: Bucket, pieces: Sequence[Piece]) -> list[Tensor]:
         missing = group.chunk - sum(piece.size for piece in pieces)
         return [ops.zeros((missing,), group.dtype)] if missing else []
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend) -> None:
+    def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
         """Lets `inner` update this replica's slices with their gradients, and gives all replicas the new weights."""
-        self._follow()
+        self._copy_in()
         positions = [self._positions[self._key(variable)] for variable in variables]
         pairs = [(i, grad) for i, grad in zip(positions, grads) if grad is not None]
         # Nothing at all is for the inner optimizer to refuse.
         chosen = self._chosen(pairs) or [(i, None) for i in positions]
         inner.apply([grad for _, grad in chosen], [self.stand_ins[i] for i, _ in chosen])
-        self._spread(replicas)
+        self._all_gather_weights(replicas)
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
         """Lets `inner` set the final values of the weights."""
-        self._follow()
+        self._copy_in()
         inner.finalize_variable_values(self.inside(variables))
-        self._spread(runtime.replicas(self._axis_name))
+        self._all_gather_weights(runtime.communicator(self._axis_name))
 
     def _chosen(self, pairs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         # Stand-ins without elements cost next to nothing where updates are element-wise, but a matrix without
@@ -367,12 +369,12 @@ class Shards:
         """What the innermost optimizer updates in place of the variables at these positions."""
         return [self._leaf._trainable_variables[i] for i, _ in pairs]
 
-    def _follow(self) -> None:
+    def _copy_in(self) -> None:
         for i, piece in self._mine.items():
             if self._may_cut[i]:
-                placement.follow_slice(self.stand_ins[i], self.variables[i], piece.start, piece.stop)
+                placement.alias_slice(self.stand_ins[i], self.variables[i], piece.start, piece.stop)
 
-    def _spread(self, replicas: ReplicaBackend) -> None:
+    def _all_gather_weights(self, replicas: Communicator) -> None:
         """Gives every replica the slices of all others."""
         for group in self._groups:
             mine = {p.variable: flattened(self.stand_ins[p.variable], None) for p in group.pieces[self.replica_id]}
@@ -392,7 +394,7 @@ class Shards:
             for i, values in parts.items():
                 placement.assign_slices(self.variables[i], values)
 
-    def _broadcast(self, group: Group, mine: dict[int, Tensor], replicas: ReplicaBackend) -> list[Tensor]:
+    def _broadcast(self, group: Bucket, mine: dict[int, Tensor], replicas: Communicator) -> list[Tensor]:
         everyones = []
         for replica, pieces in enumerate(group.pieces):
             size = sum(piece.size for piece in pieces)
@@ -417,7 +419,7 @@ class Shards:
 
     def stored(self, variable: Variable) -> np.ndarray:
         """The whole of this state. All replicas call it together, and each gets it."""
-        replicas = runtime.replicas(self._axis_name)
+        replicas = runtime.communicator(self._axis_name)
         i = self._slots.get(id(variable))
         if id(variable) in self._apart:
             shapes = processes.gather_objects(tuple(variable.shape))
@@ -496,19 +498,19 @@ def keep_exclusions(
 ) -> None:
     """Lets those inside who were told to leave out variables leave out what stands for them."""
     key = optimizer._var_key
-    for leaf in leaves(optimizer):
+    for leaf in base_optimizers(optimizer):
         excluded = getattr(leaf, "_exclude_from_weight_decay", None)
         if excluded:
             excluded |= {key(v) for v in inside_for([v for v in variables if leaf._var_key(v) in excluded])}
     known = {key(variable) for variable in variables}
-    for wrapper in inside(optimizer):
+    for wrapper in descendants(optimizer):
         told = wrapper.__dict__.get("_excluded")
         if told is not None and told[0] is not None:
             mine = inside_for([v for v in told[0] if key(v) in known])
             wrapper.exclude_from_weight_decay(var_list=mine, var_names=told[1])
 
 
-def check_number(replicas: ReplicaBackend, num_replicas: int) -> None:
+def check_number(replicas: Communicator, num_replicas: int) -> None:
     """Raises ValueError unless there are as many replicas as when the state was divided."""
     if replicas.num_replicas != num_replicas:
         raise ValueError(
@@ -527,10 +529,10 @@ def flattened(value: Any, variable: Variable | None) -> Tensor:
     return ops.reshape(ops.convert_to_tensor(value), (-1,))
 
 
-def _groups(variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas: int) -> list[Group]:
+def _groups(variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas: int) -> list[Bucket]:
     by_dtype: dict[str, list[int]] = {}
     for i, variable in enumerate(variables):
-        if not is_next_value(variable):
+        if not overwrites_variable(variable):
             by_dtype.setdefault(dtype_of(variable), []).append(i)
     groups = []
     for dtype, indices in by_dtype.items():
@@ -540,17 +542,17 @@ def _groups(variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas
             for mine in partition.cut(sizes, [may_cut[i] for i in indices], num_replicas)
         ]
         chunk = max(sum(piece.size for piece in mine) for mine in pieces)
-        is_lopsided = chunk * num_replicas > _LOPSIDED * sum(sizes) + num_replicas
-        groups.append(Group(dtype, pieces, chunk, is_lopsided))
+        is_lopsided = chunk * num_replicas > _MAX_IMBALANCE * sum(sizes) + num_replicas
+        groups.append(Bucket(dtype, pieces, chunk, is_lopsided))
     return groups
 
 
-def which_may_be_cut_inside(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
-    """Whether all that is inside may update each variable in parts; see `which_may_be_cut`."""
-    leaf = leaves(optimizer)[0]
-    units = {wrapper._shard_unit for wrapper in inside(optimizer) if wrapper is not leaf}
-    found = which_may_be_cut(leaf, variables)
-    if any(wrapper._takes_penalties for wrapper in inside(optimizer) if wrapper is not leaf):
+def are_elementwise_inside(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
+    """Whether all that is inside may update each variable in parts; see `are_elementwise`."""
+    leaf = base_optimizers(optimizer)[0]
+    units = {wrapper._shard_unit for wrapper in descendants(optimizer) if wrapper is not leaf}
+    found = are_elementwise(leaf, variables)
+    if any(wrapper._takes_penalties for wrapper in descendants(optimizer) if wrapper is not leaf):
         _refuse_penalties(variables)
     if "variable" in units:
         return [False] * len(found)
@@ -568,7 +570,7 @@ def _refuse_penalties(variables: Sequence[Variable]) -> None:
 
 def check_can_shard(optimizer: Any) -> None:
     """Raises ValueError if something inside could not be right with a part of the gradients."""
-    chain = inside(optimizer)
+    chain = descendants(optimizer)
     for one in chain:
         is_leaf = not isinstance(one, OptimizerWrapper) and getattr(one, "inner_optimizer", None) is None
         several = hasattr(one, "optimizers") and not isinstance(one, OptimizerWrapper)

@@ -201,7 +201,7 @@ class TrainingStep:
         self._iter_size = self._reducer.gradient_accumulation_steps if self._reducer._accumulates else 1
         self._reducer._join_step(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
         if not optimizer.built:
-            with placement.beside(self.variables[0]):
+            with placement.colocate_with(self.variables[0]):
                 optimizer.build(self.variables)
         self._recorder = None if seen is None else Recorder(optimizer, *seen)
         self._num_calls = 0
@@ -271,7 +271,7 @@ class TrainingStep:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return value
 
-        grads, value = runtime.gradients_and_more(scaled, self.variables, self._reducer.axis_name)
+        grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name)
         if skip_update is not None:
             # Not before the loss: replicas that are threads may take turns in it, and this is for the next `apply`.
             self._reducer._decide_window(not skip_update)

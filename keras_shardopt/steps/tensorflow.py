@@ -13,13 +13,13 @@ import keras
 import tensorflow as tf
 
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.backends.communicator import Arrival
+from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.processes import local_replicas
 from keras_shardopt.fit.losses import share_loss_objects
-from keras_shardopt.update.trainer_context import Part, part_of_batch
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
-GRADIENT_STATE = Arrival.LOCAL
+GRADIENT_STATE = GradientState.LOCAL
 """How gradients arrive in these steps, whatever the strategy."""
 
 
@@ -37,7 +37,7 @@ def compile_step(
             return function(*batch, **constants)
         replicas = ReplicaContext(strategy, tf.distribute.get_replica_context())
         mine = _num_rows(batch)
-        with part_of_batch(Part(mine, mine * strategy.num_replicas_in_sync, replicas)):
+        with batch_shared(BatchShare(mine, mine * strategy.num_replicas_in_sync, replicas)):
             return function(*batch, **constants)
 
     def step(batch: Any, **constants: Any) -> Tensor:

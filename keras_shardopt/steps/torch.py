@@ -10,7 +10,7 @@ from keras import ops, tree
 
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.torch.communicator import Ranks
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.random_numbers import in_step
 
 
@@ -20,7 +20,7 @@ def compile_step(
     """See `steps.optimize_loss.compile_step`."""
     del variables
     function = torch.compile(function) if jit_compile else function
-    if isinstance(runtime.replicas(""), Ranks):
+    if isinstance(runtime.communicator(""), TorchProcessGroup):
         function = in_step(function)
 
     def run(*batch: Any, **constants: Any) -> Tensor:

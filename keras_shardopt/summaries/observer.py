@@ -17,9 +17,9 @@ from keras_shardopt.numerics import (
     dense,
     global_norm,
     in_float32,
-    is_next_value,
     is_sparse,
     map_values,
+    overwrites_variable,
 )
 from keras_shardopt.optimizers import LARC, GradientClipping
 from keras_shardopt.summaries.tags import (
@@ -27,7 +27,7 @@ from keras_shardopt.summaries.tags import (
     PREFIX,
     rate_tag,
 )
-from keras_shardopt.wrapping.chain import inside, leaf_of, leaves
+from keras_shardopt.wrapping.chain import base_optimizers, descendants, leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _Seen = Callable[[], Gradients]
@@ -44,17 +44,17 @@ class Observer:
         self.is_due: bool | None = True
         self._optimizer = optimizer
         self._every = every
-        chain = [o for o in [optimizer, *inside(optimizer)] if isinstance(o, OptimizerWrapper)]
+        chain = [o for o in [optimizer, *descendants(optimizer)] if isinstance(o, OptimizerWrapper)]
         last = chain[-1]
         changing = [o for o in chain if isinstance(o, (GradientClipping, LARC))]
         clipping = [o for o in changing if isinstance(o, GradientClipping)]
         larcs = [o for o in changing if isinstance(o, LARC)]
         # Who is asked, when, and for what.
         self._looks: list[tuple[OptimizerWrapper, str, Callable[..., None]]] = []
-        before = (changing[0], "arriving") if changing else (last, "departing")
+        before = (changing[0], "before_transform") if changing else (last, "before_update")
         # Clipped once more where someone looks: what the clipping gives away need not lie in memory for that.
         self._clipping = clipping[-1] if clipping else None
-        clipped = (clipping[-1], "arriving") if clipping else before
+        clipped = (clipping[-1], "before_transform") if clipping else before
         if "global_gradient_norm" in names:
             self._looks.append((*before, self._see_global_norm))
             if clipping:
@@ -62,14 +62,14 @@ class Observer:
         if "gradients" in names or "gradient_norm" in names:
             self._looks.append((*clipped, self._see_gradients))
         if "larc_summaries" in names and larcs:
-            self._looks.append((larcs[-1], "arriving", self._see_larc))
-        self._looks.append((last, "departing", self._see_update))
+            self._looks.append((larcs[-1], "before_transform", self._see_larc))
+        self._looks.append((last, "before_update", self._see_update))
         self._names = names
         self._larc = larcs[-1] if larcs and "larc_summaries" in names else None
         self._watched = [wrapper for wrapper in chain if any(wrapper is look[0] for look in self._looks)]
-        self._leaves = leaves(optimizer)
+        self._leaves = base_optimizers(optimizer)
         self._updated = list(last._variables_inside(last._trainable_variables))
-        with placement.beside(self._updated[0]):
+        with placement.colocate_with(self._updated[0]):
             self._notes = self._new_notes(bool(clipping))
         placement.place_state(self._all_notes())
         for wrapper in self._watched:
@@ -112,13 +112,13 @@ class Observer:
 
     # -- looking -------------------------------------------------------------------------------------------------
 
-    def arriving(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
+    def before_transform(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
         """See `Observer`."""
-        self._look(wrapper, "arriving", grads, variables)
+        self._look(wrapper, "before_transform", grads, variables)
 
-    def departing(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
+    def before_update(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
         """See `Observer`."""
-        self._look(wrapper, "departing", grads, variables)
+        self._look(wrapper, "before_update", grads, variables)
 
     def _look(self, wrapper: OptimizerWrapper, when: str, grads: Gradients, variables: Sequence[Variable]) -> None:
         looks = [see for w, moment, see in self._looks if w is wrapper and moment == when]
@@ -128,7 +128,7 @@ class Observer:
         if runtime.steps_are_traced or is_due is None:
             update = ops.add(ops.convert_to_tensor(wrapper.iterations), 1)
             is_due = ops.equal(ops.mod(update, self._every), 0)
-        plain = [(g, v) for g, v in zip(grads, variables) if not is_next_value(v)]
+        plain = [(g, v) for g, v in zip(grads, variables) if not overwrites_variable(v)]
         unit = wrapper._incoming_scale()
         seen_variables = [v for _, v in plain]
 

@@ -19,7 +19,7 @@ from keras_shardopt.summaries.tags import (
     dynamic_loss_scale,
     rates,
 )
-from keras_shardopt.wrapping.chain import inside
+from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 """What can be asked for."""
@@ -81,9 +81,9 @@ class Recorder:
         self._last_step = -1
 
     @property
-    def num_micro_steps(self) -> int:
+    def num_micro_batches(self) -> int:
         """How many gradients make an update."""
-        chain = [self.optimizer, *inside(self.optimizer)]
+        chain = [self.optimizer, *descendants(self.optimizer)]
         steps = [getattr(o, "gradient_accumulation_steps", None) for o in chain if isinstance(o, OptimizerWrapper)]
         return next((k for k in steps if k), 1)
 

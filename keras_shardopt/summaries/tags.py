@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt.wrapping.chain import leaves
+from keras_shardopt.wrapping.chain import base_optimizers
 
 SUMMARIES = (
     "learning_rate",
@@ -57,7 +57,7 @@ def _word(name: Any) -> str:
 
 def rates(optimizer: Any) -> dict[str, float]:
     """The learning rates of now, by the tags that Keras gives them."""
-    found = leaves(optimizer)
+    found = base_optimizers(optimizer)
     tags = [rate_tag(leaf, len(found)) for leaf in found]
     return {tag: float(ops.convert_to_numpy(leaf.learning_rate)) for tag, leaf in zip(tags, found)}
 

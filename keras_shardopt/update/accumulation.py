@@ -15,7 +15,7 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.numerics import dense, dtype_of, is_next_value
+from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
 
 _NONE_YET = float("-inf")
 """What is kept of next values, of which the largest counts, in a window that has had none."""
@@ -67,7 +67,7 @@ class Accumulators:
         for i, variable in enumerate(variables):
             # Sums of half precision lose what a larger batch would not have lost.
             dtype = dtype_of(variable)
-            dtype = "float32" if dtype in ("float16", "bfloat16") and not is_next_value(variable) else dtype
+            dtype = "float32" if dtype in ("float16", "bfloat16") and not overwrites_variable(variable) else dtype
             self._sums.append(
                 add_variable(shape=variable.shape, initializer="zeros", dtype=dtype, name=f"accumulated_gradient_{i}")
             )
@@ -92,7 +92,7 @@ class Accumulators:
         self.starts, self.is_complete = starts, is_complete
         self._ends = None
         present = {i: grad for i, grad in zip(positions, grads) if grad is not None}
-        if not runtime.is_known(starts):
+        if not runtime.is_concrete(starts):
             self._warn_of_others(positions)
         elif starts:
             self._given, self._present = set(), set()
@@ -100,8 +100,8 @@ class Accumulators:
         self._given_last = set(positions)
         self._present.update(present)
         values = [self._addend(i, present.get(i)) for i in range(len(self._sums))]
-        is_sum = [not is_next_value(v) for v in self._variables]
-        runtime.add_to([v for v, s in zip(self._sums, is_sum) if s], [v for v, s in zip(values, is_sum) if s], starts)
+        is_sum = [not overwrites_variable(v) for v in self._variables]
+        runtime.add_n([v for v, s in zip(self._sums, is_sum) if s], [v for v, s in zip(values, is_sum) if s], starts)
         for total, value, summed in zip(self._sums, values, is_sum):
             if not summed:
                 before = ops.convert_to_tensor(total)
@@ -157,7 +157,7 @@ class Accumulators:
 
     def _mean(self, i: int, total: Tensor) -> Tensor:
         variable = self._variables[i]
-        if is_next_value(variable):
+        if overwrites_variable(variable):
             # None, where which micro-steps had one is not known: then it stays.
             return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
         return ops.cast(total / self.num_steps, dtype_of(variable))

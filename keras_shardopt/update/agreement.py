@@ -25,7 +25,7 @@ import numpy as np
 from keras_shardopt._typing import Variable
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.models import layers_of, models_with, optimizers_of
-from keras_shardopt.wrapping.chain import inside, parts
+from keras_shardopt.wrapping.chain import children, descendants
 from keras_shardopt.wrapping.slots import without_counters
 
 Description = dict[str, str]
@@ -46,7 +46,7 @@ def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
         found[f"{_VARIABLE}{i}"] = f"`{name}` of shape {tuple(variable.shape)} in {dtype}"
     paths = dict(zip(map(_path, variables), names))
     # Reading a rate, which is a variable, must not become a part of a traced step.
-    with runtime.outside_trace(), warnings.catch_warnings():
+    with runtime.init_scope(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about functions in configs, which are not to be loaded
         _describe(optimizer, found, paths)
         for setting in ("dtype_policy", "floatx", "image_data_format", "epsilon"):
@@ -124,7 +124,7 @@ def _describe(optimizer: Any, found: Description, paths: dict[str, str]) -> None
     for argument, value in config.items():
         if argument not in ("name", "inner_optimizer", "optimizers"):
             found[f"`{argument}` of {where}"] = _in_words(value, paths)
-    for part in parts(optimizer):
+    for part in children(optimizer):
         _describe(part, found, paths)
 
 
@@ -159,7 +159,7 @@ def losses_that_add_up(optimizer: Any, variables: Sequence[Variable]) -> list[An
 def _compiled_with(optimizer: Any, models: Sequence[Any]) -> Any:
     """The smallest of these models that has this optimizer, perhaps inside another one; or None."""
     for model in reversed(models):
-        if any(optimizer is part for held in optimizers_of(model) for part in (held, *inside(held))):
+        if any(optimizer is part for held in optimizers_of(model) for part in (held, *descendants(held))):
             return model
     return None
 

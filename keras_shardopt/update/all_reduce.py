@@ -1,6 +1,6 @@
 """From gradients as they arrive to gradients that are global.
 
-Hides which of the ways of arriving needs which collective and which factor, and in which units a replica's own
+Hides which of the ways of before_transform needs which collective and which factor, and in which units a replica's own
 gradient arrives. It knows no framework, so a fake with any number of replicas tests every row.
 """
 
@@ -12,12 +12,12 @@ from typing import Literal, NoReturn
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
-from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.same_variables import check_same_variables, marks
 from keras_shardopt.numerics import (
     dtype_of,
-    is_next_value,
     map_values,
+    overwrites_variable,
 )
 
 Reduction = Literal["mean", "sum"]
@@ -28,9 +28,9 @@ Reduction = Literal["mean", "sum"]
 def global_gradients(
     grads: Gradients,
     variables: Sequence[Variable],
-    replicas: ReplicaBackend,
+    replicas: Communicator,
     reduction: Reduction = "mean",
-    arrival: Arrival | None = None,
+    gradient_state: GradientState | None = None,
     groups: Groups | None = None,
     trained: Sequence[bool] | None = None,
 ) -> list[Tensor | None]:
@@ -48,7 +48,7 @@ def global_gradients(
             accumulates.
         replicas: who exchanges what.
         reduction: "mean" or "sum".
-        arrival: how the gradients arrive; None asks `replicas`. With groups, it must be local or prescaled.
+        gradient_state: how the gradients arrive; None asks `replicas`. With groups, it must be local or prescaled.
         groups: lists of replica ids that together name every replica once; None for all in one.
         trained: for each variable whether this replica trains it; None for all of them. Each replica gives all
             variables that any trains.
@@ -59,15 +59,15 @@ def global_gradients(
     Raises:
         ValueError: on every replica (of a group), if not all train the same variables.
     """
-    return global_gradients_and_flags(grads, variables, replicas, reduction, arrival, groups, None, trained)[0]
+    return global_gradients_and_flags(grads, variables, replicas, reduction, gradient_state, groups, None, trained)[0]
 
 
 def global_gradients_and_flags(
     grads: Gradients,
     variables: Sequence[Variable],
-    replicas: ReplicaBackend,
+    replicas: Communicator,
     reduction: Reduction,
-    arrival: Arrival | None,
+    gradient_state: GradientState | None,
     groups: Groups | None,
     flags: Callable[[str], Tensor] | None,
     trained: Sequence[bool] | None = None,
@@ -79,18 +79,20 @@ def global_gradients_and_flags(
     Returns:
         The gradients; and the reduced numbers, or None where nothing travels.
     """
-    if arrival is None:
-        arrival = replicas.arrival(grads, variables)
-    if arrival is Arrival.GLOBAL or arrival is Arrival.SUMMED:
-        factor = _factor(arrival, reduction, replicas.num_replicas)
+    if gradient_state is None:
+        gradient_state = replicas.gradient_state(grads, variables)
+    if gradient_state is GradientState.GLOBAL or gradient_state is GradientState.SUMMED:
+        factor = _factor(gradient_state, reduction, replicas.num_replicas)
         return [
-            grad if grad is None or is_next_value(variable) else _scaled(grad, factor)
+            grad if grad is None or overwrites_variable(variable) else _scaled(grad, factor)
             for grad, variable in zip(grads, variables)
         ], None
     reduced: list[Tensor | None] = list(grads)
-    plain = [i for i, v in enumerate(variables) if not is_next_value(v)]
-    op = collective(arrival, reduction)
-    factor = rescaling(reduction, replicas.num_replicas, groups) if arrival is Arrival.LOCAL_PRESCALED else 1
+    plain = [i for i, v in enumerate(variables) if not overwrites_variable(v)]
+    op = collective(gradient_state, reduction)
+    factor = (
+        rescaling(reduction, replicas.num_replicas, groups) if gradient_state is GradientState.LOCAL_PRESCALED else 1
+    )
     travelling = None if flags is None or not plain else flags(dtype_of(variables[plain[0]]))
     results, travelled = _reduce_some(
         [grads[i] for i in plain],
@@ -104,16 +106,16 @@ def global_gradients_and_flags(
     for i, result in zip(plain, results):
         reduced[i] = None if result is None else _scaled(result, factor)
     # Last, when it is clear that all replicas have the same of them.
-    next_values = [i for i, v in enumerate(variables) if grads[i] is not None and is_next_value(v)]
+    next_values = [i for i, v in enumerate(variables) if grads[i] is not None and overwrites_variable(v)]
     for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max", groups)):
         reduced[i] = value
     return reduced, travelled
 
 
-def collective(arrival: Arrival, reduction: Reduction) -> ReduceOp:
+def collective(gradient_state: GradientState, reduction: Reduction) -> ReduceOp:
     """Which reduction makes local or prescaled gradients global, but for the factor `rescaling`."""
     # A prescaled gradient is divided by N already, so its plain sum is the mean.
-    return "mean" if arrival is Arrival.LOCAL and reduction == "mean" else "sum"
+    return "mean" if gradient_state is GradientState.LOCAL and reduction == "mean" else "sum"
 
 
 def rescaling(reduction: Reduction, num_replicas: int, groups: Groups | None) -> float:
@@ -124,9 +126,9 @@ def rescaling(reduction: Reduction, num_replicas: int, groups: Groups | None) ->
     return 1 if groups is None else num_replicas / len(groups[0])
 
 
-def _factor(arrival: Arrival, reduction: Reduction, num_replicas: int) -> float:
+def _factor(gradient_state: GradientState, reduction: Reduction, num_replicas: int) -> float:
     """What to multiply gradients with that no collective has to touch."""
-    if arrival is Arrival.SUMMED:
+    if gradient_state is GradientState.SUMMED:
         return 1 / num_replicas if reduction == "mean" else 1
     return 1 if reduction == "mean" else num_replicas
 
@@ -134,7 +136,7 @@ def _factor(arrival: Arrival, reduction: Reduction, num_replicas: int) -> float:
 def _reduce_some(
     grads: Gradients,
     variables: Sequence[Variable],
-    replicas: ReplicaBackend,
+    replicas: Communicator,
     op: ReduceOp,
     groups: Groups | None,
     flags: Tensor | None = None,
@@ -142,7 +144,7 @@ def _reduce_some(
     trained: Sequence[bool] | None = None,
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """Reduces gradients of which some are None, and flags. A replica that has ended training says `trains=False`."""
-    if replicas.runs_one_program:
+    if replicas.is_spmd:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         result: list[Tensor | None] = [None] * len(grads)
         along = [] if flags is None else [flags]
@@ -160,14 +162,14 @@ def _reduce_some(
     num_told = len(told)
     if groups is not None:
         # Whether another group has failed, which the members of this one may find at different times.
-        told.append(replicas.is_at_hand(filled[0]) and replicas.others_have_failed())
+        told.append(replicas.is_cheap_to_read(filled[0]) and replicas.others_have_failed())
     presence = ops.convert_to_tensor(told, dtype=filled[0].dtype)
     if flags is not None:
         presence = ops.concatenate([presence, ops.cast(flags, dtype_of(presence))])
     *sums, counts = replicas.all_reduce([*filled, presence], op, groups)
     flags = None if flags is None else counts[len(told) :]
     has_failed, counts = counts[num_told : len(told)], counts[:num_told]
-    may_look = replicas.is_at_hand(counts) or not trains
+    may_look = replicas.is_cheap_to_read(counts) or not trains
     if all(grad is not None for grad in grads) and not may_look:
         return list(sums), flags
     found = ops.convert_to_numpy(ops.cast(counts, "float32"))
@@ -186,13 +188,13 @@ def _reduce_some(
     return [grad if has else None for grad, has in zip(sums, found > 0)], flags
 
 
-def raise_failure_of_others(replicas: ReplicaBackend) -> NoReturn:
+def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     """Raises the ValueError that the replicas of another group have raised."""
     raise ValueError(replicas.take_failure() or "All groups must train. Received: an error in another one.")
 
 
-def end_together(
-    variables: Sequence[Variable], replicas: ReplicaBackend, groups: Groups | None = None, num_flags: int = 0
+def join_uneven_inputs(
+    variables: Sequence[Variable], replicas: Communicator, groups: Groups | None = None, num_flags: int = 0
 ) -> None:
     """Tells the other replicas (of the group) that this one has ended training, where they might wait for it.
 
@@ -208,7 +210,7 @@ def end_together(
         ValueError: on every replica, if some have ended and others have not.
     """
     # Next values travel by themselves, and only some of them, so that another replica may be somewhere else.
-    if not replicas.runs_one_program and not any(is_next_value(v) for v in variables):
+    if not replicas.is_spmd and not any(overwrites_variable(v) for v in variables):
         flags = ops.zeros((num_flags,)) if num_flags else None
         _reduce_some([None] * len(variables), variables, replicas, "sum", groups, flags, trains=False)
 

@@ -12,8 +12,8 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
-from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
-from keras_shardopt.numerics import is_next_value, is_sparse
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import is_sparse, overwrites_variable
 from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
 
 UNKNOWN = -1
@@ -25,7 +25,7 @@ def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
 
     None entries are, and the next values of variables with `overwrite_with_gradient`.
     """
-    seen = [i for i, grad in enumerate(grads) if grad is not None and not is_next_value(variables[i])]
+    seen = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
     if not seen:
         return ops.zeros((), "int32")
     values = [grads[i].values if is_sparse(grads[i]) else ops.convert_to_tensor(grads[i]) for i in seen]
@@ -49,7 +49,7 @@ def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: i
     return ops.reshape(mine[:, None] * digits[None, :], (-1,))
 
 
-def culprit(flags: Tensor, num_variables: int, num_replicas: int) -> Tensor:
+def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Tensor:
     """The first replica and position that reduced flags tell of.
 
     Returns:
@@ -68,12 +68,12 @@ def culprit(flags: Tensor, num_variables: int, num_replicas: int) -> Tensor:
 
 
 def judge(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """As `reduce_and_judge`, of gradients that are global already."""
+    """As `all_reduce_and_check`, of gradients that are global already."""
     position = first_not_finite(grads, variables)
     return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
 
 
-def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: ReplicaBackend) -> tuple[Tensor, Tensor]:
+def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tuple[Tensor, Tensor]:
     """What `check_grads` finds in the gradients of all replicas, from what it finds in those of each.
 
     Raises:
@@ -81,12 +81,12 @@ def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: ReplicaBackend) -> t
     """
     found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
     (found,) = replicas.all_reduce([found], "max")
-    if not replicas.runs_one_program and replicas.is_at_hand(found) and found[0] > 1:
+    if not replicas.is_spmd and replicas.is_cheap_to_read(found) and found[0] > 1:
         raise_failure_of_others(replicas)
     return found[0] > 0, found[1]
 
 
-def fail_among_all(replicas: ReplicaBackend) -> None:
+def fail_among_all(replicas: Communicator) -> None:
     """Stands in for `largest_of_all` on replicas that raise an error."""
     replicas.all_reduce([ops.convert_to_tensor([_FAILS, 0.0], "float32")], "max")
 
@@ -95,12 +95,12 @@ _FAILS = 2.0
 """More than any bool."""
 
 
-def reduce_and_judge(
+def all_reduce_and_check(
     grads: Gradients,
     variables: Sequence[Variable],
-    replicas: ReplicaBackend,
+    replicas: Communicator,
     reduction: Reduction,
-    arrival: Arrival,
+    gradient_state: GradientState,
     groups: Groups | None,
     found: Tensor | None,
     trained: Sequence[bool] | None = None,
@@ -125,10 +125,10 @@ def reduce_and_judge(
     failure = None
     try:
         reduced, told = global_gradients_and_flags(
-            grads, variables, replicas, reduction, arrival, groups, mine if travels else None, trained
+            grads, variables, replicas, reduction, gradient_state, groups, mine if travels else None, trained
         )
     except ValueError as error:
-        if groups is None or replicas.runs_one_program:
+        if groups is None or replicas.is_spmd:
             raise
         failure, reduced, told = error, list(grads), None  # other groups wait below
     # Also of the sum, which may overflow where no term does.
@@ -139,14 +139,14 @@ def reduce_and_judge(
         (everyones,) = replicas.all_reduce([ops.concatenate([mine("float32"), sum_overflows, fails])], "max")
         if failure is not None:
             raise failure
-        if not replicas.runs_one_program and replicas.is_at_hand(everyones) and everyones[-1] > 0:
+        if not replicas.is_spmd and replicas.is_cheap_to_read(everyones) and everyones[-1] > 0:
             raise_failure_of_others(replicas)
         told, position = everyones[:-2], ops.cast(everyones[-2], "int32")
     if told is None:
         known = position if found is None else ops.where(found > 0, found, position)
         who = ops.full_like(known, 0 if size == 1 else UNKNOWN)
         return reduced, ops.stack([position, ops.where(known > 0, who, ops.full_like(who, UNKNOWN)), known - 1])
-    names = culprit(told, num_variables, size)
-    is_known = names[1] >= 0
-    is_bad = ops.where(is_known, ops.ones_like(position), position)
-    return reduced, ops.stack([is_bad, names[0], ops.where(is_known, names[1], position - 1)])
+    names = nonfinite_source(told, num_variables, size)
+    is_concrete = names[1] >= 0
+    is_bad = ops.where(is_concrete, ops.ones_like(position), position)
+    return reduced, ops.stack([is_bad, names[0], ops.where(is_concrete, names[1], position - 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras_shardopt._typing import Groups
-from keras_shardopt.backends.communicator import ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator
 
 
 def group_assignment_of(groups: Any) -> list[list[int]] | None:
@@ -42,7 +42,7 @@ def group_assignment_of(groups: Any) -> list[list[int]] | None:
     return [[int(replica) for replica in group] for group in groups]
 
 
-def check_groups(groups: Groups | None, replicas: ReplicaBackend) -> None:
+def check_groups(groups: Groups | None, replicas: Communicator) -> None:
     """Raises ValueError unless the groups are those of as many replicas as there are."""
     num_named = 0 if groups is None else sum(map(len, groups))
     if groups is not None and num_named != replicas.num_replicas:

@@ -9,15 +9,15 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends.communicator import Arrival
+from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.numerics import (
     clip_by_global_norm,
     dtype_of,
     in_float32,
-    is_next_value,
     is_sparse,
     like_variable,
     map_values,
+    overwrites_variable,
 )
 
 LocalTransform = Callable[[list[Any], list[Variable]], Sequence[Any]]
@@ -27,7 +27,7 @@ def transformed_gradients(
     grads: Gradients,
     variables: Sequence[Variable],
     num_replicas: int,
-    arrival: Arrival,
+    gradient_state: GradientState,
     loss_scale: Any = 1.0,
     clipnorm: float | None = None,
     transform: LocalTransform | None = None,
@@ -40,11 +40,11 @@ def transformed_gradients(
     which the gradients arrived.
 
     Args:
-        grads: one tensor or None per variable: this replica's own, so `arrival` is local or prescaled unless there is
-            one replica only.
+        grads: one tensor or None per variable: this replica's own, so `gradient_state` is local or
+            prescaled unless there is one replica only.
         variables: the variables of `grads`. The next values of those with `overwrite_with_gradient` are left alone.
         num_replicas: the $N$ that prescaled gradients are divided by.
-        arrival: how the gradients arrive.
+        gradient_state: how the gradients arrive.
         loss_scale: a number or scalar tensor, by which the loss was multiplied.
         clipnorm: float or None. The largest global norm.
         transform: a function or None.
@@ -53,9 +53,13 @@ def transformed_gradients(
         ValueError: if `transform` returns another number of gradients, or one of another shape than its variable.
     """
     result = list(grads)
-    plain = [i for i, variable in enumerate(variables) if not is_next_value(variable)]
+    plain = [i for i, variable in enumerate(variables) if not overwrites_variable(variable)]
     # As numbers where they are known: a factor of 1 then costs nothing and changes no bit.
-    unit = loss_scale / num_replicas if arrival is Arrival.LOCAL_PRESCALED and num_replicas > 1 else loss_scale
+    unit = (
+        loss_scale / num_replicas
+        if gradient_state is GradientState.LOCAL_PRESCALED and num_replicas > 1
+        else loss_scale
+    )
     if transform is not None:
         arrived = [grads[i] for i in plain]
         own = [None if g is None else map_values(lambda v: _in_units(in_float32(v), 1 / unit), g) for g in arrived]
@@ -103,7 +107,7 @@ def unscaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_sca
     if is_one(loss_scale):
         return list(grads)
     return [
-        grad if grad is None or is_next_value(variable) else map_values(lambda v: _unscaled(v, loss_scale), grad)
+        grad if grad is None or overwrites_variable(variable) else map_values(lambda v: _unscaled(v, loss_scale), grad)
         for grad, variable in zip(grads, variables)
     ]
 
@@ -114,7 +118,7 @@ def scaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale
         return list(grads)
     return [
         grad
-        if grad is None or is_next_value(variable)
+        if grad is None or overwrites_variable(variable)
         else like_variable(map_values(lambda v: _in_units(in_float32(v), loss_scale), grad), variable)
         for grad, variable in zip(grads, variables)
     ]

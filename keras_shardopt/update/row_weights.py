@@ -10,8 +10,8 @@ from keras import ops
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import (
     dtype_of,
-    is_next_value,
     map_values,
+    overwrites_variable,
 )
 from keras_shardopt.update.replica_transform import (
     is_one,
@@ -23,7 +23,7 @@ def weighted_gradients(grads: Gradients, variables: Sequence[Variable], weight: 
     if is_one(weight):
         return grads
     return [
-        grad if grad is None or is_next_value(variable) else map_values(lambda v: _weighted(v, weight), grad)
+        grad if grad is None or overwrites_variable(variable) else map_values(lambda v: _weighted(v, weight), grad)
         for grad, variable in zip(grads, variables)
     ]
 

@@ -11,44 +11,44 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt.backends.communicator import ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class BatchShare:
     """This replica's part of the global batch of the step that is running."""
 
-    num_rows: Any
+    local_batch_size: Any
     """How many rows of the batch here count: an int, or a scalar tensor where it differs within one program."""
 
-    num_rows_of_all: Any
+    global_batch_size: Any
     """How many rows the replicas' parts have together."""
 
-    replicas: ReplicaBackend
+    replicas: Communicator
     """With whom the batch is shared."""
 
     losses_are_divided: bool = False
-    """Whether the gradients of the replicas are summed (`Arrival.LOCAL_PRESCALED`) rather than averaged."""
+    """Whether the gradients of the replicas are summed (`GradientState.LOCAL_PRESCALED`) rather than averaged."""
 
     ends_early: bool = False
-    """Whether rows beyond `num_rows` may be there too, as padding that must not count."""
+    """Whether rows beyond `local_batch_size` may be there too, as padding that must not count."""
 
     @property
     def equal_part(self) -> Any:
         """How many rows each replica would have if all had as many."""
-        if isinstance(self.num_rows_of_all, int):
-            return self.num_rows_of_all / self.replicas.num_replicas
-        return ops.cast(self.num_rows_of_all, "float32") / self.replicas.num_replicas
+        if isinstance(self.global_batch_size, int):
+            return self.global_batch_size / self.replicas.num_replicas
+        return ops.cast(self.global_batch_size, "float32") / self.replicas.num_replicas
 
     @property
-    def share(self) -> Any:
+    def row_share(self) -> Any:
         """The rows here in units of an equal part: 1 where all replicas have as many, 0 where there are none."""
-        if isinstance(self.num_rows, int) and isinstance(self.num_rows_of_all, int):
-            return self.num_rows / self.equal_part
-        return ops.cast(self.num_rows, "float32") / self.equal_part
+        if isinstance(self.local_batch_size, int) and isinstance(self.global_batch_size, int):
+            return self.local_batch_size / self.equal_part
+        return ops.cast(self.local_batch_size, "float32") / self.equal_part
 
 
-_part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)
+_part: contextvars.ContextVar[BatchShare | None] = contextvars.ContextVar("part", default=None)
 
 
 _num_parts_open = 0
@@ -58,7 +58,7 @@ _parts_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def part_of_batch(part: Part) -> Iterator[None]:
+def batch_shared(part: BatchShare) -> Iterator[None]:
     """Says, for the time of the block, which part of the global batch this replica works on."""
     _count_parts(1)
     token = _part.set(part)
@@ -75,25 +75,25 @@ def _count_parts(change: int) -> None:
         _num_parts_open += change
 
 
-def current_part() -> Part | None:
-    """What `part_of_batch` said last, or None where nobody knows."""
+def current_share() -> BatchShare | None:
+    """What `batch_shared` said last, or None where nobody knows."""
     # Not asked for nothing: torch.compile breaks a step apart at every look into a context variable.
     return _part.get() if _num_parts_open else None
 
 
-_ends_together: contextvars.ContextVar[bool] = contextvars.ContextVar("ends_together", default=False)
+_joins_uneven_inputs: contextvars.ContextVar[bool] = contextvars.ContextVar("joins_uneven_inputs", default=False)
 
 
 @contextlib.contextmanager
-def ending_together() -> Iterator[None]:
+def joining_uneven_inputs() -> Iterator[None]:
     """Says, for the time of the block, that somebody else sees to it that all replicas end training together."""
-    token = _ends_together.set(True)
+    token = _joins_uneven_inputs.set(True)
     try:
         yield
     finally:
-        _ends_together.reset(token)
+        _joins_uneven_inputs.reset(token)
 
 
-def ends_together() -> bool:
+def joins_uneven_inputs() -> bool:
     """Whether somebody else sees to it that all replicas end training together."""
-    return _ends_together.get()
+    return _joins_uneven_inputs.get()

@@ -25,24 +25,28 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def leaves(optimizer: Any) -> list[Any]:
+def base_optimizers(optimizer: Any) -> list[Any]:
     """Every optimizer with an update rule inside `optimizer`."""
     root = innermost(optimizer)
-    return [leaf for part in getattr(root, "optimizers", [root]) for leaf in ([part] if part is root else leaves(part))]
+    return [
+        leaf
+        for part in getattr(root, "optimizers", [root])
+        for leaf in ([part] if part is root else base_optimizers(part))
+    ]
 
 
-def inside(optimizer: Any) -> list[Any]:
+def descendants(optimizer: Any) -> list[Any]:
     """Every optimizer inside `optimizer`, wrappers and leaves."""
     found: list[Any] = []
     while (inner := _inner_of(optimizer)) is not None:
         found.append(inner)
         optimizer = inner
-    return found + [leaf for leaf in leaves(optimizer) if leaf is not optimizer]
+    return found + [leaf for leaf in base_optimizers(optimizer) if leaf is not optimizer]
 
 
 def leaf_of(optimizer: Any, variable: Variable) -> Any:
     """The optimizer inside `optimizer` whose update rule `variable` follows."""
-    found = leaves(optimizer)
+    found = base_optimizers(optimizer)
     if len(found) == 1:
         return found[0]
     keys = keys_on_the_way_in(optimizer, variable)
@@ -54,7 +58,7 @@ def kind_of(optimizer: Any) -> str:
 
     The class's own name only: on PyTorch Keras has classes of the same name in other modules.
     """
-    found = leaves(optimizer)
+    found = base_optimizers(optimizer)
     names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in found))
     return names if len(found) == 1 else f"{type(innermost(optimizer)).__name__}({names})"
 
@@ -62,14 +66,14 @@ def kind_of(optimizer: Any) -> str:
 def keys_on_the_way_in(optimizer: Any, variable: Variable) -> list[Any]:
     """The keys of the variable, and of what stands for it further inside."""
     keys = [optimizer._var_key(variable)]
-    for wrapper in [optimizer, *inside(optimizer)]:
+    for wrapper in [optimizer, *descendants(optimizer)]:
         if isinstance(wrapper, Wrapping) and wrapper.built:
             (variable,) = wrapper._variables_inside([variable])
             keys.append(optimizer._var_key(variable))
     return keys
 
 
-def parts(optimizer: Any) -> list[Any]:
+def children(optimizer: Any) -> list[Any]:
     """The optimizer right inside `optimizer`: several in a `MultiOptimizer`, none in one with an update rule."""
     inner = _inner_of(optimizer)
     return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]

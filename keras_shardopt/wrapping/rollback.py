@@ -30,7 +30,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.models import layers_of, models_with, optimizers_of, stand_in
+from keras_shardopt.models import layers_of, models_with, optimizers_of, override_method
 
 
 class Rollback:
@@ -63,9 +63,9 @@ class Rollback:
             ]
         for model in models:
             if runtime.updates_are_stateless:
-                stand_in(model, "train_step", _stateless_train_step, outermost=True)
+                override_method(model, "train_step", _stateless_train_step, outermost=True)
             elif not runtime.steps_are_traced:
-                stand_in(model, "train_step", _train_step)
+                override_method(model, "train_step", _train_step)
 
     # -- in `apply` ----------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Rollback:
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
-        runtime.update_if(skipped, put_back, [value for _, value in noted], variables)
+        runtime.cond(skipped, put_back, [value for _, value in noted], variables)
 
     def _noted(self) -> list[tuple[Variable, Tensor]]:
         found = []
@@ -251,7 +251,7 @@ def _stateless_train_step(model: Any, real: Callable[..., Any], state: Any, data
 def _train_step(model: Any, real: Callable[..., Any], data: Any) -> Any:
     rollback = _of(model)
     if rollback is not None:
-        runtime.uncompiled(rollback._begin_step, bool(model.jit_compile))
+        runtime.no_compile(rollback._begin_step, bool(model.jit_compile))
     return real(data)
 
 
@@ -316,7 +316,7 @@ def note_assignments() -> None:
         keras.Variable.assign = _assign
 
 
-@runtime.as_written
+@runtime.no_autograph
 def _assign(variable: Variable, value: Any) -> Tensor:
     """Stands in for Keras' method."""
     if not (runtime.is_compiling() or variable.trainable):

@@ -35,13 +35,13 @@ from keras_shardopt.arguments import with_article
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.wrapping.chain import (
     Wrapping,
+    base_optimizers,
+    children,
+    descendants,
     get_optimizer,
     innermost,
-    inside,
     keys_on_the_way_in,
     kind_of,
-    leaves,
-    parts,
     shown,
 )
 from keras_shardopt.wrapping.rollback import Rollback, note_assignments
@@ -81,10 +81,10 @@ def _of_innermost(name: str, default: Any) -> property:
 class Observer(Protocol):
     """Who sees the gradients of updates without changing them."""
 
-    def arriving(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
+    def before_transform(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Called before the wrapper transforms the gradients. Assigns its own variables only."""
 
-    def departing(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
+    def before_update(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Called with the gradients that the inner optimizer will see, and the variables that it will update."""
 
     def variables_of(self, wrapper: OptimizerWrapper) -> list[Variable]:
@@ -168,7 +168,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         self.__dict__["_observer"] = None
         self.__dict__["_rollback"] = None
         self.__dict__["_collects"] = False
-        if inner is not None and any(map(_leaves_out_updates, [inner, *inside(inner)])):
+        if inner is not None and any(map(_leaves_out_updates, [inner, *descendants(inner)])):
             note_assignments()
 
     # -- what a concrete wrapper fills in ------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Lets the inner optimizer update `variables` with gradients that are transformed already."""
         if self.__dict__["_observer"] is not None:
-            self.__dict__["_observer"].departing(self, grads, self._variables_inside(variables))
+            self.__dict__["_observer"].before_update(self, grads, self._variables_inside(variables))
         # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
         # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
         variables = self._variables_inside(variables)
@@ -219,10 +219,10 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         """Which of the variables of its own hold another value on each replica."""
         return []
 
-    def _meet_outer_loss_scaling(self) -> None:
+    def _on_outer_loss_scaling(self) -> None:
         """Called when a `keras.optimizers.LossScaleOptimizer` is put around this wrapper, or further out."""
         if isinstance(self.inner, OptimizerWrapper):
-            self.inner._meet_outer_loss_scaling()
+            self.inner._on_outer_loss_scaling()
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
             return
         variables = list(variables)
         if _caller_is_loss_scale_optimizer("build"):  # where Keras' MultiOptimizer stands between it and us
-            self._meet_outer_loss_scaling()
+            self._on_outer_loss_scaling()
         inside = self._variables_inside(variables)
         if self.inner.built and not _same(inside, self.inner._trainable_variables):
             raise ValueError(
@@ -248,22 +248,22 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
             self._trainable_variables = variables
             self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         placement.place_state(self.variables)
-        runtime.take_over_reduction(leaves(self))
+        runtime.disable_builtin_all_reduce(base_optimizers(self))
         self.built = True
         self._inner_is_built()
         self._build_rollback()
         if self.__dict__["_loaded"] is not None:
             arrays, self.__dict__["_loaded"] = self.__dict__["_loaded"], None
-            with runtime.outside_trace():
+            with runtime.init_scope():
                 self.load_own_variables(arrays)
         if self.__dict__["_loaded_own"] is not None:
             arrays, self.__dict__["_loaded_own"] = self.__dict__["_loaded_own"], None
-            with runtime.outside_trace():
+            with runtime.init_scope():
                 self._saved_apart.load_own_variables(arrays)
 
     def _build_rollback(self) -> None:
         """Lets what a skipped update leaves behind be put back; that is the affair of the outermost wrapper."""
-        chain = [self, *inside(self)]
+        chain = [self, *descendants(self)]
         made = []
         for part in chain[1:]:
             if isinstance(part, OptimizerWrapper) and part.__dict__["_rollback"] is not None:
@@ -276,7 +276,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         # One from further inside may know neither the window nor, where state is divided, the model.
         known = [rollback for rollback in made if rollback.variables and rollback.accumulators is accumulators]
         if not known:
-            with empty_name_scope(), placement.beside(next(iter(self._trainable_variables), None)):
+            with empty_name_scope(), placement.colocate_with(next(iter(self._trainable_variables), None)):
                 known = [Rollback(self, accumulators, getattr(accumulating, "add_variable", None))]
             if accumulators is not None:
                 accumulators.snapshots = known[0].snapshots
@@ -299,7 +299,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     @property
     def _shared_variables(self) -> list[Variable]:
         """Those of `variables` that are equal on all replicas."""
-        chain = [self, *inside(self)]
+        chain = [self, *descendants(self)]
         apart = {id(v) for o in chain if isinstance(o, OptimizerWrapper) for v in o._replica_state}
         return [v for v in self.variables if id(v) not in apart]
 
@@ -340,7 +340,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     # -- updating ------------------------------------------------------------------------------------------------
 
-    @runtime.as_written
+    @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
         grads = list(grads)
@@ -361,15 +361,15 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
             )
         self._check_variables_are_known(variables)
         if self.__dict__["_observer"] is not None:
-            self.__dict__["_observer"].arriving(self, grads, variables)
+            self.__dict__["_observer"].before_transform(self, grads, variables)
         grads = list(self.transform_gradients(grads, variables))
         rollback = self.__dict__["_rollback"]
         if rollback is None:
             self.update_inner(grads, variables)
             return
-        before = runtime.uncompiled(rollback.begin, self)
+        before = runtime.no_compile(rollback.begin, self)
         self.update_inner(grads, variables)
-        runtime.uncompiled(rollback.settle, self, before)
+        runtime.no_compile(rollback.settle, self, before)
 
     def _update_inner_statelessly(self, grads: Gradients) -> None:
         weights, state = self.inner._trainable_variables, self.inner.variables
@@ -377,14 +377,14 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         for variable, value in zip([*weights, *state], [*new_weights, *new_state]):
             variable.assign(value)
 
-    @runtime.as_written
+    @runtime.no_autograph
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Updates the variables of (gradient, variable) pairs. Returns the update counter."""
         grads, variables = zip(*grads_and_vars)
         self.apply(list(grads), list(variables))
         return self._iterations
 
-    @runtime.as_written
+    @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `keras.optimizers.Optimizer.scale_loss`."""
         return self.inner.scale_loss(loss)
@@ -407,10 +407,10 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return self.inner.scale_loss(1.0)
 
     def _optimizers_with_slots(self) -> Sequence[Any]:
-        return leaves(self)
+        return base_optimizers(self)
 
     def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
-        for wrapper in [self, *inside(self)]:
+        for wrapper in [self, *descendants(self)]:
             if isinstance(wrapper, OptimizerWrapper):
                 yield from wrapper._own_slots()
         yield from super()._slots()
@@ -465,7 +465,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         # constructor: there is no earlier moment. Not in the property's setter: on TensorFlow, Keras does not call
         # that where the old value is the new one.
         if name == "loss_scale_factor" and "_inner" in self.__dict__ and _caller_is_loss_scale_optimizer("__init__"):
-            self._meet_outer_loss_scaling()
+            self._on_outer_loss_scaling()
         super().__setattr__(name, value)
 
     @property  # type: ignore[misc]
@@ -474,7 +474,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
         Keras asks that of the outermost optimizer only: `compile` under the "mixed_float16" policy, which would else
         put one more `LossScaleOptimizer` around, and `MultiOptimizer`, which cannot hold one. (`isinstance` looks at
-        the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `_meet_outer_loss_scaling` is
+        the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `_on_outer_loss_scaling` is
         called as ever, and refuses.
         """
         if sys._getframe(1).f_globals.get("__name__") in _ASK_FOR_LOSS_SCALING and self._loss_is_scaled():
@@ -482,7 +482,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return type(self)
 
     def _loss_is_scaled(self) -> bool:
-        chain = [self, *inside(self)] if self.__dict__.get("_inner", (None,))[0] is not None else []
+        chain = [self, *descendants(self)] if self.__dict__.get("_inner", (None,))[0] is not None else []
         return any(
             o._scales_loss if isinstance(o, OptimizerWrapper) else isinstance(o, keras.optimizers.LossScaleOptimizer)
             for o in chain
@@ -501,7 +501,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         So a file of `Adam()` and one of a wrapper around it hold the same arrays under the same names, and each can
         read the other's. None where no wrapper keeps anything.
         """
-        chain = [self, *inside(self)]
+        chain = [self, *descendants(self)]
         kept = any(isinstance(o, OptimizerWrapper) and o._keeps_state for o in chain)
         return self.__dict__["_saved_apart"] if kept else None
 
@@ -571,7 +571,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         inner = self.inner
         if isinstance(inner, OptimizerWrapper):
             return inner._stored_value(variable)
-        return placement.stored_value(variable)
+        return placement.full_value(variable)
 
     def _assign_stored(self, variable: Variable, array: Any) -> None:
         """Takes from what a file has for it what this replica holds."""
@@ -661,7 +661,7 @@ def _refuse_local_gradients(outer: OptimizerWrapper, inner: Any) -> None:
             f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one part of the batch "
             f"only. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
         )
-    for optimizer in parts(inner):
+    for optimizer in children(inner):
         _refuse_local_gradients(outer, optimizer)
 
 

@@ -9,7 +9,7 @@ from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.backends.communicator import Arrival
+from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.optimizers import cross_shard
 
 pytestmark = pytest.mark.backends("tensorflow", "jax")
@@ -157,13 +157,13 @@ def _unreduced(grads, variables, replicas, *_):
     return grads
 
 
-def _reduced_twice(grads, variables, replicas, reduction="mean", arrival=None, groups=None, trained=None):
-    once = real_global_gradients(grads, variables, replicas, reduction, arrival)
-    return real_global_gradients(once, variables, replicas, reduction, arrival)
+def _reduced_twice(grads, variables, replicas, reduction="mean", gradient_state=None, groups=None, trained=None):
+    once = real_global_gradients(grads, variables, replicas, reduction, gradient_state)
+    return real_global_gradients(once, variables, replicas, reduction, gradient_state)
 
 
-def _taken_for_summed(grads, variables, replicas, reduction="mean", arrival=None, groups=None, trained=None):
-    return real_global_gradients(grads, variables, replicas, reduction, Arrival.SUMMED)
+def _taken_for_summed(grads, variables, replicas, reduction="mean", gradient_state=None, groups=None, trained=None):
+    return real_global_gradients(grads, variables, replicas, reduction, GradientState.SUMMED)
 
 
 real_global_gradients = cross_shard.global_gradients

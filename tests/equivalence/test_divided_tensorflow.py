@@ -210,10 +210,10 @@ def test_it_may_be_built_by_the_first_update():
 
 def test_the_checks_can_fail(monkeypatch):
     expected = arrays(trained(problem.sgd_momentum, shard_state=False, num_steps=1)[1])
-    real = even_shards.EvenShards._slice
-    monkeypatch.setattr(even_shards.EvenShards, "_slice", lambda self, i, whole, replica_id: real(self, i, whole, 0))
+    real = even_shards.PaddedShards._slice
+    monkeypatch.setattr(even_shards.PaddedShards, "_slice", lambda self, i, whole, replica_id: real(self, i, whole, 0))
     assert largest(arrays(trained(problem.sgd_momentum, num_steps=1)[1]), expected) > 1e-2
-    monkeypatch.setattr(even_shards.EvenShards, "_slice", real)
+    monkeypatch.setattr(even_shards.PaddedShards, "_slice", real)
     make, given = CASES["exclusions"]
     expected = arrays(trained(make, **given, num_steps=1)[1])
     monkeypatch.setattr(even_shards, "keep_exclusions", lambda *args: None)

@@ -208,13 +208,13 @@ def _not_divided(self, i, total):
     return total
 
 
-real_add_to = runtime.add_to
+real_add_to = runtime.add_n
 
 
 @pytest.mark.parametrize("fault", ["not cleared", "not divided"])
 def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
     if fault == "not cleared":
-        monkeypatch.setattr(runtime, "add_to", _not_cleared)
+        monkeypatch.setattr(runtime, "add_n", _not_cleared)
     else:
         monkeypatch.setattr(accumulation.Accumulators, "_mean", _not_divided)
     with pytest.raises(AssertionError):

@@ -276,7 +276,7 @@ def replicated(way, prepared, options, x, y):
             ks.prepare(built)
             again = (joined(array[:4]) for array in batches())
             built.fit(*again, batch_size=ROWS, shuffle=False, verbose=0)
-    found = [(v.path, value) for v in built.variables for value in placement.copies(v)]
+    found = [(v.path, value) for v in built.variables for value in placement.replica_values(v)]
     replicas.close()
     return found
 
@@ -416,6 +416,6 @@ def test_statistics_of_uneven_parts_are_those_of_numpy_and_a_part_without_rows_s
         if BACKEND == "jax":
             own = [[old + c for old, c in zip(mine, changes)] for mine in own]
     for i, variable in enumerate((normalize.moving_mean, normalize.moving_variance)):
-        for replica, value in enumerate(placement.copies(variable)):
+        for replica, value in enumerate(placement.replica_values(variable)):
             np.testing.assert_allclose(value, own[replica][i], rtol=1e-5, atol=1e-6)
     replicas.close()

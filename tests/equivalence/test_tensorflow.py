@@ -250,7 +250,7 @@ def test_the_moves(strategy):
     @tf.function
     def moves():
         def on_replica():
-            replicas = runtime.replicas("batch")
+            replicas = runtime.communicator("batch")
             mine = tf.range(4.0) + 10.0 * tf.cast(replicas.replica_id, tf.float32)
             return problem.moves(replicas, mine)
 
@@ -299,12 +299,14 @@ def test_clipping_in_units_of_the_loss_that_is_scaled_inside():
 
 
 def test_clipping_where_the_prescaling_is_forgotten_turns_the_check_red(monkeypatch):
-    from keras_shardopt.backends.communicator import Arrival
+    from keras_shardopt.backends.communicator import GradientState
     from keras_shardopt.optimizers import cross_shard
 
     real = cross_shard.transformed_gradients
     monkeypatch.setattr(
-        cross_shard, "transformed_gradients", lambda g, v, n, arrival, *rest: real(g, v, n, Arrival.LOCAL, *rest)
+        cross_shard,
+        "transformed_gradients",
+        lambda g, v, n, gradient_state, *rest: real(g, v, n, GradientState.LOCAL, *rest),
     )
     with pytest.raises(AssertionError):
         test_each_replica_is_clipped_by_itself_under_fit(2)
@@ -390,7 +392,7 @@ def test_groups_of_sparse_gradients():
 
 def test_on_tpu_groups_are_summed_by_the_op_that_takes_them(strategy, monkeypatch):
     """TPUs cannot be had here; that the op is called, and with what, can be seen."""
-    from keras_shardopt.backends.tensorflow import communicator as tf_distribute
+    from keras_shardopt.backends.tensorflow import communicator as communicator
 
     calls = []
 
@@ -399,7 +401,7 @@ def test_on_tpu_groups_are_summed_by_the_op_that_takes_them(strategy, monkeypatc
         return 2 * input
 
     monkeypatch.setattr(tf.raw_ops, "CrossReplicaSum", recording)
-    replicas = tf_distribute.ReplicaContext(strategy, None)
+    replicas = communicator.ReplicaContext(strategy, None)
     assert not replicas._is_on_tpu
     replicas._is_on_tpu, replicas.num_replicas = True, 4
     found = replicas.all_reduce([tf.constant([1.0, 3.0])], "mean", GROUPS)

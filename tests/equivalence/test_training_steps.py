@@ -125,9 +125,9 @@ def test_planted_faults_are_found(fault, monkeypatch):
             grads = [0 * grads[0], *grads[1:]]
         return grads, value
 
-    framework_gradients = training.runtime.gradients_and_more
+    framework_gradients = training.runtime.value_and_grad
     monkeypatch.setattr(TrainingStep, "__init__", init)
-    monkeypatch.setattr(training.framework, "gradients_and_more", gradients)
+    monkeypatch.setattr(training.framework, "value_and_grad", gradients)
     found, _, _, _ = steps.trained("everything", *problem.data(), problem.BATCH_SIZE, on_horovod=False)
     with contextlib.nullcontext() if fault == "none" else pytest.raises(AssertionError):
         steps.check_equal(found, reference)

@@ -11,7 +11,7 @@ import jax
 import keras
 import numpy as np
 from support import flips, in_parts, problem, uneven
-from support.checks import Dropping, refused
+from support.checks import NullStore, refused
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
@@ -47,13 +47,13 @@ def divided_state(scope, x, y, mine):
     assert not slot.value.is_fully_addressable and not slot.value.is_fully_replicated
     values = np.arange(24, dtype="float32").reshape(8, 3)
     optimizer.load_own_variables({"0": 3, "1": 0.5, "2": values, "3": -values})
-    real, divided.MEETING_SECONDS = divided.MEETING_SECONDS, 0.5
+    real, divided.BARRIER_SECONDS = divided.BARRIER_SECONDS, 0.5
     for alone in (0, 1):
         if scope.process_id == alone:
             refused(lambda: optimizer.save_own_variables({}), RuntimeError, "save_model(model, path)` (or")
         on_all(alone)
-    divided.MEETING_SECONDS = real
-    store = {} if scope.is_chief else Dropping()
+    divided.BARRIER_SECONDS = real
+    store = {} if scope.is_chief else NullStore()
     optimizer.save_own_variables(store)
     if scope.is_chief:
         assert (store["2"] == values).all() and (store["3"] == -values).all()
@@ -125,7 +125,9 @@ def main():
     sync.on_train_begin()
     check.check()
     assert np.signbit(np.asarray(model.trainable_variables[0].value).flat[0])
-    refused(lambda: placement.start_equal(model.variables[scope.process_id :], []), ValueError, "same model variables")
+    refused(
+        lambda: placement.broadcast_state(model.variables[scope.process_id :], []), ValueError, "same model variables"
+    )
     logs = {"loss": float(scope.process_id)}
     sync.on_epoch_end(0, logs)
     assert logs == {"loss": 0.5}

@@ -26,7 +26,7 @@ from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.same_variables import NUM_MARKS
 from keras_shardopt.backends.torch import communicator as torch_distributed
 from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.update.trainer_context import Part, part_of_batch
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 warnings.filterwarnings("ignore")
 
@@ -100,7 +100,7 @@ def every_argument_does_what_the_docstring_says(scope):
                 variable.assign(variable + 1)
         optimizer = every_argument.cross_shard(row)
         optimizer.build(mine)
-        replicas = runtime.replicas("batch")
+        replicas = runtime.communicator("batch")
         try:
             with torch.no_grad():
                 errors = every_argument.train(row, replicas, mine, optimizer, scope.replica_id)
@@ -129,7 +129,7 @@ def what_ddp_has_reduced_counts_also_on_a_rank_without_rows(scope):
             keras.ops.mean(keras.ops.square(keras.ops.subtract(owner(x), y))).backward()
             grads = [v.value.grad for v in model.trainable_variables]
             num_rows = 0 if scope.replica_id == 3 else len(x)
-            with part_of_batch(Part(num_rows, len(x) * scope.num_replicas, runtime.replicas("batch"))):
+            with batch_shared(BatchShare(num_rows, len(x) * scope.num_replicas, runtime.communicator("batch"))):
                 optimizer.apply(grads, model.trainable_variables)
         assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
         assert placement.largest_difference([*model.trainable_variables, *optimizer.inner.variables]) == 0
@@ -363,7 +363,7 @@ def a_ddp_that_fit_does_not_call_reduces_nothing(scope):
 
 @check
 def buckets_and_dtypes(scope):
-    replicas = runtime.replicas("batch")
+    replicas = runtime.communicator("batch")
     sizes = [3, 400, 5, 1000, 2, 7]
     dtypes = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float16, torch.bfloat16]
     tensors = [torch.full((n, 1), float(scope.replica_id + 1), dtype=d) for n, d in zip(sizes, dtypes)]
@@ -383,7 +383,7 @@ def buckets_and_dtypes(scope):
 
 @check
 def moves(scope):
-    replicas = runtime.replicas("batch")
+    replicas = runtime.communicator("batch")
     mine = torch.arange(4.0) + 10.0 * scope.replica_id
     found = problem.moves(replicas, mine)
     everyones = {}
@@ -404,7 +404,7 @@ def groups_drift_apart_and_are_made_once(scope):
         made.append(list(ranks))
         return real(ranks, *args, **kwargs)
 
-    runtime.replicas("batch").forget_groups()
+    runtime.communicator("batch").forget_groups()
     dist.new_group = counting
     x, y = (problem.rows_of_replica(a, scope.replica_id, scope.num_replicas) for a in problem.data())
     for clipnorm in (None, problem.CLIPNORM):
@@ -783,9 +783,9 @@ def sync_replicas_starts_all_with_what_rank_0_has(scope):
     first = [v.numpy().copy() for v in state]
     callback = ks.callbacks.SyncReplicas()
     callback.set_model(model)
-    real, placement.start_equal = placement.start_equal, lambda *_: None
+    real, placement.broadcast_state = placement.broadcast_state, lambda *_: None
     callback.on_train_begin()
-    placement.start_equal = real
+    placement.broadcast_state = real
     assert placement.largest_difference(state) >= 1  # so the check below can fail
     callback.on_train_begin()
     assert placement.largest_difference(state) == 0

@@ -243,7 +243,7 @@ def main():
         for _ in range(3):
             optimizer.apply([torch.ones(tuple(v.shape)) for v in model.trainable_variables])
         dist.all_gather_object = gather
-        assert len(calls) == 2, calls  # the digest, and what `start_together` asks
+        assert len(calls) == 2, calls  # the digest, and what `broadcast_from_rank_0` asks
         passed.append("compared once")
 
         # A model that differs in what no variable shows.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from keras.src.saving.saving_lib import H5IOStore
 from support import checks, gan, problem
-from support.checks import Dropping, check, refused
+from support.checks import NullStore, check, refused
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
@@ -228,14 +228,14 @@ def next_values_are_the_largest_of_all_ranks(scope):
         scale.overwrite_with_gradient = True
         optimizer = ks.CrossShard(around(ELEMENTWISE["momentum"]()), shard_state=True, fused=False, **arguments)
         optimizer.build([*mine[:2], scale, *mine[2:]])
-        num_micro_steps = arguments.get("gradient_accumulation_steps", 1)
+        num_micro_batches = arguments.get("gradient_accumulation_steps", 1)
         values = lambda rank, call: (np.arange(3) + rank * np.array([1, -1, 0]) + 5.0 - call) / 7  # noqa: E731
         with torch.no_grad():
-            for call in range(2 * num_micro_steps):
-                grads = gradients(scope.replica_id, call // num_micro_steps, factor)
+            for call in range(2 * num_micro_batches):
+                grads = gradients(scope.replica_id, call // num_micro_batches, factor)
                 value = torch.tensor(values(scope.replica_id, call), dtype=torch.float32)
                 optimizer.apply([*grads[:2], value, *grads[2:]], [*mine[:2], scale, *mine[2:]])
-        first = 2 * num_micro_steps - num_micro_steps  # of the last window, whose first values are the largest
+        first = 2 * num_micro_batches - num_micro_batches  # of the last window, whose first values are the largest
         expected = np.max([values(rank, first) for rank in range(scope.num_replicas)], axis=0)
         np.testing.assert_array_equal(scale.numpy(), expected.astype("float32"))
         trained(ELEMENTWISE["momentum"](), lambda step: mean_gradients(scope.num_replicas, step), alone, 2)
@@ -474,15 +474,15 @@ def saved_state_fits_again_and_elsewhere(scope):
 @check
 def a_rank_that_saves_alone_is_told_so_in_time(scope):
     optimizer = both(scope, ELEMENTWISE["adam"])[0]
-    real, divided_state.MEETING_SECONDS = sharding.MEETING_SECONDS, 0.3
+    real, divided_state.BARRIER_SECONDS = sharding.BARRIER_SECONDS, 0.3
     for alone in (0, 1):
         if scope.replica_id == alone:
             refused(
                 lambda: saved(optimizer), RuntimeError, "save_model(model, path)` (or `save_weights`) on every rank"
             )
         dist.barrier()
-    divided_state.MEETING_SECONDS = real
-    store = {} if scope.is_chief else Dropping()
+    divided_state.BARRIER_SECONDS = real
+    store = {} if scope.is_chief else NullStore()
     optimizer.save_own_variables(store)  # together it works as ever
     assert len(store) == (len(optimizer.variables) if scope.is_chief else 0)
 
@@ -525,7 +525,7 @@ def the_checks_can_fail(scope):
     for where, name, nothing, make, prepare in (
         (placement, "assign_slices", lambda variable, slices: None, momentum, None),
         (gradient_clipping, "norm_over_replicas", lambda norm: norm, clipped, None),
-        (sharding.Shards, "_keep_exclusions", lambda self, optimizer: None, decaying, excluded),
+        (sharding.FlatShards, "_keep_exclusions", lambda self, optimizer: None, decaying, excluded),
     ):
         real = getattr(where, name)
         setattr(where, name, nothing)

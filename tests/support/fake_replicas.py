@@ -12,21 +12,21 @@ import numpy as np
 from support.patience import patient
 
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator, GradientState
 
 _REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max}
 
 
-class FakeReplicas(ReplicaBackend):
+class FakeReplicas(Communicator):
     def __init__(self, world, replica_id):
         self._world = world
         self.num_replicas = world.num_replicas
         self.replica_id = replica_id
         self.is_chief = replica_id == 0
-        self.runs_one_program = world.runs_one_program
+        self.is_spmd = world.is_spmd
         self.calls = []
 
-    def arrival(self, grads, variables):
+    def gradient_state(self, grads, variables):
         return self._world.arrives
 
     def _exchange(self, tensors):
@@ -61,10 +61,10 @@ class FakeReplicas(ReplicaBackend):
 class FakeWorld:
     """Runs a function once per replica, all at a time."""
 
-    def __init__(self, num_replicas, arrives=Arrival.LOCAL, runs_one_program=True, timeout=20.0):
+    def __init__(self, num_replicas, arrives=GradientState.LOCAL, is_spmd=True, timeout=20.0):
         self.num_replicas = num_replicas
         self.arrives = arrives
-        self.runs_one_program = runs_one_program
+        self.is_spmd = is_spmd
         self.replicas = [FakeReplicas(self, r) for r in range(num_replicas)]
         self._running = threading.local()
         self._posted = [None] * num_replicas

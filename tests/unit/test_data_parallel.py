@@ -341,14 +341,14 @@ def test_prepare_switches_the_ddp_of_newer_keras_off():
 def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
     import torch.distributed as dist
 
-    from keras_shardopt.backends.torch.communicator import Ranks
+    from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 
     model = problem.model()
     model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
     model.optimizer.build(model.trainable_variables)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        ranks = Ranks()
+        ranks = TorchProcessGroup()
         model.optimizer._have_started(ranks)
         assert model.optimizer._buckets_among(ranks) is not None
         assert ranks.are_current()
@@ -361,8 +361,8 @@ def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
 
 
 def test_a_scope_inside_another_that_has_seen_the_same_optimizers_ends_by_itself():
-    with processes.watch() as outer:
-        with processes.watch() as inner:
+    with processes.track() as outer:
+        with processes.track() as inner:
             first = ks.CrossShard("sgd")
         second = ks.CrossShard("sgd")
     assert list(inner) == [first]

@@ -69,7 +69,7 @@ def scopes(monkeypatch):
         is_open = BACKEND == "torch" or processes.num_replicas_of_steps() > 1  # and then says how many
         return real(requested if is_open else requested or 2, timeout)
 
-    monkeypatch.setattr(processes, "world", world)
+    monkeypatch.setattr(processes, "open", world)
     yield
     if parallel._lingering is not None:
         parallel._lingering.close()

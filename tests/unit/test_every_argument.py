@@ -11,7 +11,7 @@ from support.fake_replicas import FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.backends.communicator import Arrival
+from keras_shardopt.backends.communicator import GradientState
 
 # Updates in threads are not traced, as JAX would have it.
 # Replicas in threads: TensorFlow's own operations fail there now and then ("Error while creating shape").
@@ -26,14 +26,17 @@ def world_of(monkeypatch):
 
     def made(row):
         world = FakeWorld(
-            every_argument.NUM_REPLICAS, Arrival(row["gradients"][1]), runs_one_program=row["program"] == "one"
+            every_argument.NUM_REPLICAS, GradientState(row["gradients"][1]), is_spmd=row["program"] == "one"
         )
         if row["gradients"][0] != "auto":  # what is said counts, and not what is found
-            local, reduced = (Arrival.LOCAL, Arrival.LOCAL_PRESCALED), (Arrival.SUMMED, Arrival.GLOBAL)
+            local, reduced = (
+                (GradientState.LOCAL, GradientState.LOCAL_PRESCALED),
+                (GradientState.SUMMED, GradientState.GLOBAL),
+            )
             (world.arrives,) = {*(local if world.arrives in local else reduced)} - {world.arrives}
         for replicas in world.replicas:
             factor = (every_argument.first_weights(row) or [1.0] * world.num_replicas)[replicas.replica_id]
-            replicas.start_together = lambda *_, factor=factor: factor
+            replicas.broadcast_from_rank_0 = lambda *_, factor=factor: factor
         asked = world.asked = []
 
         def replicas(axis_name):
@@ -45,7 +48,7 @@ def world_of(monkeypatch):
         monkeypatch.setattr(placement, "num_copies", lambda variables: world.num_replicas)
         monkeypatch.setattr(placement, "copies", lambda v: [np.array(v)] * world.num_replicas)
         monkeypatch.setattr(
-            placement, "assign_each", lambda v, arrays: v.assign(arrays[world._running.replicas.replica_id])
+            placement, "assign_replica_values", lambda v, arrays: v.assign(arrays[world._running.replicas.replica_id])
         )
         return world
 

@@ -47,7 +47,7 @@ FAULTS = [
     # How gradients arrive, and by what they are divided.
     fault(
         "update/all_reduce.py",
-        'return "mean" if arrival is Arrival.LOCAL and reduction == "mean" else "sum"',
+        'return "mean" if gradient_state is GradientState.LOCAL and reduction == "mean" else "sum"',
         'return "mean" if reduction == "mean" else "sum"',
         REDUCTION,
     ),
@@ -90,7 +90,7 @@ FAULTS = [
     ),
     fault(
         "update/accumulation.py",
-        'dtype = "float32" if dtype in ("float16", "bfloat16") and not is_next_value(variable) else dtype',
+        'dtype = "float32" if dtype in ("float16", "bfloat16") and not overwrites_variable(variable) else dtype',
         "pass",
         "unit/test_accumulation.py::test_half_precision_is_added_up_in_float32",
     ),
@@ -122,7 +122,7 @@ FAULTS = [
     # State in parts.
     fault(
         "sharding/slices.py",
-        "op = collective(arrival, reduction)",
+        "op = collective(gradient_state, reduction)",
         'op = "mean"',
         SHARDS,
     ),

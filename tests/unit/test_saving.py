@@ -252,7 +252,7 @@ def test_what_fails_on_the_chief_fails_on_all(tmp_path, monkeypatch, place):
 @pytest.mark.parametrize("place", ["in the weights", "in the state"])
 def test_a_chief_that_leaves_would_be_found(tmp_path, monkeypatch, place):
     """The test before, with the fault that it is for: a chief that stops taking part when its disk is full."""
-    monkeypatch.setattr(saving, "steadily", lambda model: contextlib.nullcontext())
+    monkeypatch.setattr(saving, "gather_despite_errors", lambda model: contextlib.nullcontext())
     processes = Processes(monkeypatch, 3, patience=1.0)
     models, _ = models_in_parts(processes)
     failing(place, monkeypatch, models[0])
@@ -400,7 +400,7 @@ def test_backups_of_state_in_parts(tmp_path, monkeypatch):
     from keras_shardopt.backends.active import placement, processes
 
     # Threads share the random numbers and have no collectives of a framework.
-    monkeypatch.setattr(placement, "start_equal", lambda variables, optimizer_variables: None)
+    monkeypatch.setattr(placement, "broadcast_state", lambda variables, optimizer_variables: None)
     assert processes.run(lambda rank: work(rank, False)) == [None] * 3
     assert os.listdir(tmp_path) == ["backup.npz"]
     for model in models:

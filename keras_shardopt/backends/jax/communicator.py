@@ -8,32 +8,32 @@ from typing import Any
 import jax
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
-from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator, GradientState
 
 
-class MappedAxis(ReplicaBackend):
+class MappedAxis(Communicator):
     """The replicas along a named axis of the `shard_map` or `pmap` that is being traced."""
 
     def __init__(self, axis_name: str) -> None:
         self._axis = axis_name
         self.num_replicas = jax.lax.axis_size(axis_name)
         self.is_chief = jax.process_index() == 0
-        self.spans_processes = _spans_processes(self.num_replicas)
+        self.is_multi_process = spans_processes(self.num_replicas)
 
     @property
     def replica_id(self) -> Any:
         return jax.lax.axis_index(self._axis)
 
-    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         # shard_map(check_vma=True) knows which values vary along the axis, and sums the gradients of a weight
         # that does not. Elsewhere nothing is known to vary, not even the index along the axis.
         if not self._knows_what_varies:
-            return Arrival.LOCAL
+            return GradientState.LOCAL
         varying = [self._varies(grad) for grad in grads if grad is not None]
         if all(varying):
-            return Arrival.LOCAL
+            return GradientState.LOCAL
         if not any(varying):
-            return Arrival.SUMMED
+            return GradientState.SUMMED
         names = [getattr(v, "path", str(v)) for g, v in zip(grads, variables) if g is not None and self._varies(g)]
         raise ValueError(
             "Gradients must arrive alike: either all local (weights cast to varying) or all summed by `shard_map`. "
@@ -87,7 +87,8 @@ class MappedAxis(ReplicaBackend):
         return self.all_reduce(chosen, "sum", groups)
 
 
-def _spans_processes(num_replicas: int) -> bool:
+def spans_processes(num_replicas: int) -> bool:
+    """Whether these are the replicas of all processes together."""
     # One axis over the devices of this process alone would have fewer.
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 

@@ -35,7 +35,7 @@ class JaxPlacement(Placement):
         # The distribution that is not to be seen just now.
         self._set_aside: Any = None
 
-    def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
+    def check(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         distribution = keras.distribution.distribution()
         if distribution is None and processes._opened is not None and jax.process_count() > 1:
             raise ValueError(
@@ -90,7 +90,7 @@ class JaxPlacement(Placement):
 
     lays_out_state = True
 
-    def lay_out(self, variables: Sequence[Variable]) -> None:
+    def shard(self, variables: Sequence[Variable]) -> None:
         distribution = keras.distribution.distribution()
         num_replicas = batch_size_of(distribution)
         if num_replicas == 1:
@@ -105,15 +105,15 @@ class JaxPlacement(Placement):
                 variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
                 variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
 
-    def bytes_by_replica(self, variable: Variable) -> list[int]:
+    def bytes_per_replica(self, variable: Variable) -> list[int]:
         sharding = variable.value.sharding
         held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
         return [held] * len(sharding.device_set)
 
-    def stored_value(self, variable: Variable) -> np.ndarray:
+    def full_value(self, variable: Variable) -> np.ndarray:
         value = variable.value
         if value.is_fully_addressable or value.is_fully_replicated:
-            return super().stored_value(variable)
+            return super().full_value(variable)
         return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
     def place_state(self, variables: Sequence[Variable]) -> None:
@@ -162,10 +162,10 @@ class JaxPlacement(Placement):
         finally:
             self._set_aside = None
 
-    def together(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+    def strategy_scope_of(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._set_aside is None else _under(self._set_aside)
 
-    def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
+    def broadcast_state(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
         if jax.process_count() == 1:
             return
         for what, mine in (("model variables", variables), ("optimizer variables", optimizer_variables)):

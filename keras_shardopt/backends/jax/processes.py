@@ -25,29 +25,29 @@ import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from keras_shardopt.backends.jax.communicator import _spans_processes, batch_size_of
+from keras_shardopt.backends.jax.communicator import batch_size_of, spans_processes
 from keras_shardopt.backends.processes import Processes, World
 
 
 class JaxProcesses(Processes):
     """JAX: replicas are devices of one program, in one process or several."""
 
-    outlives_its_block = True
+    persists_after_scope = True
 
     def __init__(self) -> None:
         super().__init__()
         # That of `data_parallel`.
         self._opened: keras.distribution.DataParallel | None = None
 
-    processes_start_apart = True
+    needs_initial_broadcast = True
 
-    def makes_variables_together(self) -> bool:
-        return _spans_processes(batch_size_of(keras.distribution.distribution()))
+    def creates_variables_collectively(self) -> bool:
+        return spans_processes(batch_size_of(keras.distribution.distribution()))
 
     def num_replicas_of_steps(self) -> int:
         return batch_size_of(keras.distribution.distribution())
 
-    def meet(self, purpose: str, seconds: float, advice: str) -> None:
+    def barrier(self, purpose: str, seconds: float, advice: str) -> None:
         if jax.process_count() > 1:
             _meet(purpose, seconds, advice)
 
@@ -58,7 +58,7 @@ class JaxProcesses(Processes):
         return jax.process_count(), jax.process_index()
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+    def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         if timeout is not None and jax.process_count() > 1:
             raise ValueError(
                 "`timeout` cannot be set here for several processes, because JAX has started them. "
@@ -129,13 +129,13 @@ def _gathered(value: Any) -> list[Any]:
     return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
 
-_num_meetings: dict[str, int] = {}
+_num_barriers: dict[str, int] = {}
 
 
 def _meet(purpose: str, seconds: float, advice: str) -> None:
     """Waits until all processes have come; one that leaves because others have not come can come again."""
     client: Any = distributed.global_state.client
-    mine, number = jax.process_index(), _num_meetings.get(purpose, 0)
+    mine, number = jax.process_index(), _num_barriers.get(purpose, 0)
     keys = [f"keras_shardopt/meeting/{purpose}/{number}/{process}" for process in range(jax.process_count())]
     client.key_value_set(keys[mine], "1")
     limit = time.monotonic() + seconds
@@ -151,7 +151,7 @@ def _meet(purpose: str, seconds: float, advice: str) -> None:
                 f"All processes must {purpose} together. Received: no call on process {missing[0]}, {seconds:g} s "
                 f"after the one on process {mine}. {advice}"
             ) from None
-    _num_meetings[purpose] = number + 1
+    _num_barriers[purpose] = number + 1
 
 
 class _OverProcesses(keras.distribution.DataParallel):

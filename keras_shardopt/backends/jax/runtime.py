@@ -15,8 +15,8 @@ import keras
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.backends.communicator import AllReplicasAtOnce, ReplicaBackend, SingleReplica
-from keras_shardopt.backends.jax.communicator import MappedAxis, _spans_processes, batch_size_of
+from keras_shardopt.backends.communicator import Communicator, GlobalView, SingleReplica
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, spans_processes
 from keras_shardopt.backends.runtime import Runtime
 
 
@@ -27,7 +27,7 @@ class JaxRuntime(Runtime):
 
     steps_are_traced = True
 
-    def replicas(self, axis_name: str) -> ReplicaBackend:
+    def communicator(self, axis_name: str) -> Communicator:
         try:
             jax.lax.axis_size(axis_name)
         except NameError:
@@ -51,12 +51,12 @@ class JaxRuntime(Runtime):
             return SingleReplica()
         # GSPMD: one program over the whole batch, which XLA divides among the devices.
         is_chief = jax.process_index() == 0
-        return AllReplicasAtOnce(num_replicas, is_chief, "under a `keras.distribution`", _spans_processes(num_replicas))
+        return GlobalView(num_replicas, is_chief, "under a `keras.distribution`", spans_processes(num_replicas))
 
-    def gradients_and_more(
+    def value_and_grad(
         self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
     ) -> tuple[list[Tensor | None], Any]:
-        replicas = self.replicas(axis_name)
+        replicas = self.communicator(axis_name)
         values = [v.value for v in variables]
         if isinstance(replicas, MappedAxis):
             values = replicas.varying(values)  # or shard_map(check_vma=True) would sum their gradients
@@ -89,7 +89,7 @@ class JaxRuntime(Runtime):
         for variable, value in zip(variables, jax.lax.cond(condition, acted, lambda: before)):
             variable.assign(value)
 
-    def update_if(
+    def cond(
         self,
         condition: Tensor,
         update: Callable[[Sequence[Any]], None],
@@ -97,7 +97,7 @@ class JaxRuntime(Runtime):
         variables: Sequence[Variable],
     ) -> None:
         if not isinstance(condition, jax.core.Tracer):
-            super().update_if(condition, update, grads, variables)
+            super().cond(condition, update, grads, variables)
             return
         # What is assigned inside a branch must not leave it in a variable: each branch returns all values instead.
         before = [variable.value for variable in variables]
@@ -110,7 +110,7 @@ class JaxRuntime(Runtime):
         for variable, value in zip(variables, jax.lax.cond(condition, updated, lambda: before)):
             variable.assign(value)
 
-    def over_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
+    def map_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
         distribution = keras.distribution.distribution()
         return jax.shard_map(
             lambda own: function(jax.tree.map(lambda value: value[0], own)),
@@ -122,15 +122,15 @@ class JaxRuntime(Runtime):
 
     stops_in_step = False
 
-    def is_known(self, value: Any) -> bool:
+    def is_concrete(self, value: Any) -> bool:
         return not isinstance(value, jax.core.Tracer)
 
-    def stop_if(
-        self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
+    def raise_if(
+        self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
     ) -> None:
         # Nobody can stop a compiled step, on one device or several, without losing the weights that it was given.
-        if self.is_known(condition):
-            super().stop_if(condition, culprit, names, rule)
+        if self.is_concrete(condition):
+            super().raise_if(condition, nonfinite_source, names, rule)
 
     def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         return jax.grad(function)(value)

@@ -9,11 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
-from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 
 
-class ReplicaContext(ReplicaBackend):
+class ReplicaContext(Communicator):
     """The replicas of a strategy, seen from inside `strategy.run` (as in `model.fit`)."""
 
     inner_optimizers_sum = True
@@ -22,33 +22,33 @@ class ReplicaContext(ReplicaBackend):
         self._context = context
         self.num_replicas = strategy.num_replicas_in_sync
         self.is_chief = bool(strategy.extended.should_checkpoint)
-        self.spans_processes = _process_of(strategy.cluster_resolver)[0] > 1
+        self.is_multi_process = _process_of(strategy.cluster_resolver)[0] > 1
         self._is_on_tpu = isinstance(strategy, (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy))
 
     @property
     def replica_id(self) -> Any:
         return self._context.replica_id_in_sync_group
 
-    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         seen = tf_losses.noted()
         self.has_seen_losses = not seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED})
         self.doubts = _doubts(seen)
         is_divided = tf_losses.DIVIDED in seen and not tf_losses.is_bare(variables, grads)
         if tf_losses.BY_HAND in seen and not is_divided:
             self.doubts = [_READ, *self.doubts]
-        return Arrival.LOCAL_PRESCALED if is_divided else Arrival.LOCAL
+        return GradientState.LOCAL_PRESCALED if is_divided else GradientState.LOCAL
 
-    def objections(self, arrival: Arrival) -> Sequence[str]:
+    def objections(self, gradient_state: GradientState) -> Sequence[str]:
         seen = tf_losses.noted()
         if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
             return [_MIXTURE]
-        if arrival is Arrival.LOCAL and tf_losses.BY_NUMBER in seen:
+        if gradient_state is GradientState.LOCAL and tf_losses.BY_NUMBER in seen:
             return [
                 'Gradients are "local" where the loss is not divided by the number of replicas. Received: '
                 '`gradients="local"`, and a step that divides it, as the losses of Keras do, so that updates are as '
                 "many times too small. Leave `gradients` out, unless the step multiplies the loss by that number again."
             ]
-        if arrival is Arrival.LOCAL_PRESCALED and tf_losses.UNDIVIDED in seen:
+        if gradient_state is GradientState.LOCAL_PRESCALED and tf_losses.UNDIVIDED in seen:
             return [
                 'Gradients are "prescaled" where the loss is divided by the number of replicas. Received: '
                 '`gradients="prescaled"`, and a loss function that returns a scalar, which Keras does not divide, so '
@@ -56,7 +56,7 @@ class ReplicaContext(ReplicaBackend):
             ]
         return ()
 
-    def notice_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
+    def note_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
         return tf_losses.note_divided(loss, adds_up)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:

@@ -191,12 +191,12 @@ def _looking(gradient: Callable[..., Any]) -> Callable[..., Any]:
         here = [tensor for tensor in divided if _graph_of(tensor) is graph]
         found, of_divided = gradient(tape, target, [sources, here], *args, **kwargs)
         # A function that was traced may hide a divided loss.
-        is_known = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
+        is_concrete = tf.is_tensor(target) and len(here) == len(divided) and (graph is None or kinds == {BARE_TERM})
         if BY_HAND in noted():
             num_replicas = _num_replicas.fget(context.strategy)
             # A sum may be divided by the rows of all replicas, whatever that number is.
-            is_known &= graph is not None and not (_adds_up_rows(target) or _holds_number(target, num_replicas))
-        is_bare = is_known and all(value is None for value in of_divided)
+            is_concrete &= graph is not None and not (_adds_up_rows(target) or _holds_number(target, num_replicas))
+        is_bare = is_concrete and all(value is None for value in of_divided)
         for source in tf.nest.flatten(sources):
             vars(context).setdefault(_BARE, {})[id(source)] = (source, is_bare)
         return found

@@ -92,7 +92,7 @@ class TensorFlowPlacement(Placement):
                 stacklevel=2,
             )
 
-    def check_ready(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
+    def check(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
         if tf.distribute.get_strategy().num_replicas_in_sync == 1:
             num_replicas = max((num_mirrored(optimizer.iterations) for optimizer in optimizers), default=1)
             check_mirrored(variables, num_replicas)
@@ -113,7 +113,7 @@ class TensorFlowPlacement(Placement):
                         )
                     )
 
-    def beside(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+    def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
         # On a replica new variables are the strategy's anyway, and its scope cannot be entered.
         if strategy is None or (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()):
@@ -134,16 +134,16 @@ class TensorFlowPlacement(Placement):
             )
         return int(strategies[0].num_replicas_in_sync)
 
-    def copies(self, variable: Variable) -> list[np.ndarray]:
+    def replica_values(self, variable: Variable) -> list[np.ndarray]:
         value = getattr(variable, "value", variable)
         return [np.asarray(copy) for copy in getattr(value, "values", [value])]
 
-    def assign_each(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+    def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
         value = getattr(variable, "value", variable)
         for copy, array in zip(getattr(value, "values", [value]), arrays, strict=True):
             copy.assign(array.astype(copy.dtype.as_numpy_dtype))
 
-    def without_replicas(self, function: Callable[[], Any]) -> Any:
+    def outside_strategy(self, function: Callable[[], Any]) -> Any:
         # A strategy is known to the thread in which its scope was entered.
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
@@ -179,10 +179,10 @@ class TensorFlowPlacement(Placement):
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
 
-    def together(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        return self.beside(variable)
+    def strategy_scope_of(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        return self.colocate_with(variable)
 
-    def reads_together(self, variables: Sequence[Variable]) -> bool:
+    def reading_is_collective(self, variables: Sequence[Variable]) -> bool:
         values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
         return any(
             value.synchronization is tf.VariableSynchronization.ON_READ

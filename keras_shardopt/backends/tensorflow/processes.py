@@ -33,11 +33,11 @@ class TensorFlowProcesses(Processes):
     num_replicas_of_last_scope: int = 1
     """Of the scope that was entered last, also after it was left, until it is closed for good."""
 
-    def makes_variables_together(self) -> bool:
+    def creates_variables_collectively(self) -> bool:
         return tf.distribute.has_strategy() and self.process()[0] > 1
 
-    def notice(self, optimizer: Any) -> None:
-        super().notice(optimizer)
+    def register(self, optimizer: Any) -> None:
+        super().register(optimizer)
         _refuse_trainer(tf.distribute.get_strategy())
         tf_losses.watch()
 
@@ -59,7 +59,7 @@ class TensorFlowProcesses(Processes):
         return _process_of(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+    def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         if tf.distribute.has_strategy():
             strategy = tf.distribute.get_strategy()
             if timeout is not None and _process_of(strategy.cluster_resolver)[0] > 1:

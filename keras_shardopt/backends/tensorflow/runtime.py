@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_shardopt._typing import FunctionT, Tensor, Variable
-from keras_shardopt.backends.communicator import ReplicaBackend, SingleReplica
+from keras_shardopt.backends.communicator import Communicator, SingleReplica
 from keras_shardopt.backends.gradient_scope import reduction_is_claimed
 from keras_shardopt.backends.runtime import Runtime
 from keras_shardopt.backends.tensorflow import losses as tf_losses
@@ -51,7 +51,7 @@ class TensorFlowRuntime(Runtime):
 
     steps_are_traced = True
 
-    def as_written(self, function: FunctionT) -> FunctionT:
+    def no_autograph(self, function: FunctionT) -> FunctionT:
         plain: FunctionT = tf.autograph.experimental.do_not_convert(function)
         return plain
 
@@ -79,7 +79,7 @@ class TensorFlowRuntime(Runtime):
         with tf.variable_creator_scope(_created_anyway), tf.control_dependencies(assertions):
             yield
 
-    def replicas(self, axis_name: str) -> ReplicaBackend:
+    def communicator(self, axis_name: str) -> Communicator:
         strategy = tf.distribute.get_strategy()
         if strategy.num_replicas_in_sync == 1:
             return SingleReplica()
@@ -92,13 +92,13 @@ class TensorFlowRuntime(Runtime):
             )
         return ReplicaContext(strategy, context)
 
-    def take_over_reduction(self, optimizers: Sequence[Any]) -> None:
+    def disable_builtin_all_reduce(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
             # On the instance, past Keras' attribute tracking: a subclass would change the name that is serialised.
             override = types.MethodType(_reduce_unless_claimed, optimizer)
             object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
-    def gradients_and_more(
+    def value_and_grad(
         self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
     ) -> tuple[list[Tensor | None], Any]:
         with tf.GradientTape() as tape:
@@ -109,7 +109,7 @@ class TensorFlowRuntime(Runtime):
     def when(self, condition: Any, action: Callable[[], None], variables: Sequence[Variable]) -> None:
         _cond(condition, action)
 
-    def update_if(
+    def cond(
         self,
         condition: Tensor,
         update: Callable[[Sequence[Any]], None],
@@ -135,7 +135,7 @@ class TensorFlowRuntime(Runtime):
 
         tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
 
-    def is_known(self, value: Any) -> bool:
+    def is_concrete(self, value: Any) -> bool:
         return tf.executing_eagerly()
 
     def is_in_reach(self, tensor: Tensor) -> bool:
@@ -148,14 +148,22 @@ class TensorFlowRuntime(Runtime):
             graph = getattr(graph, "outer_graph", None)
         return graph is not None and not tf.executing_eagerly()
 
-    def stop_if(
-        self, condition: Any, culprit: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
+    def raise_if(
+        self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
     ) -> None:
         if tf.executing_eagerly():
-            super().stop_if(condition, culprit, names, rule)
+            super().raise_if(condition, nonfinite_source, names, rule)
             return
-        name = tf.gather(tf.constant([*names, "a variable that cannot be told"]), culprit[1] % (len(names) + 1))
-        said = [rule, "Received: NaN or infinity on replica", culprit[0], "(-1: unknown), first in that of", name]
+        name = tf.gather(
+            tf.constant([*names, "a variable that cannot be told"]), nonfinite_source[1] % (len(names) + 1)
+        )
+        said = [
+            rule,
+            "Received: NaN or infinity on replica",
+            nonfinite_source[0],
+            "(-1: unknown), first in that of",
+            name,
+        ]
         # Nothing else orders them: the assignments are not of what the condition is made of.
         with tf.control_dependencies([tf.identity(keras.ops.convert_to_tensor(variable)) for variable in after]):
             tf.debugging.Assert(tf.logical_not(condition), said)
@@ -167,7 +175,7 @@ class TensorFlowRuntime(Runtime):
             result = function(value)
         return tape.gradient(result, value)
 
-    def outside_trace(self) -> contextlib.AbstractContextManager[Any]:
+    def init_scope(self) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()
         return scope
 

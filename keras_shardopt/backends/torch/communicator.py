@@ -17,7 +17,7 @@ from keras.src.backend.common import global_state
 from torch.nn.parallel import DistributedDataParallel
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
-from keras_shardopt.backends.communicator import Arrival, ReplicaBackend
+from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.torch.ddp import (
     _INITIALIZE_DDP,
     _REDUCED_BY_DDP,
@@ -26,10 +26,10 @@ from keras_shardopt.backends.torch.ddp import (
     _owns,
 )
 from keras_shardopt.backends.torch.process_group import (
+    explaining_failures,
     failure,
     gather_objects,
     say_failure,
-    taking_part,
 )
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.models import living_models
@@ -43,11 +43,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Ranks(ReplicaBackend):
+class TorchProcessGroup(Communicator):
     """The ranks of the default process group."""
 
-    runs_one_program = False
-    spans_processes = True
+    is_spmd = False
+    is_multi_process = True
 
     def __init__(self) -> None:
         self.num_replicas = dist.get_world_size()
@@ -91,17 +91,17 @@ class Ranks(ReplicaBackend):
         """Lets go of the subgroups, which are destroyed together with the group of all ranks."""
         self._subgroups.clear()
 
-    def is_at_hand(self, tensor: Tensor) -> bool:
+    def is_cheap_to_read(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
     @torch.compiler.disable
-    def arrival(self, grads: Gradients, variables: Sequence[Variable]) -> Arrival:
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         ddp = self._ddp_owner(_tensor(variables[0]))
         if ddp is None:
-            return Arrival.LOCAL
+            return GradientState.LOCAL
         # DDP reduces what went forward through it, and nothing else.
         reduced = ddp.__dict__.pop(_REDUCED_BY_DDP, False)
-        return Arrival.GLOBAL if reduced else Arrival.LOCAL
+        return GradientState.GLOBAL if reduced else GradientState.LOCAL
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -113,11 +113,11 @@ class Ranks(ReplicaBackend):
         under_way: list[Any] = []
         for indices in _buckets(tensors):
             flat = torch.cat([_dense(tensors[i]).reshape(-1) for i in indices])
-            with taking_part(under_way):
+            with explaining_failures(under_way):
                 under_way.append(dist.all_reduce(flat, reduce, group=group, async_op=True))
             flats.append((indices, flat))
         for number, (indices, flat) in enumerate(flats):
-            with taking_part(under_way):
+            with explaining_failures(under_way):
                 under_way[number].wait()
             if op == "mean":
                 flat.div_(size)
@@ -140,11 +140,11 @@ class Ranks(ReplicaBackend):
         if dist.get_backend(group) == "gloo":
             # Whose own reduce-scatter is an all-reduce of which a part is kept: twice the bytes (PyTorch 2.13).
             everyones = torch.empty_like(tensor)
-            with taking_part():
+            with explaining_failures():
                 dist.all_to_all_single(everyones, tensor, group=group)
             return everyones.view(size, -1).sum(0)
         part = tensor.new_empty(tensor.numel() // size)
-        with taking_part():
+        with explaining_failures():
             _reduce_scatter(part, tensor, dist.ReduceOp.SUM, group=group)
         return part
 
@@ -155,7 +155,7 @@ class Ranks(ReplicaBackend):
         result = []
         for tensor in tensors:
             whole = tensor.new_empty(tensor.numel() * size)
-            with taking_part():
+            with explaining_failures():
                 _all_gather(whole, tensor.contiguous(), group=group)
             result.append(whole)
         return result
@@ -169,7 +169,7 @@ class Ranks(ReplicaBackend):
         for indices in _buckets(tensors):
             # As bytes: every dtype travels, and bits stay what they are.
             flat = torch.cat([tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in indices])
-            with taking_part():
+            with explaining_failures():
                 dist.broadcast(flat, source, group=group)
             sizes = [tensors[i].numel() * tensors[i].element_size() for i in indices]
             for i, part in zip(indices, flat.split(sizes)):
@@ -179,12 +179,12 @@ class Ranks(ReplicaBackend):
     def broadcast_object(self, thing: Any, root: int) -> Any:
         """Every rank gets rank `root`'s `thing`, whatever it is."""
         things = [thing]
-        with taking_part():
+        with explaining_failures():
             dist.broadcast_object_list(things, root)
         return things[0]
 
     @torch.compiler.disable
-    def start_together(
+    def broadcast_from_rank_0(
         self,
         variables: Sequence[Variable],
         optimizer_variables: Sequence[Variable],
@@ -210,7 +210,7 @@ class Ranks(ReplicaBackend):
         draw_apart(self, [])  # also where a program has seeded PyTorch's generator since it was last said
         group, size = self._group(groups)
         num_equal = torch.tensor(float(equal), device=weights[0].device)
-        with taking_part():
+        with explaining_failures():
             dist.all_reduce(num_equal, group=group)
         return size / float(num_equal) if equal else 0.0
 
@@ -264,7 +264,7 @@ class Ranks(ReplicaBackend):
             return None, self.num_replicas
         key = tuple(tuple(group) for group in groups)
         if key not in self._subgroups:
-            with taking_part():
+            with explaining_failures():
                 self._subgroups[key] = [dist.new_group(list(group)) for group in key]
         position = next(i for i, group in enumerate(key) if self.replica_id in group)
         return self._subgroups[key][position], len(key[position])

@@ -32,7 +32,7 @@ from torch.autograd import Variable as _Autograd
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.same_variables import NUM_MARKS, check_same_variables, marks
-from keras_shardopt.backends.torch.process_group import taking_part
+from keras_shardopt.backends.torch.process_group import explaining_failures
 
 _NUM_FLAGS = NUM_MARKS + 5
 """How many numbers travel beside those that say which gradients there are."""
@@ -73,7 +73,7 @@ class Buckets:
     All ranks make one with the same arguments, and reduce with it equally often.
 
     Args:
-        ranks: the ranks of the default process group (`torch_distributed.Ranks`).
+        ranks: the ranks of the default process group (`TorchProcessGroup`).
         variables: the trainable variables, all that gradients may be of.
         takes_mean: bool. Whether sums are divided by the number of ranks.
         bucket_bytes: float. How large buckets may be; a gradient that is larger has one of its own.
@@ -310,7 +310,7 @@ class Buckets:
         return [finished[i] for i in places]
 
     @torch.no_grad()
-    def end_together(self) -> None:
+    def join_uneven_inputs(self) -> None:
         """Tells the other ranks that this one has ended training: sends zeros, as if it were one more update.
 
         Raises:
@@ -358,7 +358,7 @@ class Buckets:
 
     def _send(self) -> None:
         bucket = self._buckets[self._num_sent]
-        with taking_part(self._under_way, _CALL):
+        with explaining_failures(self._under_way, _CALL):
             self._under_way.append(dist.all_reduce(bucket.flat, dist.ReduceOp.SUM, async_op=True))
         self._num_sent += 1
 
@@ -372,11 +372,11 @@ class Buckets:
         while self._num_sent < len(self._buckets):
             self._send()
         for number in range(len(self._under_way)):
-            with taking_part(self._under_way, _CALL):
+            with explaining_failures(self._under_way, _CALL):
                 self._under_way[number].wait()
         self._under_way = []
         has = present
-        looks = self._ranks.is_at_hand(self._flags)
+        looks = self._ranks.is_cheap_to_read(self._flags)
         if looks or not all(present) or self._was_late or not trains:
             *counts, num_training, num_ended, num_late, num_odd, num_even = self._flags.float().tolist()
             self._check(trains, num_training, num_ended, self._num_ranks)

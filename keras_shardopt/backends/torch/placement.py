@@ -14,12 +14,12 @@ from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.torch.communicator import (
-    Ranks,
+    TorchProcessGroup,
     _tensor,
 )
 from keras_shardopt.backends.torch.process_group import (
+    explaining_failures,
     gather_objects,
-    taking_part,
     tell,
 )
 from keras_shardopt.backends.torch.runtime import runtime
@@ -31,7 +31,7 @@ class TorchPlacement(Placement):
     divides_state = True
 
     @torch.no_grad()
-    def follow_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
+    def alias_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
         whole, part = _tensor(variable), _tensor(stand_in)
         if whole.is_contiguous():
             # The same memory: an update of the slice is one of the weights. Each time anew, as a module may have
@@ -52,12 +52,12 @@ class TorchPlacement(Placement):
             start += values.numel()
 
     def largest_difference(self, variables: Sequence[Variable]) -> float:
-        if isinstance(runtime.replicas(""), SingleReplica) or not variables:
+        if isinstance(runtime.communicator(""), SingleReplica) or not variables:
             return 0.0
         tell("compares weights")
         flat = torch.cat([_tensor(v).detach().reshape(-1).to(torch.float64) for v in variables])
         largest, smallest = flat.clone(), flat
-        with taking_part():
+        with explaining_failures():
             dist.all_reduce(largest, dist.ReduceOp.MAX)
             dist.all_reduce(smallest, dist.ReduceOp.MIN)
         return float((largest - smallest).max())
@@ -74,11 +74,11 @@ class TorchPlacement(Placement):
             )
         return np.stack(everyones)
 
-    def start_equal(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
-        replicas = runtime.replicas("")
-        if isinstance(replicas, Ranks):
+    def broadcast_state(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
+        replicas = runtime.communicator("")
+        if isinstance(replicas, TorchProcessGroup):
             tell("takes the weights of rank 0 in a callback (`SyncReplicas`, `BackupAndRestore`)")
-        replicas.start_together(variables, optimizer_variables)
+        replicas.broadcast_from_rank_0(variables, optimizer_variables)
 
 
 placement = TorchPlacement()

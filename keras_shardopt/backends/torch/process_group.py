@@ -96,14 +96,14 @@ def close_group() -> None:
     """Closes the default process group, if it is still open."""
     global _open, _messages
     group, _open, _messages = _open, None, None
-    _num_meetings.clear()
+    _num_barriers.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     if group is not None and group.has_left_word and group.rank == 0 and _rank_0_serves():
         _ask(group, ANSWER_SECONDS, "has left", [])  # their collectives fail now, and they look for what was said
 
 
-_num_meetings: dict[str, int] = {}
+_num_barriers: dict[str, int] = {}
 
 
 def meet(purpose: str, seconds: float, advice: str) -> None:
@@ -124,7 +124,7 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if _open is not None and _open.timeout is not None:
         seconds = _open.timeout.total_seconds()
-    number = _num_meetings.get(purpose, 0)
+    number = _num_barriers.get(purpose, 0)
     names = [f"keras_shardopt/meeting/{purpose}/{number}/{other}" for other in range(size)]
     limit = time.monotonic() + seconds
     try:
@@ -148,7 +148,7 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
         )
         _leave_word(words)
         raise RuntimeError(words)
-    _num_meetings[purpose] = number + 1
+    _num_barriers[purpose] = number + 1
     _leave_word(None)
 
 
@@ -223,7 +223,7 @@ def gather_objects(value: Any, call: str) -> list[Any]:
     """The values of all ranks, which may be of different lengths. `call` is as in `tell`."""
     tell(call)
     everyones: list[Any] = [None] * dist.get_world_size()
-    with taking_part(call=call):
+    with explaining_failures(call=call):
         dist.all_gather_object(everyones, value, group=_messages)
     return everyones
 
@@ -234,7 +234,7 @@ def _told(numbers: list[int], call: str) -> list[list[int]]:
     on_device = _messages is None and dist.get_backend() == "nccl"
     mine = torch.tensor(numbers, device="cuda" if on_device else "cpu")
     everyones = mine.new_empty(mine.numel() * dist.get_world_size())
-    with taking_part(call=call):
+    with explaining_failures(call=call):
         _all_gather(everyones, mine, group=_messages)
     rows: list[list[int]] = everyones.view(-1, len(numbers)).tolist()
     return rows
@@ -245,7 +245,7 @@ def _by_rank(calls: dict[int, str]) -> str:
 
 
 @contextlib.contextmanager
-def taking_part(under_way: list[Any] | None = None, call: str = "exchanges tensors") -> Iterator[None]:
+def explaining_failures(under_way: list[Any] | None = None, call: str = "exchanges tensors") -> Iterator[None]:
     """Put around every collective, and nothing else: what fails in it fails because of another rank.
 
     Args:

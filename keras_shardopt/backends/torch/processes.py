@@ -23,14 +23,14 @@ from keras_shardopt._typing import Variable
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.processes import Processes, World
 from keras_shardopt.backends.torch.communicator import (
-    Ranks,
+    TorchProcessGroup,
 )
 from keras_shardopt.backends.torch.process_group import (
     close_group,
+    explaining_failures,
     gather_objects,
     meet,
     open_group,
-    taking_part,
 )
 from keras_shardopt.backends.torch.random_numbers import draw_apart, note_seed
 from keras_shardopt.backends.torch.runtime import runtime
@@ -40,9 +40,9 @@ from keras_shardopt.models import models_with
 class TorchProcesses(Processes):
     """`torch.distributed`: one process per replica, each with its own data."""
 
-    outlives_its_block = True
+    persists_after_scope = True
 
-    processes_start_apart = True
+    needs_initial_broadcast = True
 
     def versions(self) -> dict[str, str]:
         # Without the suffix: builds for other devices are the same version.
@@ -54,14 +54,14 @@ class TorchProcesses(Processes):
         return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
     def num_replicas_of_steps(self) -> int:
-        return int(runtime.replicas("").num_replicas)
+        return int(runtime.communicator("").num_replicas)
 
-    def meet(self, purpose: str, seconds: float, advice: str) -> None:
-        if not isinstance(runtime.replicas(""), SingleReplica):
+    def barrier(self, purpose: str, seconds: float, advice: str) -> None:
+        if not isinstance(runtime.communicator(""), SingleReplica):
             meet(purpose, seconds, advice)
 
     @contextlib.contextmanager
-    def world(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+    def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         running = dist.is_available() and dist.is_initialized()
         # As of now: fewer ranks may meet the second time.
         size, rank = self.process()
@@ -97,11 +97,11 @@ class TorchProcesses(Processes):
             if device is not None:
                 torch.cuda.set_device(device)
 
-    def random_state(self) -> Any:
+    def rng_state(self) -> Any:
         devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return [state.tolist() for state in [torch.get_rng_state(), *devices]]
 
-    def set_random_state(self, state: Any) -> None:
+    def set_rng_state(self, state: Any) -> None:
         on_cpu, *on_devices = [torch.tensor(each, dtype=torch.uint8) for each in state]
         torch.set_rng_state(on_cpu)
         if on_devices and len(on_devices) == torch.cuda.device_count():
@@ -110,8 +110,8 @@ class TorchProcesses(Processes):
 
     def draw_apart(self, variables: Sequence[Variable]) -> None:
         if dist.is_available() and dist.is_initialized():
-            replicas = runtime.replicas("")
-            if isinstance(replicas, Ranks):
+            replicas = runtime.communicator("")
+            if isinstance(replicas, TorchProcessGroup):
                 draw_apart(replicas, models_with(variables))
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -135,6 +135,6 @@ def _agree_on_seed() -> None:
     seeds = gather_objects(rng_utils.get_random_seed(), "enters `data_parallel()`")
     if seeds[0] is None or any(seed != seeds[0] for seed in seeds):
         chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]
-        with taking_part():
+        with explaining_failures():
             dist.broadcast_object_list(chosen)
         keras.utils.set_random_seed(chosen[0])

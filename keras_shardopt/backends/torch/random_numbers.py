@@ -33,7 +33,7 @@ from keras.src.backend.torch import image as torch_image
 from keras.src.backend.torch import random as torch_random
 
 from keras_shardopt._typing import FunctionT
-from keras_shardopt.models import stand_in
+from keras_shardopt.models import override_method
 
 _BETWEEN_RANKS = 0x9E3779B1
 
@@ -50,14 +50,14 @@ def draw_apart(ranks: Any, models: Sequence[Any]) -> None:
     """From now on this rank draws other numbers than the others in training steps. Doing it twice changes nothing.
 
     Args:
-        ranks: the ranks that train together (`torch_distributed.Ranks`).
+        ranks: the ranks that train together (`TorchProcessGroup`).
         models: the models whose steps these are.
     """
     global _ranks
     _ranks = ranks
     torch_random.draw_seed = torch_image.draw_seed = _draw_seed
     for model in models:
-        stand_in(model, "train_step", _train_step)
+        override_method(model, "train_step", _train_step)
     # Not rank 0's, which has drawn from it. And not one that was seeded for this already, here or before a restart.
     if ranks.replica_id and torch.initial_seed() != _seeded_with:
         torch.manual_seed((torch.initial_seed() + ranks.replica_id * _BETWEEN_RANKS) % 2**63)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.backends.communicator import ReplicaBackend, SingleReplica
+from keras_shardopt.backends.communicator import Communicator, SingleReplica
 from keras_shardopt.backends.runtime import Runtime
 from keras_shardopt.backends.torch.communicator import (
-    Ranks,
+    TorchProcessGroup,
     _tensor,
 )
 from keras_shardopt.backends.torch.fused import fused, may_fuse
@@ -25,11 +25,11 @@ class TorchRuntime(Runtime):
     """`torch.distributed`: one process per replica, each with its own data."""
 
     def __init__(self) -> None:
-        self._ranks: Ranks | None = None
+        self._ranks: TorchProcessGroup | None = None
         # The numbers in counters, and the versions of the tensors that hold them.
         self._counts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def replicas(self, axis_name: str) -> ReplicaBackend:
+    def communicator(self, axis_name: str) -> Communicator:
         if not (dist.is_available() and dist.is_initialized()):
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise ValueError(
@@ -41,7 +41,7 @@ class TorchRuntime(Runtime):
         if dist.get_world_size() == 1:
             return SingleReplica()
         if self._ranks is None or not self._ranks.are_current():
-            self._ranks = Ranks()
+            self._ranks = TorchProcessGroup()
         return self._ranks
 
     def update_fused(self, optimizers: Sequence[Any], update: Callable[..., None], *args: Any) -> None:
@@ -53,20 +53,20 @@ class TorchRuntime(Runtime):
     @torch.compiler.disable
     def buckets(
         self,
-        replicas: ReplicaBackend,
+        replicas: Communicator,
         variables: Sequence[Variable],
         takes_mean: bool,
         bucket_bytes: float,
         compression: str | None,
         check: Callable[[bool, float, float, int], None],
     ) -> Any:
-        if not isinstance(replicas, Ranks) or not can_bucket(variables):
+        if not isinstance(replicas, TorchProcessGroup) or not can_bucket(variables):
             return None
         if replicas.is_reduced_by_ddp(variables[0]):
             return None
         return Buckets(replicas, variables, takes_mean, bucket_bytes, compression, check)
 
-    def gradients_and_more(
+    def value_and_grad(
         self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
     ) -> tuple[list[Tensor | None], Any]:
         parameters = [_tensor(v) for v in variables]
@@ -85,7 +85,7 @@ class TorchRuntime(Runtime):
                 parameter.grad = grad
 
     @torch.compiler.disable
-    def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
+    def no_compile(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
     def is_compiling(self) -> bool:
@@ -119,7 +119,7 @@ class TorchRuntime(Runtime):
         return before == 0, is_over
 
     @torch.no_grad()
-    def add_to(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: bool) -> None:
+    def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: bool) -> None:
         pairs = [(_tensor(v), value) for v, value in zip(variables, values)]
         given = [(tensor, value) for tensor, value in pairs if value is not None]
         if starts:
