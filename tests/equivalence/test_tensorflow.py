@@ -95,7 +95,7 @@ def test_without_the_claim_the_inner_optimizer_would_reduce_again(strategy, redu
     from keras_shardopt.optimizers import cross_shard
 
     x, y = problem.data(num_steps=1)
-    monkeypatch.setattr(cross_shard, "inside", lambda optimizer: [])
+    monkeypatch.setattr(cross_shard, "descendants", lambda optimizer: [])
     with strategy.scope():
         model, optimizer = problem.model(), ks.CrossShard(problem.sgd_momentum())
     fit(model, x, y, optimizer=optimizer, run_eagerly=eagerly)
@@ -392,7 +392,7 @@ def test_groups_of_sparse_gradients():
 
 def test_on_tpu_groups_are_summed_by_the_op_that_takes_them(strategy, monkeypatch):
     """TPUs cannot be had here; that the op is called, and with what, can be seen."""
-    from keras_shardopt.backends.tensorflow import communicator as communicator
+    from keras_shardopt.backends.tensorflow import communicator
 
     calls = []
 

@@ -118,16 +118,16 @@ def test_planted_faults_are_found(fault, monkeypatch):
             self._reducer._accumulators.num_steps = 1
 
     def gradients(*args):
-        grads, value = framework_gradients(*args)
+        grads, value = real_gradients(*args)
         if fault == "twice":
             grads = [2 * g for g in grads]
         elif fault == "dropped":
             grads = [0 * grads[0], *grads[1:]]
         return grads, value
 
-    framework_gradients = training.runtime.value_and_grad
+    real_gradients = training.runtime.value_and_grad
     monkeypatch.setattr(TrainingStep, "__init__", init)
-    monkeypatch.setattr(training.framework, "value_and_grad", gradients)
+    monkeypatch.setattr(training.runtime, "value_and_grad", gradients)
     found, _, _, _ = steps.trained("everything", *problem.data(), problem.BATCH_SIZE, on_horovod=False)
     with contextlib.nullcontext() if fault == "none" else pytest.raises(AssertionError):
         steps.check_equal(found, reference)

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.same_variables import NUM_MARKS
-from keras_shardopt.backends.torch import communicator as torch_distributed
+from keras_shardopt.backends.torch import communicator as torch_communicator
+from keras_shardopt.backends.torch import placement as torch_placement
 from keras_shardopt.optimizers import cross_shard
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
@@ -368,9 +369,9 @@ def buckets_and_dtypes(scope):
     dtypes = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float16, torch.bfloat16]
     tensors = [torch.full((n, 1), float(scope.replica_id + 1), dtype=d) for n, d in zip(sizes, dtypes)]
     found = []
-    real, torch_distributed.BUCKET_BYTES = torch_distributed.BUCKET_BYTES, 2000
+    real, torch_communicator.BUCKET_BYTES = torch_communicator.BUCKET_BYTES, 2000
     calls = counted(lambda: found.extend(replicas.all_reduce(tensors, "mean")))
-    torch_distributed.BUCKET_BYTES = real
+    torch_communicator.BUCKET_BYTES = real
     assert sorted(calls) == [2, 5, 7, 403, 1000], calls
     mean = (scope.num_replicas + 1) / 2
     for result, tensor in zip(found, tensors):
@@ -841,10 +842,10 @@ def elements_that_changed_places_are_found(scope):
 
 @check
 def fingerprints_of_large_tensors_count_every_chunk(scope):
-    large = keras.Variable(np.zeros(3 * torch_distributed._CHUNK + 17, "float32"))
+    large = keras.Variable(np.zeros(3 * torch_placement._CHUNK + 17, "float32"))
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
     seen = {placement.fingerprints([large]).tobytes()}
-    places = [0, torch_distributed._CHUNK - 1, torch_distributed._CHUNK, 2 * torch_distributed._CHUNK + 5, -1]
+    places = [0, torch_placement._CHUNK - 1, torch_placement._CHUNK, 2 * torch_placement._CHUNK + 5, -1]
     for place in places:
         values = np.zeros(tuple(large.shape), "float32")
         values[place] = 1

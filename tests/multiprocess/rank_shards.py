@@ -20,7 +20,7 @@ from support.checks import NullStore, check, refused
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
-from keras_shardopt.backends.torch import communicator as torch_distributed
+from keras_shardopt.backends.torch import communicator as torch_communicator
 from keras_shardopt.backends.torch import process_group as torch_group
 from keras_shardopt.optimizers import gradient_clipping
 from keras_shardopt.sharding import sharded_optimizer as divided_state
@@ -396,8 +396,8 @@ def wire_bytes_are_those_of_one_reduction(scope):
         (dist, "all_to_all_single"): lambda result, tensor: tensor.nbytes * (n - 1) / n,
         (dist, "all_reduce"): lambda tensor, *_: 2 * tensor.nbytes * (n - 1) / n,
         (dist, "broadcast"): lambda tensor, *_: tensor.nbytes * (n - 1) / n,
-        (torch_distributed, "_all_gather"): lambda result, tensor: result.nbytes * (n - 1) / n,
-        (torch_distributed, "_reduce_scatter"): lambda result, tensor, *_: tensor.nbytes * (n - 1) / n,
+        (torch_communicator, "_all_gather"): lambda result, tensor: result.nbytes * (n - 1) / n,
+        (torch_communicator, "_reduce_scatter"): lambda result, tensor, *_: tensor.nbytes * (n - 1) / n,
     }
     with torch.no_grad():
         optimizer.apply(grads, weights)  # which lets ranks start together

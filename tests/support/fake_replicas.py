@@ -81,7 +81,7 @@ class FakeWorld:
 
     def hold(self, monkeypatch):
         """Makes every optimizer that runs inside `run` see these replicas."""
-        monkeypatch.setattr(runtime, "replicas", lambda axis_name: self._running.replicas)
+        monkeypatch.setattr(runtime, "communicator", lambda axis_name: self._running.replicas)
         return self
 
     def run(self, function):

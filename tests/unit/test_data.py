@@ -14,6 +14,7 @@ from keras import ops
 import keras_shardopt as ks
 from keras_shardopt.backends.active import processes
 from keras_shardopt.data import dispatch as data
+from keras_shardopt.data import py_dataset, torch_loader
 
 BACKEND = keras.config.backend()
 NUM_ROWS = 23
@@ -239,7 +240,8 @@ def test_py_dataset(process, shuffles, shuffle, num_processes):
 def test_without_common_random_numbers_rows_are_lost(process, monkeypatch, make):
     """That the tests above can fail."""
     pytest.importorskip("torch")
-    monkeypatch.setattr(data, "drawing_alike", lambda *key, generators=(): contextlib.nullcontext())
+    for module in (py_dataset, torch_loader):
+        monkeypatch.setattr(module, "drawing_alike", lambda *key, generators=(): contextlib.nullcontext())
     parts = parts_of(process, 2, make)
     for _ in range(2):
         epochs = [epoch_of(part) for part in parts]

@@ -63,7 +63,7 @@ def run(block, names):
 @pytest.fixture
 def scopes(monkeypatch):
     """Two replicas where a page leaves the number open, which compiles faster than many; and none in the end."""
-    real = processes.world
+    real = processes.open
 
     def world(requested, timeout):
         is_open = BACKEND == "torch" or processes.num_replicas_of_steps() > 1  # and then says how many

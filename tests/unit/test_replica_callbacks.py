@@ -74,12 +74,12 @@ def test_elements_that_changed_places_are_found(four_replicas, values):
 @several_devices
 def test_a_fingerprint_that_ignores_the_place_turns_that_check_red(four_replicas, monkeypatch):
     if BACKEND == "jax":
-        from keras_shardopt.backends.jax import communicator as module
+        from keras_shardopt.backends.jax import placement as module
 
         monkeypatch.setattr(module.jax.lax, "iota", lambda dtype, size: module.jax.numpy.zeros(size, dtype))
         module._fingerprints_on.cache_clear()
     else:
-        from keras_shardopt.backends.tensorflow import communicator as module
+        from keras_shardopt.backends.tensorflow import placement as module
 
         plain = module.tf.function(
             lambda tensors: module.tf.stack([module.tf.reduce_sum(module._words(tensor)) for tensor in tensors])
