@@ -35,7 +35,10 @@ class Placement:
         del variables, num_replicas, optimizer
 
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        """A scope in which new variables are made where this one is."""
+        """A scope in which new variables are made where this one is, and its processes reach each other.
+
+        Also inside `outside_strategy`.
+        """
         del variable
         return contextlib.nullcontext()
 
@@ -68,7 +71,7 @@ class Placement:
         variable.assign(array)
 
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
-        """Calls `function()` as in a program that has no replicas."""
+        """Calls `function()` as in a program without replicas, which makes variables without asking other processes."""
         return function()
 
     def shard(self, variables: Sequence[Variable]) -> None:
@@ -124,15 +127,6 @@ class Placement:
             ValueError: on every process, if they do not have equally many variables.
         """
         return np.zeros((1, len(variables)), "uint64")
-
-    def alone(self, function: Callable[[], Any]) -> Any:
-        """Calls `function()` so that it can make variables of its own while other processes do something else."""
-        return function()
-
-    def strategy_scope_of(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        """A scope for what all processes with this variable do together, also inside `alone`."""
-        del variable
-        return contextlib.nullcontext()
 
     def reading_is_collective(self, variables: Sequence[Variable]) -> bool:
         """Whether all processes must be there when the values of these variables are read."""

@@ -150,7 +150,7 @@ class JaxPlacement(Placement):
         rows[:, copied] = np.asarray(found.addressable_data(0))
         return rows
 
-    def alone(self, function: Callable[[], Any]) -> Any:
+    def outside_strategy(self, function: Callable[[], Any]) -> Any:
         distribution = keras.distribution.distribution()
         if distribution is None or jax.process_count() == 1:
             return function()
@@ -162,7 +162,7 @@ class JaxPlacement(Placement):
         finally:
             self._set_aside = None
 
-    def strategy_scope_of(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+    def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._set_aside is None else _under(self._set_aside)
 
     def broadcast_state(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:

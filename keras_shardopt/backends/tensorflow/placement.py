@@ -144,7 +144,7 @@ class TensorFlowPlacement(Placement):
             copy.assign(array.astype(copy.dtype.as_numpy_dtype))
 
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
-        # A strategy is known to the thread in which its scope was entered.
+        # A strategy is known to the thread in which its scope was entered; under it, workers make variables together.
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
 
@@ -171,16 +171,6 @@ class TensorFlowPlacement(Placement):
                 rows.append(_fingerprints([tf.convert_to_tensor(copy) for copy in copies]))
         mine = np.stack([row.numpy() for row in rows]).astype("uint64")
         return np.concatenate(gather(strategy, mine))
-
-    def alone(self, function: Callable[[], Any]) -> Any:
-        if _process_of(tf.distribute.get_strategy().cluster_resolver)[0] == 1:
-            return function()
-        # In a thread of its own, which knows of no strategy: under this one, workers make new variables together.
-        with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            return executor.submit(function).result()
-
-    def strategy_scope_of(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        return self.colocate_with(variable)
 
     def reading_is_collective(self, variables: Sequence[Variable]) -> bool:
         values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
