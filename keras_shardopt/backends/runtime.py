@@ -203,26 +203,3 @@ class Runtime:
     def init_scope(self) -> contextlib.AbstractContextManager[Any]:
         """A scope in which assignments happen now, also while a training step is being traced."""
         return contextlib.nullcontext()
-
-    places_towers: bool = False
-    """Whether parts of one step can run on several devices while the weights stay on one."""
-
-    def place_tower(self, device: str) -> contextlib.AbstractContextManager[Any]:
-        """A scope in which what is computed runs on this device."""
-        del device
-        return contextlib.nullcontext()
-
-    def divide_rows(self, tensor: Tensor, num_parts: int) -> list[Tensor]:
-        """A tensor in equal parts along its first dimension, which `num_parts` divides."""
-        size = tensor.shape[0] // num_parts
-        return [tensor[k * size : (k + 1) * size] for k in range(num_parts)]
-
-    def running_if_divisible(
-        self, tensors: Sequence[Tensor], divisor: int, rule: str, remedy: str
-    ) -> contextlib.AbstractContextManager[Any]:
-        """A scope in which nothing runs if `divisor` does not divide the first dimension of each tensor.
-
-        For tensors of a size that a trace does not know. The error has `rule`, the size and `remedy`.
-        """
-        del tensors, divisor, rule, remedy
-        return contextlib.nullcontext()

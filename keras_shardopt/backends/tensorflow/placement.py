@@ -144,6 +144,8 @@ class TensorFlowPlacement(Placement):
             copy.assign(array.astype(copy.dtype.as_numpy_dtype))
 
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
+        if not tf.distribute.has_strategy():
+            return function()
         # A strategy is known to the thread in which its scope was entered; under it, workers make variables together.
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()

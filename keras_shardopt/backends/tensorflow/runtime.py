@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -47,37 +47,11 @@ def _reduce_unless_claimed(optimizer: Any, grads_and_vars: Any) -> Any:
 class TensorFlowRuntime(Runtime):
     """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
 
-    places_towers = True
-
     steps_are_traced = True
 
     def no_autograph(self, function: FunctionT) -> FunctionT:
         plain: FunctionT = tf.autograph.experimental.do_not_convert(function)
         return plain
-
-    def place_tower(self, device: str) -> contextlib.AbstractContextManager[Any]:
-        scope: contextlib.AbstractContextManager[Any] = tf.device(device)
-        return scope
-
-    def divide_rows(self, tensor: Tensor, num_parts: int) -> list[Tensor]:
-        if isinstance(tensor, tf.SparseTensor):
-            return list(tf.sparse.split(sp_input=tensor, num_split=num_parts, axis=0))
-        if tensor.shape[0] is not None:
-            return super().divide_rows(tensor, num_parts)
-        if isinstance(tensor, tf.RaggedTensor):
-            size = tensor.nrows() // num_parts
-            return [tensor[k * size : (k + 1) * size] for k in range(num_parts)]
-        # XLA drops assertions, but fails with the name of the operation before anything runs.
-        return list(tf.split(tensor, num_parts, name="num_towers_must_divide_the_batch"))
-
-    @contextlib.contextmanager
-    def running_if_divisible(self, tensors: Sequence[Tensor], divisor: int, rule: str, remedy: str) -> Iterator[None]:
-        assertions = []
-        for tensor in tensors:
-            size = tensor.dense_shape[0] if isinstance(tensor, tf.SparseTensor) else _num_rows(tensor)
-            assertions.append(tf.debugging.Assert(tf.equal(size % divisor, 0), [rule, size, remedy]))
-        with tf.variable_creator_scope(_created_anyway), tf.control_dependencies(assertions):
-            yield
 
     def communicator(self, axis_name: str) -> Communicator:
         strategy = tf.distribute.get_strategy()
@@ -181,13 +155,3 @@ class TensorFlowRuntime(Runtime):
 
 
 runtime = TensorFlowRuntime()
-
-
-def _created_anyway(create: Any, **arguments: Any) -> Any:
-    # An initial value that waits for an assertion cannot be computed outside the function, which XLA needs.
-    with tf.control_dependencies(None):
-        return create(**arguments)
-
-
-def _num_rows(tensor: Tensor) -> Tensor:
-    return tensor.nrows() if isinstance(tensor, tf.RaggedTensor) else tf.shape(tensor)[0]
