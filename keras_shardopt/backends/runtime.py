@@ -57,46 +57,43 @@ class Runtime:
         """
         del replicas, variables, takes_mean, bucket_bytes, compression, check
 
-    def gradients(
-        self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str
-    ) -> list[Tensor | None]:
-        """The gradients of what `loss` returns, a scalar, of this replica alone where replicas are told apart.
-
-        None for a variable that the loss does not depend on. What the loss assigns to other variables (moving
-        statistics, seeds) is assigned, once.
-        """
-        grads, _ = self.value_and_grad(lambda: (loss(), None), variables, axis_name)
-        return grads
-
     def value_and_grad(
-        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+        self,
+        loss: Callable[[], tuple[Tensor, Any]],
+        variables: Sequence[Variable],
+        axis_name: str | None,
+        before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
-        """As `gradients`, for a `loss` that returns the scalar and a tensor (or None) to be handed out beside them."""
-        del loss, variables, axis_name
-        raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")
+        """The gradients of a scalar, of this replica alone where replicas are told apart.
 
-    def when(self, condition: Any, action: Callable[[], None], variables: Sequence[Variable]) -> None:
-        """Calls `action` where `condition`, a bool or a scalar bool tensor, is true.
+        What the loss assigns to other variables (moving statistics, seeds) is assigned, once.
 
-        The action assigns `variables` only, and exchanges nothing with other replicas.
+        Args:
+            loss: returns the scalar, and a tensor (or None) to be handed out beside the gradients.
+            variables: to differentiate by.
+            axis_name: of the replicas; None for what is equal on all of them, also of variables that are not trained.
+            before_assign: called where assignments of the loss reach variables only after it, before each of them.
+
+        Returns:
+            The gradients, None for a variable that the loss does not depend on; and what was handed out.
         """
-        del variables
-        if condition:
-            action()
+        del loss, variables, axis_name, before_assign
+        raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")
 
     def cond(
         self,
-        condition: Tensor,
+        condition: Any,
         update: Callable[[Sequence[Any]], None],
         grads: Sequence[Any],
         variables: Sequence[Variable],
+        communicates: bool = True,
     ) -> None:
-        """Calls `update(grads)` where the scalar bool tensor `condition` is true; else nothing changes.
+        """Calls `update(grads)` where `condition`, a scalar bool tensor or a bool, is true; else nothing changes.
 
-        The condition must be equal on all replicas. `update` may reduce over replicas, and must hold nothing of this
-        replica but `grads`. `variables` are all that it reads or assigns.
+        `variables` are all that `update` assigns. Where it `communicates` it may reduce over replicas, the condition
+        must be equal on all of them, and it must hold nothing of this replica but `grads`.
         """
-        del variables
+        del variables, communicates
         # Not `bool(condition)`, which costs torch.compile one more break of its graph.
         if condition:
             update(grads)
@@ -111,9 +108,6 @@ class Runtime:
     def is_compiling(self) -> bool:
         """Whether what runs is being compiled, with no Python left in it."""
         return False
-
-    note: Callable[[Variable], None] | None = None
-    """Called before what a loss has assigned inside `gradients` reaches a variable."""
 
     def is_in_reach(self, tensor: Tensor) -> bool:
         """Whether a tensor from earlier can be used here."""
@@ -138,9 +132,6 @@ class Runtime:
     def no_compile(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function(*args)`, step by step in Python where the framework does not trace updates anyway."""
         return function(*args)
-
-    stops_in_step: bool = True
-    """Whether `raise_if` ends the step that calls it, also where that is compiled."""
 
     def raise_if(
         self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
@@ -194,11 +185,6 @@ class Runtime:
         """
         del function, stacked
         raise NotImplementedError("Nothing is stacked on this Keras backend.")
-
-    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-        """The gradient of a function with a scalar result at `value`."""
-        del function, value
-        raise NotImplementedError("This Keras backend computes no gradients.")
 
     def init_scope(self) -> contextlib.AbstractContextManager[Any]:
         """A scope in which assignments happen now, also while a training step is being traced."""

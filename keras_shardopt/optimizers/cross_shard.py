@@ -851,7 +851,7 @@ class CrossShard(TwoPhases, ShardedState):
                 self._shards.join_uneven_inputs(peers, self._num_flags(peers))
             else:
                 join_uneven_inputs(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
-        if not runtime.stops_in_step:
+        if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()
         if self._shards is None:
             super().finalize_variable_values(var_list)

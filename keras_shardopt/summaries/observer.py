@@ -140,7 +140,7 @@ class Observer:
             for see in looks:
                 see(seen, seen_variables)
 
-        runtime.when(is_due, see_all, self._all_notes())
+        runtime.cond(is_due, lambda _: see_all(), (), self._all_notes(), communicates=False)
 
     def _keep(self, name: str, values: Sequence[Any]) -> None:
         for note, value in zip(self._notes[name], values):

@@ -305,15 +305,22 @@ class _Notes(threading.local):  # TensorFlow's replicas are threads
 
 
 _notes = _Notes()
+_takes_notes = False
 _assign_in_keras = keras.Variable.assign
 
 
 def note_assignments() -> None:
     """From now on what forward passes assign is noted. Doing it twice changes nothing."""
-    if runtime.updates_are_stateless:
-        runtime.note = _notes.take
-    elif keras.Variable.assign is not _assign:
+    global _takes_notes
+    _takes_notes = True
+    if not runtime.updates_are_stateless and keras.Variable.assign is not _assign:
         keras.Variable.assign = _assign
+
+
+def note_before_assignment(variable: Variable) -> None:
+    """Notes a variable that a loss has assigned, before the value reaches it."""
+    if _takes_notes:
+        _notes.take(variable)
 
 
 @runtime.no_autograph

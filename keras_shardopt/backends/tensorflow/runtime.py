@@ -73,25 +73,29 @@ class TensorFlowRuntime(Runtime):
             object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
     def value_and_grad(
-        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+        self,
+        loss: Callable[[], tuple[Tensor, Any]],
+        variables: Sequence[Variable],
+        axis_name: str | None,
+        before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
         with tf.GradientTape() as tape:
+            if axis_name is None:
+                tape.watch([getattr(variable, "value", variable) for variable in variables])
             value, more = loss()
         found: list[Tensor | None] = tape.gradient(value, list(variables))
         return found, more
 
-    def when(self, condition: Any, action: Callable[[], None], variables: Sequence[Variable]) -> None:
-        _cond(condition, action)
-
     def cond(
         self,
-        condition: Tensor,
+        condition: Any,
         update: Callable[[Sequence[Any]], None],
         grads: Sequence[Any],
         variables: Sequence[Variable],
+        communicates: bool = True,
     ) -> None:
         grads = tuple(grads)
-        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        if not communicates or tf.__internal__.distribute.strategy_supports_no_merge_call():
             _cond(condition, lambda: update(grads))
             return
 
@@ -141,13 +145,6 @@ class TensorFlowRuntime(Runtime):
         # Nothing else orders them: the assignments are not of what the condition is made of.
         with tf.control_dependencies([tf.identity(keras.ops.convert_to_tensor(variable)) for variable in after]):
             tf.debugging.Assert(tf.logical_not(condition), said)
-
-    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-        value = tf.convert_to_tensor(value)  # what Keras' own conversion leaves a variable
-        with tf.GradientTape() as tape:
-            tape.watch(value)
-            result = function(value)
-        return tape.gradient(result, value)
 
     def init_scope(self) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()

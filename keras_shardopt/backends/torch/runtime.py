@@ -67,13 +67,20 @@ class TorchRuntime(Runtime):
         return Buckets(replicas, variables, takes_mean, bucket_bytes, compression, check)
 
     def value_and_grad(
-        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+        self,
+        loss: Callable[[], tuple[Tensor, Any]],
+        variables: Sequence[Variable],
+        axis_name: str | None,
+        before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
         parameters = [_tensor(v) for v in variables]
         before = [p.grad for p in parameters]
+        untrained = [p for p in parameters if axis_name is None and not p.requires_grad]
         try:
             for parameter in parameters:
                 parameter.grad = None
+            for parameter in untrained:
+                parameter.requires_grad_()
             with torch.enable_grad():
                 value, more = loss()
             # Not `torch.autograd.grad`: a DDP that owns the parameters reduces in `backward` only.
@@ -81,6 +88,8 @@ class TorchRuntime(Runtime):
                 value.backward(inputs=parameters)
             return [p.grad for p in parameters], more if more is None else more.detach()
         finally:
+            for parameter in untrained:
+                parameter.requires_grad_(False)
             for parameter, grad in zip(parameters, before):
                 parameter.grad = grad
 
@@ -128,12 +137,6 @@ class TorchRuntime(Runtime):
                     tensor.zero_()
         if given:
             (torch._foreach_copy_ if starts else torch._foreach_add_)(*map(list, zip(*given)))
-
-    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = value.detach().clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(function(leaf), leaf)
-        return gradient
 
 
 runtime = TorchRuntime()
