@@ -291,7 +291,7 @@ class CrossShard(TwoPhases, ShardedState):
         self.overlap = overlap
         self.bucket_mib = float(bucket_mib)
         self.__dict__["_shards"] = None
-        if shard_state and not placement.lays_out_state:
+        if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
         self.gradients = gradients
         self.axis_name = axis_name
@@ -371,8 +371,7 @@ class CrossShard(TwoPhases, ShardedState):
         """See `OptimizerWrapper.build`."""
         variables = list(variables)
         if not self.built:
-            placement.check_scope(variables, self.__dict__["_num_replicas_when_made"], self)
-            processes.draw_apart(variables)
+            placement.before_build(variables, self, self.shard_state)
         if not self.built and processes.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self.__dict__["_described"] = described(self, variables)
@@ -395,7 +394,7 @@ class CrossShard(TwoPhases, ShardedState):
         accumulators = self._accumulators
         if accumulators.is_built and accumulators.stacked_along is None:
             accumulators.restart()
-            accumulators.stacked_along = placement.stack(accumulators.of_this_replica)
+            accumulators.stacked_along = placement.place(accumulators.of_this_replica, "per_replica")
 
     @property
     def _is_stacked(self) -> bool:
@@ -557,9 +556,7 @@ class CrossShard(TwoPhases, ShardedState):
             self.__dict__["_found_inf"] = None if self._nonfinite_source is None else judge(grads, variables)
             return self._shards.slices_of(grads, variables)
         replicas = runtime.communicator(self.axis_name)
-        placement.check(variables, base_optimizers(self))
-        if self.__dict__.pop("_is_loaded", False):
-            placement.check_loaded(variables)
+        placement.check(variables, base_optimizers(self), self.__dict__.pop("_is_loaded", False), self.shard_state)
         if self._shards is not None:
             self._shards.check(replicas)
         elif self.shard_state and replicas.num_replicas > 1 and not replicas.is_global_view:
@@ -569,8 +566,6 @@ class CrossShard(TwoPhases, ShardedState):
                 f"{replicas.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
                 ", or use `shard_state=False`."
             )
-        elif self.shard_state:
-            placement.check_can_lay_out(variables)
         share = 1.0
         self._check_peers(replicas)
         if not replicas.is_spmd and self.__dict__["_peers"] is not replicas:

@@ -71,7 +71,7 @@ class Observer:
         self._updated = list(last._variables_inside(last._trainable_variables))
         with placement.colocate_with(self._updated[0]):
             self._notes = self._new_notes(bool(clipping))
-        placement.place_state(self._all_notes())
+        placement.place(self._all_notes(), "replicated")
         for wrapper in self._watched:
             wrapper._observe(self)
 
