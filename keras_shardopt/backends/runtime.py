@@ -98,36 +98,20 @@ class Runtime:
         if condition:
             update(grads)
 
-    steps_are_traced: bool = False
-    """Whether Python runs once for many steps, so that it cannot keep account of any one of them."""
-
     def is_concrete(self, value: Any) -> bool:
         """Whether a bool or scalar tensor has its value now, and not only when what is being traced runs."""
         return True
 
-    def is_compiling(self) -> bool:
-        """Whether what runs is being compiled, with no Python left in it."""
-        return False
+    def version(self, variable: Variable) -> int | None:
+        """A number that changes with each assignment, to be had without waiting for a device.
 
-    def is_in_reach(self, tensor: Tensor) -> bool:
-        """Whether a tensor from earlier can be used here."""
-        return True
-
-    def is_further_inside(self, tensor: Tensor) -> bool:
-        """Whether it is out of reach because it is of a function or a loop that was traced inside this one."""
-        return False
+        None where one trace of Python stands for many steps, so that it cannot keep account of any one of them.
+        """
+        return None
 
     def copied(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
         """Copies of tensors; where updates are neither traced nor stateless, in the memory of `into`, if given."""
         return [ops.copy(ops.convert_to_tensor(tensor)) for tensor in tensors]
-
-    def stamp(self, counter: Variable) -> Any:
-        """What `has_moved` compares: the value of a counter, or something that changes with it."""
-        return ops.copy(ops.convert_to_tensor(counter))
-
-    def has_moved(self, before: Any, after: Any) -> Any:
-        """Whether a counter was changed between two stamps: a bool if that is known now, or a scalar tensor."""
-        return ops.not_equal(before, after)
 
     def no_compile(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function(*args)`, step by step in Python where the framework does not trace updates anyway."""
@@ -152,22 +136,6 @@ class Runtime:
         if condition:
             replica, position = (int(i) for i in ops.convert_to_numpy(nonfinite_source))
             raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
-
-    def count_up(self, counter: Variable, period: int, starts_over: bool | None = None) -> tuple[Any, Any]:
-        """Adds 1 to an integer scalar that starts over at `period`, or when told to.
-
-        Args:
-            counter: the scalar.
-            period: what it never reaches, if it is not told.
-            starts_over: whether it starts over now; None to go by the period.
-
-        Returns:
-            Whether it was 0, and whether it starts over now: bools, or scalar tensors where that is not known yet.
-        """
-        before = ops.copy(ops.convert_to_tensor(counter))
-        is_over = ops.equal(before + 1, period) if starts_over is None else starts_over
-        counter.assign(ops.where(is_over, ops.zeros_like(before), before + 1))
-        return ops.equal(before, 0), is_over
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
         """Adds a tensor, or nothing, to each of some variables of this replica; first to 0 where `starts` is true."""

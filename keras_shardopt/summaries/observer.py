@@ -125,7 +125,7 @@ class Observer:
         if not looks:
             return
         is_due: Any = self.is_due
-        if runtime.steps_are_traced or is_due is None:
+        if is_due is None or runtime.version(wrapper.iterations) is None:
             update = ops.add(ops.convert_to_tensor(wrapper.iterations), 1)
             is_due = ops.equal(ops.mod(update, self._every), 0)
         plain = [(g, v) for g, v in zip(grads, variables) if not overwrites_variable(v)]

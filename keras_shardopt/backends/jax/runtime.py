@@ -25,8 +25,6 @@ class JaxRuntime(Runtime):
 
     updates_are_stateless = True
 
-    steps_are_traced = True
-
     def communicator(self, axis_name: str) -> Communicator:
         try:
             jax.lax.axis_size(axis_name)

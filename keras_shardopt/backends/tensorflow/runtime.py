@@ -47,8 +47,6 @@ def _reduce_unless_claimed(optimizer: Any, grads_and_vars: Any) -> Any:
 class TensorFlowRuntime(Runtime):
     """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
 
-    steps_are_traced = True
-
     def no_autograph(self, function: FunctionT) -> FunctionT:
         plain: FunctionT = tf.autograph.experimental.do_not_convert(function)
         return plain
@@ -115,16 +113,6 @@ class TensorFlowRuntime(Runtime):
 
     def is_concrete(self, value: Any) -> bool:
         return tf.executing_eagerly()
-
-    def is_in_reach(self, tensor: Tensor) -> bool:
-        graph = getattr(tensor, "graph", None)  # an eager tensor has none
-        return tf.executing_eagerly() if graph is None else graph is tf.compat.v1.get_default_graph()
-
-    def is_further_inside(self, tensor: Tensor) -> bool:
-        graph, here = getattr(tensor, "graph", None), tf.compat.v1.get_default_graph()
-        while graph is not None and graph is not here:
-            graph = getattr(graph, "outer_graph", None)
-        return graph is not None and not tf.executing_eagerly()
 
     def raise_if(
         self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
