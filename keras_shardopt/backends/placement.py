@@ -4,59 +4,72 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Tensor, Variable
 
+StateSharding = Literal["slices", "copies", "layout"]
+"""Each replica is a process, with slices of its own; each copy of a variable is one slice; arrays lie over devices."""
+
+Layout = Literal["replicated", "sharded", "per_replica"]
+
 
 class Placement:
     """Where variables live, and how copies and parts of them are read and set. The defaults know one replica."""
 
-    def check_loaded(self, variables: Sequence[Variable]) -> None:
-        """Warns where an optimizer that was loaded from a file trains these weights on fewer replicas than it looks."""
-        del variables
+    state_sharding: StateSharding | None = None
+    """How replicas can hold a part of the optimizer state each; None where they cannot."""
 
-    def check(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
-        """Raises ValueError if updates of these variables by these innermost optimizers would go wrong.
+    def before_build(self, variables: Sequence[Variable], optimizer: Any, shards_state: bool) -> None:
+        """Called before an optimizer that reduces gradients is built for these trainable variables.
 
-        Called before each update, or before each trace of one.
-        """
-        del variables, optimizers
-
-    def check_scope(self, variables: Sequence[Variable], num_replicas: int, optimizer: Any) -> None:
-        """Called before an optimizer is built that was made in a scope of so many replicas.
+        In the steps that train them replicas draw random numbers of their own from here on.
 
         Raises:
-            ValueError: if these trainable variables, or the optimizer, were made where there are fewer.
+            ValueError: if variables and optimizer were made where there are fewer replicas than train now, or are where
+                state cannot be divided although it `shards_state`.
         """
-        del variables, num_replicas, optimizer
+        del variables, optimizer, shards_state
+
+    def check(
+        self,
+        variables: Sequence[Variable],
+        optimizers: Sequence[Any],
+        is_loaded: bool = False,
+        shards_state: bool = False,
+    ) -> None:
+        """Called before each update, or before each trace of one. Warns if what `is_loaded` trains on one device only.
+
+        Raises:
+            ValueError: if updates of these variables by these innermost optimizers would go wrong, or their state is
+                not divided although it should be.
+        """
+        del variables, optimizers, is_loaded, shards_state
 
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        """A scope in which new variables are made where this one is."""
+        """A scope in which new variables are made where this one is, and its processes reach each other.
+
+        Also inside `outside_strategy`.
+        """
         del variable
         return contextlib.nullcontext()
 
-    def place_state(self, variables: Sequence[Variable]) -> None:
-        """Puts freshly built optimizer variables where the replicas of this program expect them."""
-        del variables
+    def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
+        """Puts new variables where the replicas of one program expect them.
 
-    divides_state: bool = False
-    """Whether each replica can have state of another shape, for a part of the variables."""
+        Args:
+            variables: with values that are equal on all replicas.
+            how: "replicated" for a copy on each; "sharded" to divide each as far as its shape allows; "per_replica" to
+                give each a first dimension with an entry, zero, for every replica.
 
-    lays_out_state: bool = False
-    """Whether state is divided by a layout over the devices of one program, and optimizers need not know."""
-
-    def num_copies(self, variables: Sequence[Variable]) -> int:
-        """How many replicas of this program have a copy of their own of these variables, which copies may differ.
-
-        Raises:
-            ValueError: if they have copies that cannot differ here.
+        Returns:
+            The name of the axis of replicas; None where there is one replica only.
         """
-        del variables
-        return 1
+        del variables, how
+        return None
 
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
         """The values of the replicas' copies of a variable, outside of the replicas' program."""
@@ -68,16 +81,8 @@ class Placement:
         variable.assign(array)
 
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
-        """Calls `function()` as in a program that has no replicas."""
+        """Calls `function()` as in a program without replicas, which makes variables without asking other processes."""
         return function()
-
-    def shard(self, variables: Sequence[Variable]) -> None:
-        """Divides these variables among the replicas, as far as their shapes allow."""
-        del variables
-
-    def check_can_lay_out(self, variables: Sequence[Variable]) -> None:
-        """Raises ValueError where these weights are on several devices, but `shard` would not know them."""
-        del variables
 
     def bytes_per_replica(self, variable: Variable) -> list[int]:
         """How many bytes of a variable each replica of this program holds."""
@@ -94,15 +99,6 @@ class Placement:
     def assign_slices(self, variable: Variable, slices: Sequence[Tensor]) -> None:
         """Assigns flat slices that, joined, are the whole variable."""
         variable.assign(ops.reshape(ops.concatenate(list(slices)), variable.shape))
-
-    def stack(self, variables: Sequence[Variable]) -> str | None:
-        """Gives variables a first dimension with one entry per replica, where one program keeps those of all.
-
-        Returns:
-            The name of the axis of replicas; None where there is one replica only.
-        """
-        del variables
-        return None
 
     def largest_difference(self, variables: Sequence[Variable]) -> float:
         """The largest absolute difference between any two replicas' copies of these variables."""
@@ -124,15 +120,6 @@ class Placement:
             ValueError: on every process, if they do not have equally many variables.
         """
         return np.zeros((1, len(variables)), "uint64")
-
-    def alone(self, function: Callable[[], Any]) -> Any:
-        """Calls `function()` so that it can make variables of its own while other processes do something else."""
-        return function()
-
-    def strategy_scope_of(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        """A scope for what all processes with this variable do together, also inside `alone`."""
-        del variable
-        return contextlib.nullcontext()
 
     def reading_is_collective(self, variables: Sequence[Variable]) -> bool:
         """Whether all processes must be there when the values of these variables are read."""

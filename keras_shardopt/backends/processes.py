@@ -6,10 +6,8 @@ import contextlib
 import dataclasses
 import datetime
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
-
-from keras_shardopt._typing import Variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +106,6 @@ class Processes:
     def set_rng_state(self, state: Any) -> None:
         """Takes back what `rng_state` returned."""
         del state
-
-    def draw_apart(self, variables: Sequence[Variable]) -> None:
-        """Lets each replica draw other random numbers in its training steps, where all are seeded alike.
-
-        Called when there are weights, with those that are trained.
-
-        The default does nothing, which is right wherever the framework sees to it.
-        """
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The values of all processes, which may be of different lengths, in the order of the processes.

@@ -252,14 +252,22 @@ def _take_part(model: Any, method: str, path: str | None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             own = os.path.join(folder, "model.weights.h5" if method == "save_weights" else "model.keras")
             with gather_despite_errors(model):
-                placement.outside_strategy(lambda: getattr(model, method)(own))
+                _write_alone(model, method, own)
             if path is not None:
                 _copy(own, path)
     elif path is not None:
         with gather_despite_errors(model):
-            placement.outside_strategy(lambda: getattr(model, method)(path))
+            _write_alone(model, method, path)
     else:
         join_gather(model)
+
+
+def _write_alone(model: Any, method: str, path: str) -> None:
+    """Lets Keras write a file while other processes do something else."""
+    if processes.process()[0] == 1:
+        getattr(model, method)(path)
+    else:
+        placement.outside_strategy(lambda: getattr(model, method)(path))
 
 
 def join_gather(model: Any) -> None:
@@ -444,7 +452,7 @@ def _is_chief() -> bool:
 def _among(model: Any) -> contextlib.AbstractContextManager[Any]:
     """A scope in which processes can reach each other, also outside the one in which the model was made."""
     variables = model.variables if isinstance(model, keras.Model) else []
-    return placement.strategy_scope_of(variables[0]) if variables else contextlib.nullcontext()
+    return placement.colocate_with(variables[0]) if variables else contextlib.nullcontext()
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

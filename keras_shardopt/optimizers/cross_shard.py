@@ -136,7 +136,7 @@ class CrossShard(TwoPhases, ShardedState):
                 'scaling skips such updates. With `on_nonfinite="skip"` the replica can be read, too.'
             )
         self._shards = None
-        if shard_state and not placement.lays_out_state:
+        if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
         self._computed = False
         self._resumed: Step | None = None
@@ -319,7 +319,7 @@ class CrossShard(TwoPhases, ShardedState):
             and not reduction_is_claimed(self)
         ):
             self.pipeline.reducer.finish(started)
-        if not runtime.stops_in_step:
+        if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()
         super().finalize_variable_values(var_list)
 

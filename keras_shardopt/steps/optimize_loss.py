@@ -26,6 +26,7 @@ from keras_shardopt.optimizers.mixed_precision import updating_with
 from keras_shardopt.summaries.event_file import checked_log_dir
 from keras_shardopt.summaries.recorder import Recorder
 from keras_shardopt.summaries.tags import checked_summaries
+from keras_shardopt.wrapping.rollback import note_before_assignment
 
 __all__ = ["TrainingStep", "build_optimizer", "get_regularization_loss", "optimize_loss"]
 
@@ -271,7 +272,7 @@ class TrainingStep:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return value
 
-        grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name)
+        grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, note_before_assignment)
         if skip_update is not None:
             # Not before the loss: replicas that are threads may take turns in it, and this is for the next `apply`.
             self._reducer.accumulation.decide(not skip_update)

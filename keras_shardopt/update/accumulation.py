@@ -71,6 +71,12 @@ class Accumulation(Stage):
         self._given_last: set[int] = set()
         # Whether the next micro-step is the last of its window, where somebody else says so.
         self._ends: bool | None = None
+        # What the counter was set to last, and which version of it that was.
+        self._count = 0
+        self._version: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_version": None}  # versions of a copy's counter are others
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
@@ -148,7 +154,7 @@ class Accumulation(Stage):
         self._stacks = True
         if self.is_built and self.stacked_along is None:
             self.reset()
-            self.stacked_along = placement.stack(self.of_this_replica)
+            self.stacked_along = placement.place(self.of_this_replica, "per_replica")
 
     @property
     def kept(self) -> list[Variable]:
@@ -166,8 +172,7 @@ class Accumulation(Stage):
         Returns:
             Whether the window is complete: a bool, or a scalar tensor that is equal on all replicas; and the sums.
         """
-        starts, is_complete = runtime.count_up(self.counter, self.num_steps, self._ends)
-        self.starts, self.is_complete = starts, is_complete
+        self.starts, self.is_complete = starts, is_complete = self._count_up()
         self._ends = None
         present = {i: grad for i, grad in zip(positions, grads) if grad is not None}
         if not runtime.is_concrete(starts):
@@ -189,6 +194,26 @@ class Accumulation(Stage):
             share = ops.cast(share, "float32")
             self._share.assign(ops.where(starts, share, ops.convert_to_tensor(self._share) + share))
         return is_complete, [ops.convert_to_tensor(v) for v in self.of_this_replica]
+
+    def _count_up(self) -> tuple[Any, Any]:
+        """Counts a micro-step. Returns whether it is the first of its window, and whether the last."""
+        is_known = runtime.version(self.counter) is not None
+        if not is_known:
+            before: Any = ops.copy(ops.convert_to_tensor(self.counter))
+        elif runtime.version(self.counter) == self._version:
+            before = self._count  # to read a number from a GPU is to wait for it
+        else:
+            before = int(ops.convert_to_numpy(self.counter))
+        is_over = self._ends
+        if is_over is None:
+            is_over = before + 1 == self.num_steps if is_known else ops.equal(before + 1, self.num_steps)
+        if not is_known:
+            self.counter.assign(ops.where(is_over, ops.zeros_like(before), before + 1))
+            return ops.equal(before, 0), is_over
+        self._count = 0 if is_over else before + 1
+        self.counter.assign(self._count)
+        self._version = runtime.version(self.counter)
+        return before == 0, is_over
 
     @property
     def num_taken(self) -> int:

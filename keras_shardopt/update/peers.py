@@ -34,12 +34,10 @@ class Peers:
         # What it was built as, in words, and whether all processes have found that they have the same.
         self._described: Any = None
         self._agree = False
-        self._num_replicas_when_made = processes.num_replicas_of_scope()
 
     def before_build(self, variables: Sequence[Variable]) -> None:
         """Called before the optimizer makes its variables."""
-        placement.check_scope(variables, self._num_replicas_when_made, self._optimizer)
-        processes.draw_apart(variables)
+        placement.before_build(variables, self._optimizer, self._optimizer.shard_state)
         if processes.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self._described = described(self._optimizer, variables)
@@ -56,10 +54,8 @@ class Peers:
             ValueError: on every replica, if they do not have the same optimizer and variables.
         """
         optimizer = self._optimizer
-        placement.check(variables, base_optimizers(optimizer))
-        if self.is_loaded:
-            self.is_loaded = False
-            placement.check_loaded(variables)
+        is_loaded, self.is_loaded = self.is_loaded, False
+        placement.check(variables, base_optimizers(optimizer), is_loaded, optimizer.shard_state)
         optimizer._check_shards(variables, comm)
         self.check(comm)
         if comm.is_spmd or self.started is comm:

@@ -247,7 +247,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         with DotNotTrackScope():  # or the weights of the model would become variables of the optimizer
             self._trainable_variables = variables
             self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
-        placement.place_state(self.variables)
+        placement.place(self.variables, "replicated")
         runtime.disable_builtin_all_reduce(base_optimizers(self))
         self.built = True
         self._inner_is_built()
@@ -280,7 +280,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
                 known = [Rollback(self, accumulators, getattr(accumulating, "add_variable", None))]
             if accumulators is not None:
                 accumulators.snapshots = known[0].snapshots
-            placement.place_state(known[0].snapshots)
+            placement.place(known[0].snapshots, "replicated")
         self.__dict__["_rollback"] = known[0]
 
     @property

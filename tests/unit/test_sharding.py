@@ -27,7 +27,7 @@ def grads(replica, step):
 @pytest.fixture(params=[2, 3, 8] if keras.config.backend() == "torch" else [2, 3])
 def world(request, monkeypatch):
     made = FakeWorld(request.param, is_spmd=False).hold(monkeypatch)
-    monkeypatch.setattr(placement, "divides_state", True)
+    monkeypatch.setattr(placement, "state_sharding", "slices")
     return made
 
 

@@ -12,19 +12,17 @@ import datetime
 import pickle
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends.processes import Processes, World
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import (
     _process_of,
 )
-from keras_shardopt.backends.tensorflow.random_numbers import draw_apart
 
 
 class TensorFlowProcesses(Processes):
@@ -94,10 +92,6 @@ class TensorFlowProcesses(Processes):
             strategy = tf.distribute.MirroredStrategy([device.name for device in devices])
         with strategy.scope():
             yield _world_of(strategy)
-
-    def draw_apart(self, variables: Sequence[Variable]) -> None:
-        if tf.distribute.has_strategy():
-            draw_apart()
 
     def gather_objects(self, value: Any) -> list[Any]:
         strategy = tf.distribute.get_strategy()

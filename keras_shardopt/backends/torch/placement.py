@@ -22,13 +22,21 @@ from keras_shardopt.backends.torch.process_group import (
     gather_objects,
     tell,
 )
+from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.backends.torch.runtime import runtime
+from keras_shardopt.models import models_with
 
 
 class TorchPlacement(Placement):
     """`torch.distributed`: one process per replica, each with its own data."""
 
-    divides_state = True
+    state_sharding = "slices"
+
+    def before_build(self, variables: Sequence[Variable], optimizer: Any, shards_state: bool) -> None:
+        if dist.is_available() and dist.is_initialized():
+            replicas = runtime.communicator("")
+            if isinstance(replicas, TorchProcessGroup):
+                draw_apart(replicas, models_with(variables))
 
     @torch.no_grad()
     def alias_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:

@@ -11,7 +11,7 @@ import datetime
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -19,12 +19,8 @@ import torch
 import torch.distributed as dist
 from keras.src.utils import rng_utils
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.processes import Processes, World
-from keras_shardopt.backends.torch.communicator import (
-    TorchProcessGroup,
-)
 from keras_shardopt.backends.torch.process_group import (
     close_group,
     explaining_failures,
@@ -32,9 +28,8 @@ from keras_shardopt.backends.torch.process_group import (
     meet,
     open_group,
 )
-from keras_shardopt.backends.torch.random_numbers import draw_apart, note_seed
+from keras_shardopt.backends.torch.random_numbers import note_seed
 from keras_shardopt.backends.torch.runtime import runtime
-from keras_shardopt.models import models_with
 
 
 class TorchProcesses(Processes):
@@ -107,12 +102,6 @@ class TorchProcesses(Processes):
         if on_devices and len(on_devices) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(on_devices)
         note_seed()
-
-    def draw_apart(self, variables: Sequence[Variable]) -> None:
-        if dist.is_available() and dist.is_initialized():
-            replicas = runtime.communicator("")
-            if isinstance(replicas, TorchProcessGroup):
-                draw_apart(replicas, models_with(variables))
 
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):
