@@ -31,6 +31,7 @@ class Peers:
         """The replicas that have started with equal weights, on PyTorch."""
         self.is_loaded = False
         """Whether the optimizer comes from a file, and has not been used yet."""
+        self.num_replicas_when_made = processes.num_replicas_of_scope()
         # What it was built as, in words, and whether all processes have found that they have the same.
         self._described: Any = None
         self._agree = False

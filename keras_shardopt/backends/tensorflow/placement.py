@@ -106,7 +106,7 @@ class TensorFlowPlacement(Placement):
     state_sharding = "copies"
 
     def before_build(self, variables: Sequence[Variable], optimizer: Any, shards_state: bool) -> None:
-        num_replicas = optimizer.__dict__["_num_replicas_when_made"]
+        num_replicas = optimizer.peers.num_replicas_when_made
         check_mirrored(variables, max(num_replicas, processes.num_replicas_of_scope()))
         check_made_inside([optimizer])
         if shards_state:
