@@ -11,7 +11,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
+from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
@@ -575,9 +575,8 @@ class CrossShard(TwoPhases, ShardedState):
         self._check_peers(replicas)
         if not replicas.is_spmd and self.__dict__["_peers"] is not replicas:
             runtime.no_compile(self._warn_of_sums, replicas.num_replicas)
-            share = replicas.broadcast_from_rank_0(
-                self._trainable_variables, self._shared_variables, self._groups(replicas)
-            )
+            members = self._members(replicas)
+            share = members.broadcast_from_rank_0(self._trainable_variables, self._shared_variables)
             self.__dict__["_peers"] = replicas
         if self.__dict__["_computed"]:
             grads = scaled_gradients(grads, variables, self.loss_scale)
@@ -651,12 +650,12 @@ class CrossShard(TwoPhases, ShardedState):
         buckets = self._buckets_among(replicas)
         if buckets is not None:
             return buckets.reduce(grads, variables, bool(share), weight), None
-        groups = self._groups(replicas)
+        members = self._members(replicas)
         gradient_state = self.__dict__.pop("_came_reduced", None) or self._gradient_state_of(grads, variables, replicas)
         if self._accumulates:
             self._warn_if_reduced(gradient_state, replicas)
         is_local = gradient_state in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED)
-        needs_own = self._looks_at_own_gradients or groups is not None
+        needs_own = self._looks_at_own_gradients or members.is_group
         if needs_own or self.compression is not None:
             self._check_local(gradient_state, replicas)
         unit = 1.0
@@ -687,23 +686,23 @@ class CrossShard(TwoPhases, ShardedState):
         if found is not None and is_local:
             found = ops.where(ops.equal(weight, 0), ops.zeros_like(found), found)
         if self.compression is not None and is_local:
-            replicas = Compressed(replicas, self.compression, divides=gradient_state is GradientState.LOCAL)
+            members = Compressed(members, self.compression, divides=gradient_state is GradientState.LOCAL)
         if self._shards is not None and is_local:
             grads, found_inf = self._shards.reduce(
-                grads, variables, replicas, self.reduction, gradient_state, found, trained
+                grads, variables, members, self.reduction, gradient_state, found, trained
             )
             return self._without_frozen(grads, found_inf, variables, chosen)
         found_inf = None
         if self._nonfinite_source is None:
             try:
-                grads = global_gradients(grads, variables, replicas, self.reduction, gradient_state, groups, trained)
+                grads = global_gradients(grads, variables, members, self.reduction, gradient_state, trained)
             except ValueError:
-                if groups is not None and self._meets_inside and not replicas.is_spmd:
+                if members.is_group and self._meets_inside and not replicas.is_spmd:
                     fail_among_all(replicas)
                 raise
         else:
             grads, found_inf = all_reduce_and_check(
-                grads, variables, replicas, self.reduction, gradient_state, groups, found, trained
+                grads, variables, members, self.reduction, gradient_state, found, trained
             )
         grads = grads if self._shards is None else self._shards.slices_of(grads, variables)
         return self._without_frozen(grads, found_inf, variables, chosen)
@@ -780,7 +779,7 @@ class CrossShard(TwoPhases, ShardedState):
         return self.__dict__["_buckets"]
 
     def _num_flags(self, replicas: Communicator) -> int:
-        if self._nonfinite_source is None or self._groups(replicas) is not None:
+        if self._nonfinite_source is None or self._members(replicas).is_group:
             return 0
         return num_flags(len(self._trainable_variables), replicas.num_replicas)
 
@@ -793,11 +792,10 @@ class CrossShard(TwoPhases, ShardedState):
         finally:
             self.__dict__["_found_inf"] = None
 
-    def _groups(self, replicas: Communicator) -> Groups | None:
-        """The groups that average, each ascending; None where all replicas are in one."""
-        groups: list[list[int]] | None = self.group_assignment
-        check_groups(groups, replicas)
-        return None if groups is None or len(groups) == 1 else [sorted(group) for group in groups]
+    def _members(self, replicas: Communicator) -> Communicator:
+        """The replicas that this one averages with."""
+        check_groups(self.group_assignment, replicas)
+        return replicas if self.group_assignment is None else replicas.split(self.group_assignment)
 
     def _check_local(self, gradient_state: GradientState, replicas: Communicator) -> None:
         """Refuses gradients that are reduced already where each replica's own are needed."""
@@ -843,14 +841,15 @@ class CrossShard(TwoPhases, ShardedState):
         has_peers = peers is not None and peers.are_current()
         if has_peers and not joins_uneven_inputs() and not reduction_is_claimed(self):
             buckets = self._buckets_among(peers)
+            num_flags, members = self._num_flags(peers), self._members(peers)
             if self.compression is not None:
-                peers = Compressed(peers, self.compression, divides=True)
+                members = Compressed(members, self.compression, divides=True)
             if buckets is not None:
                 buckets.join_uneven_inputs()
             elif self._shards is not None:
-                self._shards.join_uneven_inputs(peers, self._num_flags(peers))
+                self._shards.join_uneven_inputs(members, num_flags)
             else:
-                join_uneven_inputs(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
+                join_uneven_inputs(self._trainable_variables, members, num_flags)
         if not runtime.stops_in_step:
             self.check_finite()
         if self._shards is None:
