@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
+from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import is_sparse, overwrites_variable
@@ -199,42 +199,41 @@ def all_reduce_and_check(
     replicas: Communicator,
     reduction: Reduction,
     gradient_state: GradientState,
-    groups: Groups | None,
     found: Tensor | None,
     trained: Sequence[bool] | None = None,
 ) -> tuple[list[Tensor | None], Tensor]:
     """Reduces gradients as `global_gradients` does, and says whether they are finite, in the same reduction.
 
-    With groups there is one more, of a few numbers: groups have gradients of their own, but are to skip together.
+    In a group there is one more, of a few numbers: groups have gradients of their own, but are to skip together.
 
     `found` is what `first_not_finite` says of this replica's own gradients, perhaps before they were clipped; None if
     there are none, as all are reduced already. `trained` is as in `global_gradients`.
 
     Returns:
-        The gradients; and an int32 tensor of shape `[3]`, equal on all replicas: greater than 0 if a gradient is not
-        finite, the replica, and the position of the variable (`UNKNOWN` for either).
+        The gradients; and an int32 tensor of shape `[3]`, equal on the replicas of all groups: greater than 0 if a
+        gradient is not finite, the replica, and the position of the variable (`UNKNOWN` for either).
     """
-    size, num_variables = replicas.num_replicas, len(variables)
+    world, num_variables = replicas.world, len(variables)
 
     def mine(dtype: str) -> Tensor:
-        return flags(found, replicas.replica_id, num_variables, size, dtype)
+        return flags(found, world.replica_id, num_variables, world.num_replicas, dtype)
 
-    travels = found is not None and groups is None
+    travels = found is not None and not replicas.is_group
     failure = None
     try:
         reduced, told = global_gradients_and_flags(
-            grads, variables, replicas, reduction, gradient_state, groups, mine if travels else None, trained
+            grads, variables, replicas, reduction, gradient_state, mine if travels else None, trained
         )
     except ValueError as error:
-        if groups is None or replicas.is_spmd:
+        if not replicas.is_group or replicas.is_spmd:
             raise
         failure, reduced, told = error, list(grads), None  # other groups wait below
     # Also of the sum, which may overflow where no term does.
     position = first_not_finite(reduced, variables)
-    if groups is not None:
+    if replicas.is_group:
         sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")
         fails = ops.full((1,), float(failure is not None), "float32")
-        (everyones,) = replicas.all_reduce([ops.concatenate([mine("float32"), sum_overflows, fails])], "max")
+        (everyones,) = world.all_reduce([ops.concatenate([mine("float32"), sum_overflows, fails])], "max")
         if failure is not None:
             raise failure
         if not replicas.is_spmd and replicas.is_cheap_to_read(everyones) and everyones[-1] > 0:
@@ -242,9 +241,9 @@ def all_reduce_and_check(
         told, position = everyones[:-2], ops.cast(everyones[-2], "int32")
     if told is None:
         known = position if found is None else ops.where(found > 0, found, position)
-        who = ops.full_like(known, 0 if size == 1 else UNKNOWN)
+        who = ops.full_like(known, 0 if world.num_replicas == 1 else UNKNOWN)
         return reduced, ops.stack([position, ops.where(known > 0, who, ops.full_like(who, UNKNOWN)), known - 1])
-    names = nonfinite_source(told, num_variables, size)
+    names = nonfinite_source(told, num_variables, world.num_replicas)
     is_concrete = names[1] >= 0
     is_bad = ops.where(is_concrete, ops.ones_like(position), position)
     return reduced, ops.stack([is_bad, names[0], ops.where(is_concrete, names[1], position - 1)])

@@ -157,12 +157,12 @@ def _unreduced(grads, variables, replicas, *_):
     return grads
 
 
-def _reduced_twice(grads, variables, replicas, reduction="mean", gradient_state=None, groups=None, trained=None):
+def _reduced_twice(grads, variables, replicas, reduction="mean", gradient_state=None, trained=None):
     once = real_global_gradients(grads, variables, replicas, reduction, gradient_state)
     return real_global_gradients(once, variables, replicas, reduction, gradient_state)
 
 
-def _taken_for_summed(grads, variables, replicas, reduction="mean", gradient_state=None, groups=None, trained=None):
+def _taken_for_summed(grads, variables, replicas, reduction="mean", gradient_state=None, trained=None):
     return real_global_gradients(grads, variables, replicas, reduction, GradientState.SUMMED)
 
 

@@ -273,7 +273,7 @@ def test_a_dropped_reduction_turns_the_check_red(way, one_device, monkeypatch):
 
 @pytest.mark.parametrize("op", some(["sum", "mean"], ["mean"]))
 def test_a_second_reduction_turns_the_check_red(one_device, monkeypatch, op):
-    def wrong(grads, variables, replicas, reduction="mean", gradient_state=None, groups=None, trained=None):
+    def wrong(grads, variables, replicas, reduction="mean", gradient_state=None, trained=None):
         once = replicas.all_reduce(grads, "sum")
         return once if op == "sum" else [g / 16 for g in once]
 
@@ -481,7 +481,11 @@ def test_groups_drift_apart(way, clipnorm):
 
 def test_forgotten_groups_turn_the_check_red(monkeypatch):
     real = cross_shard.global_gradients
-    monkeypatch.setattr(cross_shard, "global_gradients", lambda *arguments: real(*arguments[:5]))
+    monkeypatch.setattr(
+        cross_shard,
+        "global_gradients",
+        lambda grads, variables, group, *rest: real(grads, variables, group.world, *rest),
+    )
     with pytest.raises(AssertionError):
         test_groups_drift_apart("shard_map", None)
 

@@ -29,10 +29,10 @@ def sent(monkeypatch):
     found = []
     real = FakeReplicas.all_reduce
 
-    def all_reduce(self, tensors, op, groups=None):
+    def all_reduce(self, tensors, op):
         found.extend(keras.backend.standardize_dtype(t.dtype) for t in tensors)
         with np.errstate(all="ignore"):
-            totals = real(self, [keras.ops.cast(t, "float32") for t in tensors], op, groups)
+            totals = real(self, [keras.ops.cast(t, "float32") for t in tensors], op)
         return [keras.ops.cast(total, t.dtype) for total, t in zip(totals, tensors)]
 
     monkeypatch.setattr(FakeReplicas, "all_reduce", all_reduce)

@@ -115,18 +115,18 @@ def _prescaling_forgotten(grads, variables, num_replicas, gradient_state, *rest)
     return real_transformed(grads, variables, num_replicas, GradientState.LOCAL, *rest)
 
 
-def _clipped_after_the_reduction(grads, variables, replicas, reduction, gradient_state, groups, *_):
-    reduced = real_global(grads, variables, replicas, reduction, gradient_state, groups)
+def _clipped_after_the_reduction(grads, variables, replicas, reduction, gradient_state, *_):
+    reduced = real_global(grads, variables, replicas, reduction, gradient_state)
     return real_transformed(reduced, variables, 1, GradientState.LOCAL, 1.0, CLIPNORM)
 
 
-def _divided_by_all_instead_of_the_group(grads, variables, replicas, reduction, gradient_state, groups, *_):
-    reduced = real_global(grads, variables, replicas, reduction, gradient_state, groups)
-    return [g * (len(groups[0]) / replicas.num_replicas) for g in reduced]
+def _divided_by_all_instead_of_the_group(grads, variables, replicas, reduction, gradient_state, *_):
+    reduced = real_global(grads, variables, replicas, reduction, gradient_state)
+    return [g * (replicas.num_replicas / replicas.world.num_replicas) for g in reduced]
 
 
-def _groups_forgotten(grads, variables, replicas, reduction, gradient_state, groups, *_):
-    return real_global(grads, variables, replicas, reduction, gradient_state)
+def _groups_forgotten(grads, variables, replicas, reduction, gradient_state, *_):
+    return real_global(grads, variables, replicas.world, reduction, gradient_state)
 
 
 @pytest.mark.parametrize(
