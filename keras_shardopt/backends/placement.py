@@ -72,11 +72,14 @@ class Placement:
         return None
 
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
-        """The values of the replicas' copies of a variable, outside of the replicas' program."""
+        """The values of the copies in this process; of a variable that replicas divide, the first one's part alone.
+
+        Called outside of the replicas' program, as `assign_replica_values` is.
+        """
         return [ops.convert_to_numpy(variable)]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
-        """Gives each replica's copy of a variable a value of its own, outside of the replicas' program."""
+        """Assigns an array to each of the copies in this process, or one to all; other processes need not know."""
         (array,) = arrays
         variable.assign(array)
 
@@ -99,11 +102,6 @@ class Placement:
     def assign_slices(self, variable: Variable, slices: Sequence[Tensor]) -> None:
         """Assigns flat slices that, joined, are the whole variable."""
         variable.assign(ops.reshape(ops.concatenate(list(slices)), variable.shape))
-
-    def largest_difference(self, variables: Sequence[Variable]) -> float:
-        """The largest absolute difference between any two replicas' copies of these variables."""
-        del variables
-        return 0.0
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         """A number for each replica's copy of each variable, made of all its bits and their places.
@@ -135,8 +133,3 @@ class Placement:
             ValueError: on every process, if shapes or dtypes differ between them.
         """
         del variables, optimizer_variables
-
-    def assign_copies(self, variables: Sequence[Variable], arrays: Sequence[np.ndarray]) -> None:
-        """Assigns this process's copies of the variables, without a word to other processes."""
-        for variable, array in zip(variables, arrays):
-            variable.assign(array)

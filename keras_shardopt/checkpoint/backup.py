@@ -141,7 +141,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._check_fits(header)
         seed = _global_seed(header["has_global_seed"])
         if arrays is not None:
-            placement.assign_copies([*_variables(model), *seed], arrays["variable"])
+            for variable, array in zip([*_variables(model), *seed], arrays["variable"]):
+                placement.assign_replica_values(variable, [array])
         placement.broadcast_state([*model.variables, *seed], _optimizer_variables(model))
         for part, name in saved_together(model, _is_stored_whole):
             part.load_own_variables(_from_chief(None if arrays is None else arrays.get(name, [])))

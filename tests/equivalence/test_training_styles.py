@@ -7,6 +7,7 @@ from support import launch, problem, styles
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
+from keras_shardopt.fit.scope import largest_difference
 from keras_shardopt.optimizers import cross_shard
 
 pytestmark = pytest.mark.timeout(400)
@@ -42,7 +43,7 @@ def on_devices(style):
         model = styles.trained(style, ks.CrossShard(problem.sgd_momentum()), *problem.data(), problem.BATCH_SIZE)
         variables = [*model.trainable_variables, *model.optimizer.variables]
         assert placement.fingerprints(variables).shape == (NUM_REPLICAS[BACKEND], len(variables))
-        difference = placement.largest_difference(variables)
+        difference = largest_difference(variables)
         found = styles.outcome(model)
     replicas.close()
     return difference, found

@@ -94,16 +94,17 @@ class JaxPlacement(Placement):
             return super().full_value(variable)
         return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
-    def largest_difference(self, variables: Sequence[Variable]) -> float:
-        largest = 0.0
-        for variable in variables:
-            value = variable.value
-            if not value.sharding.is_fully_replicated:
-                continue  # each device holds another part; there are no copies to compare
-            first, *others = [np.asarray(shard.data, "float64") for shard in value.addressable_shards]
-            for other in others:
-                largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
-        return largest
+    def replica_values(self, variable: Variable) -> list[np.ndarray]:
+        value = variable.value
+        shards = value.addressable_shards
+        return [np.asarray(shard.data) for shard in (shards if value.sharding.is_fully_replicated else shards[:1])]
+
+    def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        if jax.process_count() == 1:
+            super().assign_replica_values(variable, arrays)
+            return
+        (array,) = arrays  # `assign` would ask the other processes whether they agree
+        variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         values = [variable.value for variable in variables]
@@ -154,13 +155,6 @@ class JaxPlacement(Placement):
             start += array.nbytes
             if new.tobytes() != array.tobytes():
                 variable._value = _on_the_devices_of(variable.value, new)
-
-    def assign_copies(self, variables: Sequence[Variable], arrays: Sequence[np.ndarray]) -> None:
-        if jax.process_count() == 1:
-            super().assign_copies(variables, arrays)
-            return
-        for variable, array in zip(variables, arrays):  # `assign` would ask the other processes whether they agree
-            variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
 
 
 placement = JaxPlacement()

@@ -156,6 +156,9 @@ class TensorFlowPlacement(Placement):
         return [np.asarray(copy) for copy in getattr(value, "values", [value])]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        if len(arrays) == 1:
+            variable.assign(arrays[0])
+            return
         value = getattr(variable, "value", variable)
         for copy, array in zip(getattr(value, "values", [value]), arrays, strict=True):
             copy.assign(array.astype(copy.dtype.as_numpy_dtype))
@@ -166,15 +169,6 @@ class TensorFlowPlacement(Placement):
         # A strategy is known to the thread in which its scope was entered; under it, workers make variables together.
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
-
-    def largest_difference(self, variables: Sequence[Variable]) -> float:
-        largest = 0.0
-        for variable in variables:
-            value = getattr(variable, "value", variable)
-            first, *others = [np.asarray(copy, "float64") for copy in getattr(value, "values", [value])]
-            for other in others:
-                largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
-        return largest
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]

@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.torch.communicator import (
     TorchProcessGroup,
     _tensor,
 )
 from keras_shardopt.backends.torch.process_group import (
-    explaining_failures,
     gather_objects,
     tell,
 )
@@ -58,17 +56,6 @@ class TorchPlacement(Placement):
         for values in slices:
             whole.data.view(-1)[start : start + values.numel()].copy_(values)
             start += values.numel()
-
-    def largest_difference(self, variables: Sequence[Variable]) -> float:
-        if isinstance(runtime.communicator(""), SingleReplica) or not variables:
-            return 0.0
-        tell("compares weights")
-        flat = torch.cat([_tensor(v).detach().reshape(-1).to(torch.float64) for v in variables])
-        largest, smallest = flat.clone(), flat
-        with explaining_failures():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-            dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        return float((largest - smallest).max())
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         mine = _fingerprints([_tensor(v).detach() for v in variables])

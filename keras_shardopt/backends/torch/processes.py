@@ -114,6 +114,7 @@ processes = TorchProcesses()
 
 
 _CALLS = {  # of functions that ask for objects
+    "largest_difference": "compares weights",
     "check_agreement": "compares what it trains before its first update",
     "_check_all_were_given_alike": "calls `shard_data`",
 }
