@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -29,28 +28,15 @@ class World:
     process_id: int = 0
     """Which of these processes this is."""
 
+    persists: bool = False
+    """Whether `model.fit` needs what was set up even when it is called after the `with` block."""
+
+    forget: Callable[[], None] = lambda: None
+    """Called when the scope is closed for good, and not only left: what comes next may be for one device."""
+
 
 class Processes:
     """The control plane of a program, on the host. The defaults are those of one process with one replica."""
-
-    def __init__(self) -> None:
-        self._watches: list[weakref.WeakSet[Any]] = []
-
-    @contextlib.contextmanager
-    def track(self) -> Iterator[weakref.WeakSet[Any]]:
-        """Collects the optimizers noticed during the block (those still alive) that count on other replicas."""
-        noticed: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._watches.append(noticed)
-        try:
-            yield noticed
-        finally:
-            # `remove` compares what is in them, which may be the same in two.
-            self._watches = [other for other in self._watches if other is not noticed]
-
-    def register(self, optimizer: Any) -> None:
-        """Tells whoever watches that this optimizer was made."""
-        for noticed in self._watches:
-            noticed.add(optimizer)
 
     needs_initial_broadcast: bool = False
     """Whether each of several processes makes weights of its own, which `broadcast_state` then makes equal."""
@@ -59,15 +45,8 @@ class Processes:
         """Whether processes make each variable together here, and so must agree before an optimizer makes its own."""
         return False
 
-    def num_replicas_of_scope(self) -> int:
-        """How many replicas have copies of a variable that is made here; 1 where that takes no scope."""
-        return 1
-
-    def forget_scope(self) -> None:
-        """Called when a scope is closed for good, and not only left: what comes next may be for one device."""
-
-    def num_replicas_of_steps(self) -> int:
-        """How many replicas a program made here by `compiled` would run on."""
+    def num_replicas(self) -> int:
+        """How many replicas a program that is made here would run on."""
         return 1
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
@@ -86,9 +65,6 @@ class Processes:
         """How many processes feed data, and which of them this is, also outside `world()`."""
         return 1, 0
 
-    persists_after_scope: bool = False
-    """Whether `model.fit` needs what `world()` sets up even when it is called after the `with` block."""
-
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         """Sets up replicas and takes them down again. See `keras_shardopt.data_parallel`."""
@@ -98,14 +74,6 @@ class Processes:
                 f"Received: num_replicas={num_replicas}. Use the tensorflow, jax or torch backend."
             )
         yield World()
-
-    def rng_state(self) -> Any:
-        """The state of the framework's own global random numbers here, as JSON has it; None if there are none."""
-        return None
-
-    def set_rng_state(self, state: Any) -> None:
-        """Takes back what `rng_state` returned."""
-        del state
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The values of all processes, which may be of different lengths, in the order of the processes.

@@ -24,6 +24,7 @@ from keras.src.random import seed_generator
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
@@ -353,13 +354,17 @@ def _storable(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind in "biufc" else array.astype("float32")
 
 
+# Where the framework has global random numbers of its own.
+_generators = for_backend({"torch": "keras_shardopt.backends.torch.random_numbers"})
+
+
 def _random_state() -> dict[str, Any]:
     """The state of this process's global random numbers, as JSON has it."""
     kind, keys, *others = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *others],
-        "framework": processes.rng_state(),
+        "framework": None if _generators is None else _generators.rng_state(),
     }
 
 
@@ -367,4 +372,5 @@ def _set_random_state(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))
-    processes.set_rng_state(state["framework"])
+    if _generators is not None:
+        _generators.set_rng_state(state["framework"])

@@ -19,6 +19,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.processes import World
 from keras_shardopt.fit import TRAINERS
+from keras_shardopt.optimizers.made import collected
 
 # The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.
 _lingering: data_parallel | None = None
@@ -93,14 +94,14 @@ class data_parallel:
         trainer = for_backend(_KNOWING_SCOPES)
         if trainer is not None and self._world.num_replicas > 1:
             trainer.watch_batches()
-        self._made_inside = self._watching.enter_context(processes.track())
+        self._made_inside = self._watching.enter_context(collected())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watching.close()
-        if kind is None and processes.persists_after_scope and len(self._made_inside):
+        if kind is None and self._entered().persists and len(self._made_inside):
             global _lingering
             _lingering = self
             atexit.register(self.close)
@@ -118,7 +119,8 @@ class data_parallel:
             _lingering = None
         atexit.unregister(self.close)
         self._open.close()
-        processes.forget_scope()
+        if self._world is not None:
+            self._world.forget()
 
     def _entered(self) -> World:
         if self._world is None:

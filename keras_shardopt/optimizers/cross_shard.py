@@ -17,6 +17,7 @@ from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
 from keras_shardopt.backends.gradient_scope import claim_reduction, reduction_is_claimed
 from keras_shardopt.numerics import overwrites_variable
+from keras_shardopt.optimizers.made import note_made
 from keras_shardopt.optimizers.two_phases import TwoPhases
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.sharding.slices import check_can_shard
@@ -328,8 +329,7 @@ class CrossShard(TwoPhases, ShardedState):
         # What it was built as, in words, and whether all processes have found that they have the same.
         self.__dict__["_described"] = None
         self.__dict__["_agrees"] = False
-        self.__dict__["_num_replicas_when_made"] = processes.num_replicas_of_scope()
-        processes.register(self)
+        note_made(self)
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]

@@ -32,10 +32,7 @@ from keras_shardopt.backends.processes import Processes, World
 class JaxProcesses(Processes):
     """JAX: replicas are devices of one program, in one process or several."""
 
-    persists_after_scope = True
-
     def __init__(self) -> None:
-        super().__init__()
         # That of `data_parallel`.
         self._opened: keras.distribution.DataParallel | None = None
 
@@ -44,7 +41,7 @@ class JaxProcesses(Processes):
     def creates_variables_collectively(self) -> bool:
         return spans_processes(batch_size_of(keras.distribution.distribution()))
 
-    def num_replicas_of_steps(self) -> int:
+    def num_replicas(self) -> int:
         return batch_size_of(keras.distribution.distribution())
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
@@ -98,6 +95,7 @@ class JaxProcesses(Processes):
                 is_chief=process_id == 0,
                 num_processes=num_processes,
                 process_id=process_id,
+                persists=True,
             )
         finally:
             self._opened = opened_before

@@ -21,6 +21,7 @@ from keras_shardopt.backends.tensorflow.communicator import (
 )
 from keras_shardopt.backends.tensorflow.processes import (
     gather,
+    num_replicas_when_made,
     processes,
 )
 from keras_shardopt.backends.tensorflow.random_numbers import draw_apart
@@ -106,8 +107,7 @@ class TensorFlowPlacement(Placement):
     state_sharding = "copies"
 
     def before_build(self, variables: Sequence[Variable], optimizer: Any, shards_state: bool) -> None:
-        num_replicas = optimizer.__dict__["_num_replicas_when_made"]
-        check_mirrored(variables, max(num_replicas, processes.num_replicas_of_scope()))
+        check_mirrored(variables, max(num_replicas_when_made(optimizer), processes.num_replicas()))
         check_made_inside([optimizer])
         if shards_state:
             _check_can_divide(variables)
