@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt._typing import Variable
 
 StateSharding = Literal["slices", "copies", "layout"]
 """Each replica is a process, with slices of its own; each copy of a variable is one slice; arrays lie over devices."""
@@ -23,16 +23,19 @@ class Placement:
     state_sharding: StateSharding | None = None
     """How replicas can hold a part of the optimizer state each; None where they cannot."""
 
-    def before_build(self, variables: Sequence[Variable], optimizer: Any, shards_state: bool) -> None:
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
         """Called before an optimizer that reduces gradients is built for these trainable variables.
 
-        In the steps that train them replicas draw random numbers of their own from here on.
+        In the steps that train them replicas draw random numbers of their own from here on, and those `innermost` in
+        the optimizer reduce nothing by themselves inside `claim_reduction()`.
 
         Raises:
             ValueError: if variables and optimizer were made where there are fewer replicas than train now, or are where
                 state cannot be divided although it `shards_state`.
         """
-        del variables, optimizer, shards_state
+        del variables, optimizer, innermost, shards_state
 
     def check(
         self,
@@ -87,21 +90,9 @@ class Placement:
         """Calls `function()` as in a program without replicas, which makes variables without asking other processes."""
         return function()
 
-    def bytes_per_replica(self, variable: Variable) -> list[int]:
-        """How many bytes of a variable each replica of this program holds."""
-        return [ops.convert_to_numpy(variable).nbytes]
-
     def full_value(self, variable: Variable) -> np.ndarray:
         """All of a variable as an array. All processes call it together where its parts lie in several."""
         return ops.convert_to_numpy(variable)
-
-    def alias_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
-        """Gives a stand-in for a slice of a flattened variable the values that the variable has now."""
-        stand_in.assign(ops.reshape(ops.reshape(ops.convert_to_tensor(variable), (-1,))[start:stop], stand_in.shape))
-
-    def assign_slices(self, variable: Variable, slices: Sequence[Tensor]) -> None:
-        """Assigns flat slices that, joined, are the whole variable."""
-        variable.assign(ops.reshape(ops.concatenate(list(slices)), variable.shape))
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         """A number for each replica's copy of each variable, made of all its bits and their places.

@@ -33,10 +33,6 @@ class Runtime:
         del axis_name
         return SingleReplica()
 
-    def disable_builtin_all_reduce(self, optimizers: Sequence[Any]) -> None:
-        """Makes these innermost optimizers keep their own reduction off inside `claim_reduction()`."""
-        del optimizers
-
     def update_fused(self, optimizers: Sequence[Any], update: Callable[..., None], *args: Any) -> None:
         """Calls `update(*args)`, in which these innermost optimizers may update in a faster way, equal to 1e-6."""
         del optimizers

@@ -371,7 +371,7 @@ class CrossShard(TwoPhases, ShardedState):
         """See `OptimizerWrapper.build`."""
         variables = list(variables)
         if not self.built:
-            placement.before_build(variables, self, self.shard_state)
+            placement.before_build(variables, self, base_optimizers(self), self.shard_state)
         if not self.built and processes.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self.__dict__["_described"] = described(self, variables)

@@ -19,8 +19,9 @@ from support import checks, gan, problem
 from support.checks import NullStore, check, refused
 
 import keras_shardopt as ks
-from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.torch import communicator as torch_communicator
+from keras_shardopt.backends.torch import memory
 from keras_shardopt.backends.torch import process_group as torch_group
 from keras_shardopt.fit.scope import largest_difference
 from keras_shardopt.optimizers import gradient_clipping
@@ -524,7 +525,7 @@ def the_checks_can_fail(scope):
         optimizer.exclude_from_weight_decay(var_list=weights[:2])
 
     for where, name, nothing, make, prepare in (
-        (placement, "assign_slices", lambda variable, slices: None, momentum, None),
+        (memory, "assign_slices", lambda variable, slices: None, momentum, None),
         (gradient_clipping, "norm_over_replicas", lambda norm: norm, clipped, None),
         (sharding.FlatShards, "_keep_exclusions", lambda self, optimizer: None, decaying, excluded),
     ):

@@ -37,7 +37,9 @@ class JaxPlacement(Placement):
         # The distribution that is not to be seen just now.
         self._set_aside: Any = None
 
-    def before_build(self, variables: Sequence[Variable], optimizer: Any, shards_state: bool) -> None:
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
         if shards_state:
             _check_can_lay_out(variables)
 
@@ -82,11 +84,6 @@ class JaxPlacement(Placement):
         _PLACE[how](variables, distribution)
         axis_name: str | None = distribution.batch_dim_name
         return axis_name
-
-    def bytes_per_replica(self, variable: Variable) -> list[int]:
-        sharding = variable.value.sharding
-        held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
-        return [held] * len(sharding.device_set)
 
     def full_value(self, variable: Variable) -> np.ndarray:
         value = variable.value
@@ -265,6 +262,13 @@ def _words(value: Any) -> Any:
         return value.reshape(-1).astype("uint32")
     bits = {1: "uint8", 2: "uint16"}.get(value.dtype.itemsize, "uint32")
     return jax.lax.bitcast_convert_type(value, bits).reshape(-1).astype("uint32")
+
+
+def bytes_per_device(variable: Variable) -> list[int]:
+    """How many bytes of a variable each device holds that has some of it."""
+    sharding = variable.value.sharding
+    held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
+    return [held] * len(sharding.device_set)
 
 
 def _devices_of(layout: Any) -> list[str]:

@@ -25,6 +25,7 @@ from keras_shardopt.backends.tensorflow.processes import (
     processes,
 )
 from keras_shardopt.backends.tensorflow.random_numbers import draw_apart
+from keras_shardopt.backends.tensorflow.runtime import keep_reduction_off
 
 
 def num_mirrored(variable: Any) -> int:
@@ -106,11 +107,14 @@ class TensorFlowPlacement(Placement):
 
     state_sharding = "copies"
 
-    def before_build(self, variables: Sequence[Variable], optimizer: Any, shards_state: bool) -> None:
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
         check_mirrored(variables, max(num_replicas_when_made(optimizer), processes.num_replicas()))
         check_made_inside([optimizer])
         if shards_state:
             _check_can_divide(variables)
+        keep_reduction_off(innermost)
         if tf.distribute.has_strategy():
             draw_apart()
 
