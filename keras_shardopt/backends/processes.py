@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +37,22 @@ class World:
 
     forget: Callable[[], None] = lambda: None
     """Called when the scope is closed for good, and not only left: what comes next may be for one device."""
+
+
+def gather_pickled(value: Any, gather: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
+    """The values of all processes, whatever they are, over a gather of arrays that have one shape."""
+
+    def gathered() -> list[Any]:
+        mine = np.frombuffer(pickle.dumps(value), "uint8")
+        lengths = [int(length.item()) for length in gather(np.array([len(mine)], "int32"))]
+        padded = np.zeros(max(lengths), "uint8")
+        padded[: len(mine)] = mine
+        rows = [np.asarray(row).astype("uint8") for row in gather(padded)]
+        return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+
+    # In a thread of its own, which knows nothing of a replica, or a trace that is going on, in this one.
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(gathered).result()
 
 
 class Processes:

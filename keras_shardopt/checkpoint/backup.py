@@ -29,6 +29,7 @@ from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
     gather_despite_errors,
+    is_chief,
     join_gather,
     needs_all_processes,
     raise_together,
@@ -128,7 +129,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         header, arrays, problem = None, None, None
-        if _is_chief():
+        if is_chief():
             try:
                 header, arrays = self._read()
             except Exception as error:
@@ -168,7 +169,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         model = self.model
         problem = None
         try:
-            if _is_chief():
+            if is_chief():
                 with gather_despite_errors(model):
                     self._write(epoch + 1, random_states)
             else:
@@ -181,7 +182,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Deletes the backups, unless they are to be kept."""
         self.model._initial_epoch = None
-        if self.delete_checkpoint and _is_chief():
+        if self.delete_checkpoint and is_chief():
             for path in (self._path, self._previous_path):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(path)
@@ -289,10 +290,6 @@ def _for_all(error: Exception) -> Exception:
     if isinstance(error, ValueError) or (isinstance(error, OSError) and type(error).__module__ == "builtins"):
         return error
     return OSError(": ".join(words for words in (type(error).__name__, str(error)) if words))
-
-
-def _is_chief() -> bool:
-    return processes.process()[1] == 0
 
 
 def _is_stored_whole(optimizer: Any) -> bool:

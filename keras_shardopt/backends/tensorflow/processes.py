@@ -6,11 +6,9 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
-import pickle
 import sys
 import types
 import weakref
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_shardopt.backends.processes import Processes, World
+from keras_shardopt.backends.processes import Processes, World, gather_pickled
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import (
     _process_of,
@@ -93,23 +91,13 @@ class TensorFlowProcesses(Processes):
         world = _world_of(strategy)
         if world.num_processes == 1:
             return [value]
-        mine = np.frombuffer(pickle.dumps(value), "uint8")
         num_local = world.num_replicas // world.num_processes
 
         def everyones(array: np.ndarray) -> np.ndarray:
-            return gather(strategy, np.stack([array] * num_local))[0][::num_local]
-
-        def gathered() -> list[Any]:
             with strategy.scope():
-                lengths = everyones(np.array(len(mine)))
-                padded = np.zeros(int(max(lengths)), "uint8")
-                padded[: len(mine)] = mine
-                rows = everyones(padded).astype("uint8")
-            return [pickle.loads(row[: int(length)].tobytes()) for row, length in zip(rows, lengths)]
+                return gather(strategy, np.stack([array] * num_local))[0][::num_local]
 
-        # In a thread of its own, which knows nothing of a replica, or a graph that is being traced, in this one.
-        with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            return executor.submit(gathered).result()
+        return gather_pickled(value, everyones)
 
 
 processes = TensorFlowProcesses()
