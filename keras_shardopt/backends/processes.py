@@ -1,4 +1,4 @@
-"""The processes of a program, as the host sees them."""
+"""The control plane: the processes of a program, and what they exchange on the host."""
 
 from __future__ import annotations
 
@@ -56,38 +56,44 @@ def gather_pickled(value: Any, gather: Callable[[np.ndarray], np.ndarray]) -> li
 
 
 class Processes:
-    """The control plane of a program, on the host. The defaults are those of one process with one replica."""
+    """The processes of a program, on the host. The defaults are those of one process with one replica.
+
+    A new backend with several replicas writes `open`, `num_replicas` and `versions`. If they can be in several
+    processes, it also writes `process`, `gather_objects` (`gather_pickled` does most of it), `barrier` and two facts:
+    whether processes make variables together, and whether each starts with weights of its own. Nothing here is only
+    speed.
+    """
 
     needs_initial_broadcast: bool = False
-    """Whether each of several processes makes weights of its own, which `broadcast_state` then makes equal."""
+    """Whether each of several processes makes weights of its own, to be made equal by `Placement.broadcast_state`."""
 
     def creates_variables_collectively(self) -> bool:
-        """Whether processes make each variable together here, and so must agree before an optimizer makes its own."""
+        """Whether all processes make each variable together, so that different optimizers would hang."""
         return False
 
     def num_replicas(self) -> int:
-        """How many replicas a program that is made here would run on."""
+        """The number of replicas of a training step that is made here."""
         return 1
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
-        """Waits until all processes have come for this purpose.
+        """Waits until all processes have come for this purpose. One that leaves in vain can come again.
 
         Raises:
-            RuntimeError: if some have not come after so many seconds, with the advice. Nothing else happens then.
+            RuntimeError: with the advice, if some have not come after so many seconds.
         """
         del purpose, seconds, advice
 
     def versions(self) -> dict[str, str]:
-        """The version of the framework, by its name."""
+        """The version of the framework by its name, which processes must agree on."""
         return {}
 
     def process(self) -> tuple[int, int]:
-        """How many processes feed data, and which of them this is, also outside `world()`."""
+        """The number of processes that load data, and which of them this is, also outside of `open`."""
         return 1, 0
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
-        """Sets up replicas and takes them down again. See `keras_shardopt.data_parallel`."""
+        """Sets up replicas, and takes them down again. See `keras_shardopt.data_parallel`."""
         if num_replicas not in (None, 1):
             raise ValueError(
                 "This Keras backend runs one replica only. "
@@ -96,8 +102,5 @@ class Processes:
         yield World()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The values of all processes, which may be of different lengths, in the order of the processes.
-
-        All processes must call it together. It may be called while a step is being traced.
-        """
+        """The values of all processes, in their order. All call it together, perhaps while a step is being traced."""
         return [value]
