@@ -192,7 +192,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         if path is None:
             return
         (save_weights if self.save_weights_only else save_model)(model, path)
-        if self.verbose > 0 and _is_chief():
+        if self.verbose > 0 and is_chief():
             print(f"\nEpoch {epoch + 1}: finished saving model to {path}")
 
     def _decided(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> tuple[str | None, Any]:
@@ -213,7 +213,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
     try:
         _check_model(model)
         check.flag("overwrite", overwrite)
-        if _is_chief():
+        if is_chief():
             path = _local_path(filepath, suffixes)
             in_parts = needs_all(model) or placement.reading_is_collective(model.variables)
             if in_parts and method == "save" and not path.endswith(".keras"):
@@ -418,7 +418,7 @@ def raise_together(problem: Exception | None) -> None:
 def from_chief(function: Callable[[], Any]) -> Any:
     """What `function()` returns on the chief, or the error that it raises there, on every process."""
     result, problem = None, None
-    if _is_chief():
+    if is_chief():
         try:
             result = function()
         except Exception as error:
@@ -445,7 +445,8 @@ def _error(kind: str, words: str) -> Exception:
         return other
 
 
-def _is_chief() -> bool:
+def is_chief() -> bool:
+    """Whether this process is the one that writes."""
     return processes.process()[1] == 0
 
 

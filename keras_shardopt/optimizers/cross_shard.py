@@ -9,8 +9,9 @@ from typing import Any, Literal
 import keras
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import claim_reduction, reduction_is_claimed
+from keras_shardopt.optimizers.made import note_made
 from keras_shardopt.optimizers.two_phases import TwoPhases
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.sharding.slices import check_can_shard
@@ -124,7 +125,8 @@ class CrossShard(TwoPhases, ShardedState):
         name: str | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in CrossShardOptions.__dataclass_fields__}
-        options = self._options = CrossShardOptions(**given)
+        options = CrossShardOptions(**given)
+        vars(self)["_options"] = options  # Keras' constructor, which is yet to come, asks for some of them
         super().__init__(inner_optimizer, name=name)
         _refuse_inside(self.inner)
         self._refuse_accumulation_inside()
@@ -152,7 +154,7 @@ class CrossShard(TwoPhases, ShardedState):
             reducer = OverlappedAllReduce(*self._reducing, optimizer=self, may_overlap=self._may_overlap)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self._communicator, self.arrival.classify)
-        processes.register(self)
+        note_made(self)
 
     @property
     def needs_local_gradients(self) -> bool:

@@ -141,7 +141,7 @@ def optimize_loss(
     if jit_compile is not None:
         check.flag("jit_compile", jit_compile)
     reduces = on_horovod or _reducer_of(optimizer) is not None
-    num_replicas = processes.num_replicas_of_steps()
+    num_replicas = processes.num_replicas()
     if num_replicas > 1 and not reduces:
         raise ValueError(
             "Several replicas must train together, and without a reduction each would train by itself. "

@@ -31,14 +31,15 @@ class Peers:
         """The replicas that have started with equal weights, on PyTorch."""
         self.is_loaded = False
         """Whether the optimizer comes from a file, and has not been used yet."""
-        self.num_replicas_when_made = processes.num_replicas_of_scope()
         # What it was built as, in words, and whether all processes have found that they have the same.
         self._described: Any = None
         self._agree = False
 
     def before_build(self, variables: Sequence[Variable]) -> None:
         """Called before the optimizer makes its variables."""
-        placement.before_build(variables, self._optimizer, self._optimizer.shard_state)
+        placement.before_build(
+            variables, self._optimizer, base_optimizers(self._optimizer), self._optimizer.shard_state
+        )
         if processes.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self._described = described(self._optimizer, variables)

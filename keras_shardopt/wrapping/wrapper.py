@@ -248,7 +248,6 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
             self._trainable_variables = variables
             self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         placement.place(self.variables, "replicated")
-        runtime.disable_builtin_all_reduce(base_optimizers(self))
         self.built = True
         self._inner_is_built()
         self._build_rollback()

@@ -13,7 +13,7 @@ from support.fake_replicas import FakeWorld, reduced
 from support.inner import TF1Momentum
 
 import keras_shardopt as ks
-from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.update import reducers
 
 FILE = golden.load("cross_shard")
 CONSTRUCTION = golden.cases("cross_shard", "construction_cases")
@@ -206,6 +206,6 @@ def test_golden_errors_of_apply():
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_a_dropped_reduction_turns_the_goldens_red(monkeypatch):
-    monkeypatch.setattr(cross_shard, "global_gradients", lambda grads, *_: grads)
+    monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: grads)
     with pytest.raises(AssertionError):
         test_golden_steps("weighted_mean/momentum/shards4/[[0, 1], [2, 3]]", monkeypatch)

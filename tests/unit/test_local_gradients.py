@@ -10,6 +10,7 @@ from support.fake_replicas import FakeWorld, reduced
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.update import reducers, replica_transform
 
 SHAPES = [(3, 2), (5,), ()]
 CLIPNORM = 2.0
@@ -108,7 +109,7 @@ def test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside(gradient_
 
 # -- planted faults: each turns a check above red ------------------------------------------------------------------
 
-real_transformed, real_global = cross_shard.transformed_gradients, cross_shard.global_gradients
+real_transformed, real_global = replica_transform.transformed_gradients, reducers.global_gradients
 
 
 def _prescaling_forgotten(grads, variables, num_replicas, gradient_state, *rest):
@@ -147,8 +148,8 @@ def test_a_planted_fault_turns_the_checks_red(name, fault, monkeypatch):
 
 
 def test_clipping_after_the_reduction_turns_the_checks_red(monkeypatch):
-    monkeypatch.setattr(cross_shard, "transformed_gradients", lambda grads, *_: grads)
-    monkeypatch.setattr(cross_shard, "global_gradients", _clipped_after_the_reduction)
+    monkeypatch.setattr(replica_transform, "transformed_gradients", lambda grads, *_: grads)
+    monkeypatch.setattr(reducers, "global_gradients", _clipped_after_the_reduction)
     with pytest.raises(AssertionError):
         test_every_way_of_arriving_with_groups_and_clipping(
             GradientState.LOCAL_PRESCALED, 4, [[0, 1], [2, 3]], "mean", CLIPNORM, monkeypatch
@@ -410,7 +411,7 @@ def test_sparse_gradients(gradient_state, monkeypatch):
     weights = [keras.Variable(np.zeros((3, 2)))]
     world = FakeWorld(2, gradient_state).hold(monkeypatch)
     monkeypatch.setattr(
-        cross_shard, "global_gradients", lambda grads, variables, replicas, *_: [grads[0], replicas.num_replicas]
+        reducers, "global_gradients", lambda grads, variables, replicas, *_: [grads[0], replicas.num_replicas]
     )
     (first, _), (second, _) = world.run(lambda r: reduced(optimizer, grads_of(r.replica_id), weights))
     unit = 2 if gradient_state is GradientState.LOCAL_PRESCALED else 1

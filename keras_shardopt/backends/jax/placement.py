@@ -37,7 +37,9 @@ class JaxPlacement(Placement):
         # The distribution that is not to be seen just now.
         self._set_aside: Any = None
 
-    def before_build(self, variables: Sequence[Variable], optimizer: Any, shards_state: bool) -> None:
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
         if shards_state:
             _check_can_lay_out(variables)
 
@@ -83,27 +85,23 @@ class JaxPlacement(Placement):
         axis_name: str | None = distribution.batch_dim_name
         return axis_name
 
-    def bytes_per_replica(self, variable: Variable) -> list[int]:
-        sharding = variable.value.sharding
-        held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
-        return [held] * len(sharding.device_set)
-
     def full_value(self, variable: Variable) -> np.ndarray:
         value = variable.value
         if value.is_fully_addressable or value.is_fully_replicated:
             return super().full_value(variable)
         return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
-    def largest_difference(self, variables: Sequence[Variable]) -> float:
-        largest = 0.0
-        for variable in variables:
-            value = variable.value
-            if not value.sharding.is_fully_replicated:
-                continue  # each device holds another part; there are no copies to compare
-            first, *others = [np.asarray(shard.data, "float64") for shard in value.addressable_shards]
-            for other in others:
-                largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
-        return largest
+    def replica_values(self, variable: Variable) -> list[np.ndarray]:
+        value = variable.value
+        shards = value.addressable_shards
+        return [np.asarray(shard.data) for shard in (shards if value.sharding.is_fully_replicated else shards[:1])]
+
+    def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        if jax.process_count() == 1:
+            super().assign_replica_values(variable, arrays)
+            return
+        (array,) = arrays  # `assign` would ask the other processes whether they agree
+        variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         values = [variable.value for variable in variables]
@@ -154,13 +152,6 @@ class JaxPlacement(Placement):
             start += array.nbytes
             if new.tobytes() != array.tobytes():
                 variable._value = _on_the_devices_of(variable.value, new)
-
-    def assign_copies(self, variables: Sequence[Variable], arrays: Sequence[np.ndarray]) -> None:
-        if jax.process_count() == 1:
-            super().assign_copies(variables, arrays)
-            return
-        for variable, array in zip(variables, arrays):  # `assign` would ask the other processes whether they agree
-            variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
 
 
 placement = JaxPlacement()
@@ -271,6 +262,13 @@ def _words(value: Any) -> Any:
         return value.reshape(-1).astype("uint32")
     bits = {1: "uint8", 2: "uint16"}.get(value.dtype.itemsize, "uint32")
     return jax.lax.bitcast_convert_type(value, bits).reshape(-1).astype("uint32")
+
+
+def bytes_per_device(variable: Variable) -> list[int]:
+    """How many bytes of a variable each device holds that has some of it."""
+    sharding = variable.value.sharding
+    held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
+    return [held] * len(sharding.device_set)
 
 
 def _devices_of(layout: Any) -> list[str]:

@@ -21,9 +21,11 @@ from keras_shardopt.backends.tensorflow.communicator import (
 )
 from keras_shardopt.backends.tensorflow.processes import (
     gather,
+    num_replicas_when_made,
     processes,
 )
 from keras_shardopt.backends.tensorflow.random_numbers import draw_apart
+from keras_shardopt.backends.tensorflow.runtime import keep_reduction_off
 
 
 def num_mirrored(variable: Any) -> int:
@@ -105,12 +107,14 @@ class TensorFlowPlacement(Placement):
 
     state_sharding = "copies"
 
-    def before_build(self, variables: Sequence[Variable], optimizer: Any, shards_state: bool) -> None:
-        num_replicas = optimizer.peers.num_replicas_when_made
-        check_mirrored(variables, max(num_replicas, processes.num_replicas_of_scope()))
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
+        check_mirrored(variables, max(num_replicas_when_made(optimizer), processes.num_replicas()))
         check_made_inside([optimizer])
         if shards_state:
             _check_can_divide(variables)
+        keep_reduction_off(innermost)
         if tf.distribute.has_strategy():
             draw_apart()
 
@@ -156,6 +160,9 @@ class TensorFlowPlacement(Placement):
         return [np.asarray(copy) for copy in getattr(value, "values", [value])]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        if len(arrays) == 1:
+            variable.assign(arrays[0])
+            return
         value = getattr(variable, "value", variable)
         for copy, array in zip(getattr(value, "values", [value]), arrays, strict=True):
             copy.assign(array.astype(copy.dtype.as_numpy_dtype))
@@ -166,15 +173,6 @@ class TensorFlowPlacement(Placement):
         # A strategy is known to the thread in which its scope was entered; under it, workers make variables together.
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
-
-    def largest_difference(self, variables: Sequence[Variable]) -> float:
-        largest = 0.0
-        for variable in variables:
-            value = getattr(variable, "value", variable)
-            first, *others = [np.asarray(copy, "float64") for copy in getattr(value, "values", [value])]
-            for other in others:
-                largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
-        return largest
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]

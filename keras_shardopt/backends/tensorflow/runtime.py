@@ -44,6 +44,14 @@ def _reduce_unless_claimed(optimizer: Any, grads_and_vars: Any) -> Any:
     return type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars)
 
 
+def keep_reduction_off(optimizers: Sequence[Any]) -> None:
+    """Makes these innermost optimizers reduce nothing by themselves inside `claim_reduction()`."""
+    for optimizer in optimizers:
+        # On the instance, past Keras' attribute tracking: a subclass would change the name that is serialised.
+        override = types.MethodType(_reduce_unless_claimed, optimizer)
+        object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
+
+
 class TensorFlowRuntime(Runtime):
     """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
 
@@ -63,12 +71,6 @@ class TensorFlowRuntime(Runtime):
                 "Use `strategy.run(step)`, where `step` computes and applies the gradients."
             )
         return ReplicaContext(strategy, context)
-
-    def disable_builtin_all_reduce(self, optimizers: Sequence[Any]) -> None:
-        for optimizer in optimizers:
-            # On the instance, past Keras' attribute tracking: a subclass would change the name that is serialised.
-            override = types.MethodType(_reduce_unless_claimed, optimizer)
-            object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
     def value_and_grad(
         self,

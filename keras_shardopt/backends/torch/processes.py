@@ -28,14 +28,11 @@ from keras_shardopt.backends.torch.process_group import (
     meet,
     open_group,
 )
-from keras_shardopt.backends.torch.random_numbers import note_seed
 from keras_shardopt.backends.torch.runtime import runtime
 
 
 class TorchProcesses(Processes):
     """`torch.distributed`: one process per replica, each with its own data."""
-
-    persists_after_scope = True
 
     needs_initial_broadcast = True
 
@@ -48,7 +45,7 @@ class TorchProcesses(Processes):
             return dist.get_world_size(), dist.get_rank()
         return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
-    def num_replicas_of_steps(self) -> int:
+    def num_replicas(self) -> int:
         return int(runtime.communicator("").num_replicas)
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
@@ -67,7 +64,7 @@ class TorchProcesses(Processes):
                 f"Start the program with: torchrun --nproc-per-node {num_replicas} {sys.argv[0] or 'train.py'}"
             )
         if size == 1:
-            yield World()
+            yield World(persists=True)
             return
         if running and timeout is not None:
             raise ValueError(
@@ -83,7 +80,7 @@ class TorchProcesses(Processes):
             open_group("gloo" if device is None else "nccl", rank, size, timeout)
         try:
             _agree_on_seed()
-            yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank)
+            yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank, persists=True)
         finally:
             if not running:
                 if runtime._ranks is not None:
@@ -91,17 +88,6 @@ class TorchProcesses(Processes):
                 close_group()
             if device is not None:
                 torch.cuda.set_device(device)
-
-    def rng_state(self) -> Any:
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        return [state.tolist() for state in [torch.get_rng_state(), *devices]]
-
-    def set_rng_state(self, state: Any) -> None:
-        on_cpu, *on_devices = [torch.tensor(each, dtype=torch.uint8) for each in state]
-        torch.set_rng_state(on_cpu)
-        if on_devices and len(on_devices) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(on_devices)
-        note_seed()
 
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):
@@ -114,6 +100,7 @@ processes = TorchProcesses()
 
 
 _CALLS = {  # of functions that ask for objects
+    "largest_difference": "compares weights",
     "check_agreement": "compares what it trains before its first update",
     "_check_all_were_given_alike": "calls `shard_data`",
 }
