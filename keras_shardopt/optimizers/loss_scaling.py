@@ -279,7 +279,10 @@ class LossScaling(ScaledUpdate):
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
     for optimizer in descendants(outer):
-        if getattr(optimizer, "_makes_gradients_global", False) and getattr(optimizer, "_accumulates", False):
+        if (
+            getattr(optimizer, "_makes_gradients_global", False)
+            and getattr(optimizer, "accumulation", None) is not None
+        ):
             name = type(outer).__name__
             raise ValueError(
                 f"`{name}` must be inside a `CrossShard` that accumulates, not around it: replicas would have to agree "
