@@ -64,21 +64,10 @@ class Communicator(abc.ABC):
     doubts: Sequence[str] = ()
     """What may be wrong with the last answer of `gradient_state`, each a sentence with what to do."""
 
-    inner_optimizers_sum: bool = False
-    """Whether Keras' own optimizers add up the gradients of these replicas, if nobody has reduced them before."""
-
     def objections(self, gradient_state: GradientState) -> Sequence[str]:
         """What speaks against gradients that are said to arrive in this way, each a sentence with what to do."""
         del gradient_state
         return ()
-
-    def note_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
-        """Called with a loss that is such that the gradients of the replicas are to be summed. Returns it.
-
-        It was divided for that, unless it `adds_up` over rows.
-        """
-        del adds_up
-        return loss
 
     def say_failure(self, words: str, groups: Groups) -> None:
         """Lets the replicas of other groups find an error of this one, of which all members say it."""

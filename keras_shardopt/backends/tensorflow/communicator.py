@@ -16,8 +16,6 @@ from keras_shardopt.backends.tensorflow import losses as tf_losses
 class ReplicaContext(Communicator):
     """The replicas of a strategy, seen from inside `strategy.run` (as in `model.fit`)."""
 
-    inner_optimizers_sum = True
-
     def __init__(self, strategy: tf.distribute.Strategy, context: Any) -> None:
         self._context = context
         self.num_replicas = strategy.num_replicas_in_sync
@@ -55,9 +53,6 @@ class ReplicaContext(Communicator):
                 "that updates are as many times too large. Leave `gradients` out."
             ]
         return ()
-
-    def note_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
-        return tf_losses.note_divided(loss, adds_up)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
         tensors = list(tensors)
