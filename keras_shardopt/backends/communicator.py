@@ -8,9 +8,12 @@ backend too, so that nobody else needs to ask how many there are.
 from __future__ import annotations
 
 import abc
+import copy
 import enum
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from keras import ops
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 
@@ -41,7 +44,7 @@ class Communicator(abc.ABC):
     """
 
     num_replicas: int
-    """How many replicas train together."""
+    """How many replicas these are: all that train together, or those of one group."""
 
     replica_id: Any
     """Which of them this is, from 0: an int, or a scalar tensor where one traced program serves all replicas."""
@@ -64,14 +67,51 @@ class Communicator(abc.ABC):
     doubts: Sequence[str] = ()
     """What may be wrong with the last answer of `gradient_state`, each a sentence with what to do."""
 
+    _world: Communicator | None = None
+    _groups: Groups | None = None
+
+    @property
+    def world(self) -> Communicator:
+        """The communicator of all replicas, that this one was split from."""
+        return self if self._world is None else self._world
+
+    @property
+    def is_group(self) -> bool:
+        """Whether these are the replicas of one group only."""
+        return self._world is not None
+
+    @property
+    def members(self) -> Any:
+        """The ids of these replicas in `world`, ascending: ints, or a tensor where `replica_id` is one."""
+        if self._groups is None:
+            return range(self.num_replicas)
+        return next(group for group in self._groups if self.world.replica_id in group)
+
+    def split(self, groups: Groups) -> Communicator:
+        """The communicator of this replica's own group, as `MPI_Comm_split` makes it.
+
+        In it `num_replicas` and `replica_id` count the members of the group, and no collective leaves it. The rest
+        (`is_chief`, `gradient_state`, failures that are said) stays that of all replicas, with their ids.
+
+        Args:
+            groups: lists of replica ids, of one size, that together name every replica once; the same on all replicas,
+                which call this together. With one group of all of them it is this communicator.
+        """
+        if len(groups) == 1:
+            return self
+        group = copy.copy(self)
+        group._world, group._groups = self, [sorted(ids) for ids in groups]
+        group.num_replicas = len(groups[0])
+        return group
+
     def objections(self, gradient_state: GradientState) -> Sequence[str]:
         """What speaks against gradients that are said to arrive in this way, each a sentence with what to do."""
         del gradient_state
         return ()
 
-    def say_failure(self, words: str, groups: Groups) -> None:
-        """Lets the replicas of other groups find an error of this one, of which all members say it."""
-        del words, groups
+    def say_failure(self, words: str, first_member: int) -> None:
+        """Lets other groups find an error of the one that begins with this replica; all of its members say it."""
+        del words, first_member
 
     def others_have_failed(self) -> bool:
         """Whether another group has said an error that this replica has not taken yet."""
@@ -95,44 +135,40 @@ class Communicator(abc.ABC):
         """Tells how these gradients arrive."""
 
     @abc.abstractmethod
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
-        """Every replica gets the sum, mean or maximum over all replicas (of its group)."""
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        """Every replica gets the sum, mean or maximum over all replicas."""
 
     @abc.abstractmethod
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Joins the replicas' flat tensors in the order of their ids."""
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         """Like `all_reduce` (sum or mean), but each replica gets its slice only.
 
-        Each tensor is flat, with a length that the number of replicas (of the group) divides.
+        Each tensor is flat, with a length that the number of replicas divides.
         """
+        reduced = self.all_reduce(tensors, op)
+        return [ops.reshape(tensor, (self.num_replicas, -1))[self.replica_id] for tensor in reduced]
 
-    @abc.abstractmethod
-    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
-        """Joins the replicas' flat tensors in the order of their ids (within the group)."""
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+        """Every replica gets the tensors of replica `root`."""
+        joined = self.all_gather([ops.reshape(tensor, (-1,)) for tensor in tensors])
+        return [ops.reshape(all_, (self.num_replicas, *t.shape))[root] for all_, t in zip(joined, tensors)]
 
-    @abc.abstractmethod
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
-        """Every replica gets the tensors of replica `root` (of the one at position `root` in its group)."""
-
-    def broadcast_from_rank_0(
-        self,
-        variables: Sequence[Variable],
-        optimizer_variables: Sequence[Variable],
-        groups: Groups | None = None,
-    ) -> float:
+    def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
         """Makes weights, optimizer state and seed state equal to replica 0's, before the first update.
 
-        With groups, those of a group become equal to its first replica's. The default does nothing, which is right
-        wherever the framework itself mirrors variables.
+        The default does nothing, which is right wherever the framework itself mirrors variables.
 
         Returns:
-            The factor for this replica's first gradients. It is 1 where all replicas (of the group) computed them
-            with equal weights; otherwise 0 on a replica whose weights were not the first one's, and larger than 1 on
-            the others, so that the mean is one of gradients of the weights that all replicas now have.
+            The factor for this replica's first gradients. It is 1 where all replicas computed them with equal
+            weights; otherwise 0 on a replica whose weights were not the first one's, and larger than 1 on the others,
+            so that the mean is one of gradients of the weights that all replicas now have.
 
         Raises:
             ValueError: on every replica, if the variables' shapes or dtypes differ between replicas.
         """
-        del variables, optimizer_variables, groups
+        del variables, optimizer_variables
         return 1.0
 
 
@@ -146,16 +182,16 @@ class SingleReplica(Communicator):
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         return GradientState.GLOBAL
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         return list(tensors)
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         return list(tensors)
 
-    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         return list(tensors)
 
 
@@ -180,14 +216,14 @@ class GlobalView(Communicator):
     def _refuse(self) -> NoReturn:
         raise ValueError(f"Gradients are global already {self._place}. Use `CrossShard(..., gradients='auto')`.")
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         self._refuse()
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         self._refuse()
 
-    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self._refuse()
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         self._refuse()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from keras import ops
 
@@ -31,6 +32,14 @@ class Compressed(Communicator):
         self.is_spmd = replicas.is_spmd
         self.is_global_view = replicas.is_global_view
         self.is_multi_process = replicas.is_multi_process
+        self._world = replicas.world if replicas.is_group else None
+
+    @property
+    def members(self) -> Any:
+        return self._replicas.members
+
+    def split(self, groups: Groups) -> Communicator:
+        return Compressed(self._replicas.split(groups), self._dtype, self._divides)
 
     def is_cheap_to_read(self, tensor: Tensor) -> bool:
         return self._replicas.is_cheap_to_read(tensor)
@@ -38,35 +47,31 @@ class Compressed(Communicator):
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         return self._replicas.gradient_state(grads, variables)
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         if op == "max":
-            return self._replicas.all_reduce(tensors, op, groups)
-        sums = self._replicas.all_reduce([self._narrow(t, groups) for t in tensors], "sum", groups)
-        return [self._wide(total, tensor, op, groups) for total, tensor in zip(sums, tensors)]
+            return self._replicas.all_reduce(tensors, op)
+        sums = self._replicas.all_reduce([self._narrow(t) for t in tensors], "sum")
+        return [self._wide(total, tensor, op) for total, tensor in zip(sums, tensors)]
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
-        sums = self._replicas.reduce_scatter([self._narrow(t, groups) for t in tensors], "sum", groups)
-        return [self._wide(total, tensor, op, groups) for total, tensor in zip(sums, tensors)]
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        sums = self._replicas.reduce_scatter([self._narrow(t) for t in tensors], "sum")
+        return [self._wide(total, tensor, op) for total, tensor in zip(sums, tensors)]
 
-    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
-        return self._replicas.all_gather(tensors, groups)
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self._replicas.all_gather(tensors)
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
-        return self._replicas.broadcast(tensors, root, groups)
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+        return self._replicas.broadcast(tensors, root)
 
-    def _num_members(self, groups: Groups | None) -> int:
-        return self.num_replicas if groups is None else len(groups[0])
-
-    def _narrow(self, tensor: Tensor, groups: Groups | None) -> Tensor:
+    def _narrow(self, tensor: Tensor) -> Tensor:
         dtype = self._dtype if dtype_of(tensor) in ("float32", "float64") else dtype_of(tensor)
-        divisor = self._num_members(groups) if self._divides else 1
+        divisor = self.num_replicas if self._divides else 1
         return map_values(lambda value: ops.cast(value if divisor == 1 else value / divisor, dtype), tensor)
 
-    def _wide(self, total: Tensor, tensor: Tensor, op: ReduceOp, groups: Groups | None) -> Tensor:
-        num_members = self._num_members(groups)
+    def _wide(self, total: Tensor, tensor: Tensor, op: ReduceOp) -> Tensor:
         factor: float = 1
         if self._divides != (op == "mean"):
-            factor = num_members if self._divides else 1 / num_members
+            factor = self.num_replicas if self._divides else 1 / self.num_replicas
         return map_values(lambda value: _times(ops.cast(value, dtype_of(tensor)), factor), total)
 
 

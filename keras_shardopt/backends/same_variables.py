@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Groups, Variable
+from keras_shardopt._typing import Variable
 from keras_shardopt.backends.communicator import Communicator
 
 NUM_MARKS = 20
@@ -39,17 +39,15 @@ def check_same_variables(
     marked: Sequence[float],
     variables: Sequence[Variable],
     replicas: Communicator,
-    groups: Groups | None = None,
     all_look: bool = True,
 ) -> None:
-    """Compares this replica's marks with those of all replicas (of its group).
+    """Compares this replica's marks with those of all replicas.
 
     Args:
         trained: for each of the variables, whether this replica trains it; None for all of them.
         marked: the sum or mean of all marks.
         variables: the trainable variables, equal on all replicas.
         replicas: whose marks these are.
-        groups: as in `Communicator`.
         all_look: whether all replicas make this call, so that they can tell each other more.
 
     Raises:
@@ -62,14 +60,14 @@ def check_same_variables(
     frozen = np.zeros((size, len(variables)), "float32")
     if trained is not None:
         frozen[me] = [not is_trained for is_trained in trained]
-    members = [me]
+    seen = [me]
     if all_look:
-        (rows,) = replicas.all_reduce([ops.convert_to_tensor(frozen.reshape(-1))], "max", groups)
+        (rows,) = replicas.all_reduce([ops.convert_to_tensor(frozen.reshape(-1))], "max")
         frozen = ops.convert_to_numpy(rows).reshape(size, -1)
-        members = list(range(size)) if groups is None else next(list(group) for group in groups if me in group)
+        seen = list(range(size))
     received = [
-        f"{_names(frozen[member], variables)} {'not ' if frozen[member].any() else ''}trained on replica {member}"
-        for member in members
+        f"{_names(frozen[i], variables)} {'not ' if frozen[i].any() else ''}trained on replica {replicas.members[i]}"
+        for i in seen
     ]
     advice = "" if all_look else " Others have gone on, as they look at no gradients on this device."
     raise ValueError(

@@ -36,7 +36,8 @@ from keras_shardopt.checkpoint.saving import (
     saved_together,
 )
 from keras_shardopt.models import optimizers_of
-from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
+from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.update.accumulation import Accumulation
 from keras_shardopt.wrapping.chain import kind_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -151,13 +152,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         num_processes, process_id = processes.process()
         if len(header["random_states"]) == num_processes:
             _set_random_state(header["random_states"][process_id])
-        for part in _accumulating(model):
-            part._restart_window()
+        for accumulation in _accumulating(model):
+            accumulation.reset()
         model._initial_epoch = header["epoch"]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup."""
-        if not self._warned and any(part._is_within_window for part in _accumulating(self.model)):
+        if not self._warned and any(accumulation.num_taken for accumulation in _accumulating(self.model)):
             self._warned = True
             warnings.warn(
                 f"Epoch {epoch} ended within a window of micro-steps, which no backup holds: training that is restored "
@@ -333,9 +334,9 @@ def _variables_of(optimizer: Any) -> list[Variable]:
     return optimizer._shared_variables if isinstance(optimizer, OptimizerWrapper) else list(optimizer.variables)
 
 
-def _accumulating(model: Any) -> list[CrossShard]:
+def _accumulating(model: Any) -> list[Accumulation]:
     reducers = [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
-    return [part for part in reducers if part._accumulates]
+    return [part.accumulation for part in reducers if part.accumulation is not None]
 
 
 def _global_seed(make: bool) -> list[Variable]:

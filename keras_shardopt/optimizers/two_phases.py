@@ -21,6 +21,7 @@ class TwoPhases:
     built: bool
     inner: Any
     loss_scale: Any
+    _computed: bool  # whether gradients come from here, and so unscaled
     apply_gradients: Any
     _trainable_variables: list[Variable]
 
@@ -83,7 +84,7 @@ class TwoPhases:
 
         grads, _ = runtime.value_and_grad(scaled, variables, self.axis_name, note_before_assignment)
         grads = unscaled_gradients(grads, variables, self.loss_scale)
-        self.__dict__["_computed"] = True
+        self._computed = True
         return list(zip(grads, variables))
 
     def minimize(self, loss: Callable[[], Tensor], var_list: Sequence[Variable] | None = None) -> Any:

@@ -171,10 +171,10 @@ class PaddedShards:
         """As `FlatShards.reduce`. All gradients go to all replicas: these have no reduce-scatter."""
         found_inf = None
         if found is None:
-            reduced = global_gradients(grads, variables, replicas, reduction, gradient_state, None, trained)
+            reduced = global_gradients(grads, variables, replicas, reduction, gradient_state, trained)
         else:
             reduced, found_inf = all_reduce_and_check(
-                grads, variables, replicas, reduction, gradient_state, None, found, trained
+                grads, variables, replicas, reduction, gradient_state, found, trained
             )
         return self.slices_of(reduced, variables), found_inf
 

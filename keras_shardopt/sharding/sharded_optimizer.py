@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
-from keras_shardopt._typing import Variable
+from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
+from keras_shardopt.wrapping.chain import innermost
 from keras_shardopt.wrapping.wrapper import Observer, OptimizerWrapper, is_built_among_several
 
 _SAVE_TOGETHER = (
@@ -48,6 +51,39 @@ class ShardedState(OptimizerWrapper):
         elif self._lays_out_state:
             own = {id(v) for v in self._variables}
             placement.place([v for v in self.variables if id(v) not in own], "sharded")
+
+    def _check_shards(self, variables: Sequence[Variable], comm: Communicator) -> None:
+        """Raises ValueError where these replicas cannot hold the parts that there are, or lay them out."""
+        if self._shards is not None:
+            self._shards.check(comm)
+        elif self.shard_state and comm.num_replicas > 1 and not comm.is_global_view:
+            raise ValueError(
+                "`shard_state=True` on JAX is a layout of arrays under a `keras.distribution`, and inside `shard_map` "
+                f"and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "
+                f"{comm.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
+                ", or use `shard_state=False`."
+            )
+
+    def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Updates this replica's slices, where state is divided, and with them the weights of all."""
+        if self._shards is None:
+            super().update_inner(grads, variables)
+        else:
+            comm = runtime.communicator(self.axis_name)
+            runtime.no_compile(self._shards.update, self.inner, grads, variables, comm)
+
+    def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
+        """See `keras.optimizers.Optimizer.finalize_variable_values`."""
+        if self._shards is None:
+            super().finalize_variable_values(var_list)
+        elif self.use_ema or _finalizes(innermost(self)):
+            self._shards.finalize(self.inner, var_list)
+
+    @property
+    def _replica_state(self) -> list[Variable]:
+        """State that is divided."""
+        shards = vars(self).get("_shards")
+        return [] if shards is None else [v for v in self.inner.variables if shards.is_divided(v)]
 
     def memory_report(self) -> MemoryReport:
         """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
@@ -193,3 +229,8 @@ def _refuse_several() -> None:
             "`shard_state=True` cannot be inside a `MultiOptimizer`, which stores what each replica has by itself, and "
             "so a part of the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."
         )
+
+
+def _finalizes(leaf: Any) -> bool:
+    """Whether an optimizer of a user's has something of its own to do when training ends."""
+    return type(leaf).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values

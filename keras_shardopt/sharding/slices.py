@@ -215,7 +215,7 @@ class FlatShards:
             return flags(found, replicas.replica_id, num_variables, size, dtype)
 
         op = collective(gradient_state, reduction)
-        factor = rescaling(reduction, size, None) if gradient_state is GradientState.LOCAL_PRESCALED else 1
+        factor = rescaling(reduction, replicas) if gradient_state is GradientState.LOCAL_PRESCALED else 1
         chosen = None if trained is None else dict(zip(positions, trained))
         slices, travelled = self._exchange(own, replicas, op, None if found is None else told, trained=chosen)
         for i, value in slices.items():
@@ -288,7 +288,7 @@ class FlatShards:
             factor = self.num_replicas if op == "mean" else 1
             check_all_train(trains, found[-2] * factor, found[-1] * factor, self.num_replicas)
         named = [self.variables[i] for i in indices]
-        check_same_variables(mine_train, found[len(indices) : -2], named, replicas, None, may_look)
+        check_same_variables(mine_train, found[len(indices) : -2], named, replicas, may_look)
         return {i: slices[i] if present else None for i, present in zip(indices, found > 0)}, travelled
 
     def _reduce_group(

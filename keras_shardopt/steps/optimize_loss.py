@@ -199,8 +199,8 @@ class TrainingStep:
         self._model = model
         self._each_call_says = each_call_says
         self._reducer = _reducer_of(optimizer)
-        self._iter_size = self._reducer.gradient_accumulation_steps if self._reducer._accumulates else 1
-        self._reducer._join_step(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
+        self._iter_size = 1 if self._reducer.accumulation is None else self._reducer.accumulation.num_steps
+        self._reducer.arrival.tell(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
         if not optimizer.built:
             with placement.colocate_with(self.variables[0]):
                 optimizer.build(self.variables)
@@ -275,7 +275,7 @@ class TrainingStep:
         grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, note_before_assignment)
         if skip_update is not None:
             # Not before the loss: replicas that are threads may take turns in it, and this is for the next `apply`.
-            self._reducer._decide_window(not skip_update)
+            self._reducer.accumulation.decide(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value
 

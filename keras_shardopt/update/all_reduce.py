@@ -11,7 +11,7 @@ from typing import Literal, NoReturn
 
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.same_variables import check_same_variables, marks
 from keras_shardopt.numerics import (
@@ -31,14 +31,12 @@ def global_gradients(
     replicas: Communicator,
     reduction: Reduction = "mean",
     gradient_state: GradientState | None = None,
-    groups: Groups | None = None,
     trained: Sequence[bool] | None = None,
 ) -> list[Tensor | None]:
-    r"""Reduces the gradients of all replicas (of a group) to the one that every replica (of it) then applies.
+    r"""Reduces the gradients of all replicas to the one that every replica then applies.
 
     With $N$ replicas and $g_r$ the gradient of the mean loss of replica $r$, the result is
-    $\frac{1}{N} \sum_r g_r$ for `"mean"` and $\sum_r g_r$ for `"sum"`; with groups, the mean or sum over the
-    replicas of the group that this one is in.
+    $\frac{1}{N} \sum_r g_r$ for `"mean"` and $\sum_r g_r$ for `"sum"`; in a group, over its members.
 
     Args:
         grads: one tensor or None per variable. A variable that has a gradient on some replicas only counts as
@@ -48,18 +46,17 @@ def global_gradients(
             accumulates.
         replicas: who exchanges what.
         reduction: "mean" or "sum".
-        gradient_state: how the gradients arrive; None asks `replicas`. With groups, it must be local or prescaled.
-        groups: lists of replica ids that together name every replica once; None for all in one.
+        gradient_state: how the gradients arrive; None asks `replicas`. In a group, it must be local or prescaled.
         trained: for each variable whether this replica trains it; None for all of them. Each replica gives all
             variables that any trains.
 
     Returns:
-        A list like `grads`, equal on all replicas (of a group).
+        A list like `grads`, equal on all replicas.
 
     Raises:
-        ValueError: on every replica (of a group), if not all train the same variables.
+        ValueError: on every replica, if not all train the same variables.
     """
-    return global_gradients_and_flags(grads, variables, replicas, reduction, gradient_state, groups, None, trained)[0]
+    return global_gradients_and_flags(grads, variables, replicas, reduction, gradient_state, None, trained)[0]
 
 
 def global_gradients_and_flags(
@@ -68,7 +65,6 @@ def global_gradients_and_flags(
     replicas: Communicator,
     reduction: Reduction,
     gradient_state: GradientState | None,
-    groups: Groups | None,
     flags: Callable[[str], Tensor] | None,
     trained: Sequence[bool] | None = None,
 ) -> tuple[list[Tensor | None], Tensor | None]:
@@ -90,16 +86,13 @@ def global_gradients_and_flags(
     reduced: list[Tensor | None] = list(grads)
     plain = [i for i, v in enumerate(variables) if not overwrites_variable(v)]
     op = collective(gradient_state, reduction)
-    factor = (
-        rescaling(reduction, replicas.num_replicas, groups) if gradient_state is GradientState.LOCAL_PRESCALED else 1
-    )
+    factor = rescaling(reduction, replicas) if gradient_state is GradientState.LOCAL_PRESCALED else 1
     travelling = None if flags is None or not plain else flags(dtype_of(variables[plain[0]]))
     results, travelled = _reduce_some(
         [grads[i] for i in plain],
         [variables[i] for i in plain],
         replicas,
         op,
-        groups,
         travelling,
         trained=None if trained is None else [trained[i] for i in plain],
     )
@@ -107,7 +100,7 @@ def global_gradients_and_flags(
         reduced[i] = None if result is None else _scaled(result, factor)
     # Last, when it is clear that all replicas have the same of them.
     next_values = [i for i, v in enumerate(variables) if grads[i] is not None and overwrites_variable(v)]
-    for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max", groups)):
+    for i, value in zip(next_values, replicas.all_reduce([grads[i] for i in next_values], "max")):
         reduced[i] = value
     return reduced, travelled
 
@@ -118,12 +111,10 @@ def collective(gradient_state: GradientState, reduction: Reduction) -> ReduceOp:
     return "mean" if gradient_state is GradientState.LOCAL and reduction == "mean" else "sum"
 
 
-def rescaling(reduction: Reduction, num_replicas: int, groups: Groups | None) -> float:
+def rescaling(reduction: Reduction, replicas: Communicator) -> float:
     """What to multiply the sum of prescaled gradients with."""
-    if reduction == "sum":
-        return num_replicas
     # Each is divided by the number of all replicas, also where only those of a group are added.
-    return 1 if groups is None else num_replicas / len(groups[0])
+    return replicas.world.num_replicas / (1 if reduction == "sum" else replicas.num_replicas)
 
 
 def _factor(gradient_state: GradientState, reduction: Reduction, num_replicas: int) -> float:
@@ -138,7 +129,6 @@ def _reduce_some(
     variables: Sequence[Variable],
     replicas: Communicator,
     op: ReduceOp,
-    groups: Groups | None,
     flags: Tensor | None = None,
     trains: bool = True,
     trained: Sequence[bool] | None = None,
@@ -148,7 +138,7 @@ def _reduce_some(
         present = [i for i, grad in enumerate(grads) if grad is not None]
         result: list[Tensor | None] = [None] * len(grads)
         along = [] if flags is None else [flags]
-        sums = replicas.all_reduce([*[grads[i] for i in present], *along], op, groups)
+        sums = replicas.all_reduce([*[grads[i] for i in present], *along], op)
         for i, grad in zip(present, sums):
             result[i] = grad
         return result, None if flags is None else sums[-1]
@@ -160,50 +150,46 @@ def _reduce_some(
         return [], flags
     told = [*[grad is not None for grad in grads], *marks(trained), trains, not trains]
     num_told = len(told)
-    if groups is not None:
+    if replicas.is_group:
         # Whether another group has failed, which the members of this one may find at different times.
-        told.append(replicas.is_cheap_to_read(filled[0]) and replicas.others_have_failed())
+        told.append(replicas.is_cheap_to_read(filled[0]) and replicas.world.others_have_failed())
     presence = ops.convert_to_tensor(told, dtype=filled[0].dtype)
     if flags is not None:
         presence = ops.concatenate([presence, ops.cast(flags, dtype_of(presence))])
-    *sums, counts = replicas.all_reduce([*filled, presence], op, groups)
+    *sums, counts = replicas.all_reduce([*filled, presence], op)
     flags = None if flags is None else counts[len(told) :]
     has_failed, counts = counts[num_told : len(told)], counts[:num_told]
     may_look = replicas.is_cheap_to_read(counts) or not trains
     if all(grad is not None for grad in grads) and not may_look:
         return list(sums), flags
     found = ops.convert_to_numpy(ops.cast(counts, "float32"))
-    if groups is not None and may_look and float(ops.convert_to_numpy(ops.cast(has_failed, "float32"))[0]) > 0:
+    if replicas.is_group and may_look and float(ops.convert_to_numpy(ops.cast(has_failed, "float32"))[0]) > 0:
         raise_failure_of_others(replicas)
     try:
         if may_look:
-            num_members = replicas.num_replicas if groups is None else len(groups[0])
-            factor = num_members if op == "mean" else 1
-            check_all_train(trains, found[-2] * factor, found[-1] * factor, num_members)
-        check_same_variables(trained, found[len(grads) : -2], variables, replicas, groups, may_look)
+            factor = replicas.num_replicas if op == "mean" else 1
+            check_all_train(trains, found[-2] * factor, found[-1] * factor, replicas.num_replicas)
+        check_same_variables(trained, found[len(grads) : -2], variables, replicas, may_look)
     except ValueError as error:
-        if groups is not None:
-            replicas.say_failure(str(error), groups)
+        if replicas.is_group:
+            replicas.world.say_failure(str(error), replicas.members[0])
         raise
     return [grad if has else None for grad, has in zip(sums, found > 0)], flags
 
 
 def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     """Raises the ValueError that the replicas of another group have raised."""
-    raise ValueError(replicas.take_failure() or "All groups must train. Received: an error in another one.")
+    raise ValueError(replicas.world.take_failure() or "All groups must train. Received: an error in another one.")
 
 
-def join_uneven_inputs(
-    variables: Sequence[Variable], replicas: Communicator, groups: Groups | None = None, num_flags: int = 0
-) -> None:
-    """Tells the other replicas (of the group) that this one has ended training, where they might wait for it.
+def join_uneven_inputs(variables: Sequence[Variable], replicas: Communicator, num_flags: int = 0) -> None:
+    """Tells the other replicas that this one has ended training, where they might wait for it.
 
     It is one more reduction, of zeros: whoever still trains takes part in it with an update, and both notice.
 
     Args:
         variables: the trainable variables.
         replicas: who exchanges what.
-        groups: as in `global_gradients`.
         num_flags: how many numbers travel along with gradients.
 
     Raises:
@@ -212,7 +198,7 @@ def join_uneven_inputs(
     # Next values travel by themselves, and only some of them, so that another replica may be somewhere else.
     if not replicas.is_spmd and not any(overwrites_variable(v) for v in variables):
         flags = ops.zeros((num_flags,)) if num_flags else None
-        _reduce_some([None] * len(variables), variables, replicas, "sum", groups, flags, trains=False)
+        _reduce_some([None] * len(variables), variables, replicas, "sum", flags, trains=False)
 
 
 def check_all_train(trains: bool, num_training: float, num_ended: float, num_members: int) -> None:

@@ -270,8 +270,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
                 part.__dict__["_rollback"] = None
         if not any(map(_leaves_out_updates, chain)):
             return
-        accumulating = next((part for part in chain if getattr(part, "_accumulates", False)), None)
-        accumulators = None if accumulating is None else accumulating._accumulators
+        accumulating = next((part for part in chain if getattr(part, "accumulation", None) is not None), None)
+        accumulators = None if accumulating is None else accumulating.accumulation
         # One from further inside may know neither the window nor, where state is divided, the model.
         known = [rollback for rollback in made if rollback.variables and rollback.accumulators is accumulators]
         if not known:

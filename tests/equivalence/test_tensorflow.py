@@ -300,11 +300,11 @@ def test_clipping_in_units_of_the_loss_that_is_scaled_inside():
 
 def test_clipping_where_the_prescaling_is_forgotten_turns_the_check_red(monkeypatch):
     from keras_shardopt.backends.communicator import GradientState
-    from keras_shardopt.optimizers import cross_shard
+    from keras_shardopt.update import replica_transform
 
-    real = cross_shard.transformed_gradients
+    real = replica_transform.transformed_gradients
     monkeypatch.setattr(
-        cross_shard,
+        replica_transform,
         "transformed_gradients",
         lambda g, v, n, gradient_state, *rest: real(g, v, n, GradientState.LOCAL, *rest),
     )
@@ -404,9 +404,10 @@ def test_on_tpu_groups_are_summed_by_the_op_that_takes_them(strategy, monkeypatc
     replicas = communicator.ReplicaContext(strategy, None)
     assert not replicas._is_on_tpu
     replicas._is_on_tpu, replicas.num_replicas = True, 4
-    found = replicas.all_reduce([tf.constant([1.0, 3.0])], "mean", GROUPS)
+    group = replicas.split(GROUPS)
+    found = group.all_reduce([tf.constant([1.0, 3.0])], "mean")
     np.testing.assert_array_equal(found[0], [1.0, 3.0])
-    np.testing.assert_array_equal(replicas.all_reduce([tf.constant([1.0])], "sum", GROUPS)[0], [2.0])
+    np.testing.assert_array_equal(group.all_reduce([tf.constant([1.0])], "sum")[0], [2.0])
     assert calls == [GROUPS, GROUPS]
 
 

@@ -27,7 +27,7 @@ from keras_shardopt.backends.same_variables import NUM_MARKS
 from keras_shardopt.backends.torch import communicator as torch_communicator
 from keras_shardopt.backends.torch import placement as torch_placement
 from keras_shardopt.fit.scope import largest_difference
-from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.update import reducers
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 warnings.filterwarnings("ignore")
@@ -873,11 +873,11 @@ def check_replicas_stops_fit_on_every_rank(scope):
     model.compile(ks.CrossShard(problem.sgd_momentum(), overlap=False), "mse")
     model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(2)], **arguments)
 
-    real, cross_shard.global_gradients = cross_shard.global_gradients, lambda grads, *_: grads  # local from here on
+    real, reducers.global_gradients = reducers.global_gradients, lambda grads, *_: grads  # local from here on
     fit = lambda: model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(4)], **arguments)  # noqa: E731
     words = "after 4 batches of this `fit`: another value of `mlp/hidden/kernel` on replica 0 against replica 1 against"
     refused(fit, RuntimeError, words)
-    cross_shard.global_gradients = real
+    reducers.global_gradients = real
 
 
 def main():

@@ -13,13 +13,14 @@ from support.patience import patient
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.update.step import Step
 
 _REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max}
 
 
 class FakeReplicas(Communicator):
     def __init__(self, world, replica_id):
-        self._world = world
+        self._threads = world
         self.num_replicas = world.num_replicas
         self.replica_id = replica_id
         self.is_chief = replica_id == 0
@@ -27,35 +28,26 @@ class FakeReplicas(Communicator):
         self.calls = []
 
     def gradient_state(self, grads, variables):
-        return self._world.arrives
+        return self._threads.arrives
+
+    def split(self, groups):
+        part = super().split(groups)
+        part.replica_id = list(part.members).index(self.replica_id)
+        return part
 
     def _exchange(self, tensors):
-        return self._world.exchange(self.replica_id, [keras.ops.convert_to_numpy(t) for t in tensors])
+        """Of each tensor those of all members."""
+        mine = [keras.ops.convert_to_numpy(t) for t in tensors]
+        everyones = self._threads.exchange(self.world.replica_id, mine)
+        return zip(*[everyones[r] for r in self.members])
 
-    def _peers(self, groups):
-        if groups is None:
-            return range(self.num_replicas)
-        return next(group for group in groups if self.replica_id in group)
-
-    def all_reduce(self, tensors, op, groups=None):
+    def all_reduce(self, tensors, op):
         self.calls.append(("all_reduce", op, len(tensors)))
-        everyones = self._exchange(tensors)
-        columns = zip(*[everyones[r] for r in self._peers(groups)])
+        columns = self._exchange(tensors)
         return [keras.ops.convert_to_tensor(_REDUCE[op](np.stack(column), axis=0)) for column in columns]
 
-    def reduce_scatter(self, tensors, op, groups=None):
-        peers = list(self._peers(groups))
-        reduced = self.all_reduce(tensors, op, groups)
-        return [keras.ops.split(t, len(peers))[peers.index(self.replica_id)] for t in reduced]
-
-    def all_gather(self, tensors, groups=None):
-        everyones = self._exchange(tensors)
-        columns = zip(*[everyones[r] for r in self._peers(groups)])
-        return [keras.ops.convert_to_tensor(np.concatenate(column)) for column in columns]
-
-    def broadcast(self, tensors, root=0, groups=None):
-        source = list(self._peers(groups))[root]
-        return [keras.ops.convert_to_tensor(t) for t in self._exchange(tensors)[source]]
+    def all_gather(self, tensors):
+        return [keras.ops.convert_to_tensor(np.concatenate(column)) for column in self._exchange(tensors)]
 
 
 class FakeWorld:
@@ -104,3 +96,8 @@ class FakeWorld:
         if errors:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
         return results
+
+
+def reduced(optimizer, grads, variables, weight=1.0):
+    """What the stages of a `CrossShard`, and its reduction, make of gradients."""
+    return optimizer.pipeline.reduce(Step(grads, variables, weight=weight)).grads

@@ -159,18 +159,18 @@ def replicas_in_numpy(
 
 def moves(replicas, mine):
     """What one of four replicas gets from each move of its `mine`, `arange(4) + 10 * id`."""
-    groups = [[0, 2], [1, 3]]
+    group = replicas.split([[2, 0], [1, 3]])
     found = {
         "sum": replicas.all_reduce([mine], "sum"),
         "mean": replicas.all_reduce([mine], "mean"),
         "max": replicas.all_reduce([mine], "max"),
-        "group mean": replicas.all_reduce([mine], "mean", groups),
+        "group mean": group.all_reduce([mine], "mean"),
         "scatter": replicas.reduce_scatter([mine], "mean"),
-        "group scatter": replicas.reduce_scatter([mine], "sum", groups),
+        "group scatter": group.reduce_scatter([mine], "sum"),
         "gather": replicas.all_gather([mine[:1]]),
-        "group gather": replicas.all_gather([mine[:1]], groups),
+        "group gather": group.all_gather([mine[:1]]),
         "broadcast": replicas.broadcast([mine], root=2),
-        "group broadcast": replicas.broadcast([mine], root=1, groups=groups),
+        "group broadcast": group.broadcast([mine], root=1),
     }
     return {name: value for name, (value,) in found.items()}
 

@@ -29,10 +29,10 @@ def sent(monkeypatch):
     found = []
     real = FakeReplicas.all_reduce
 
-    def all_reduce(self, tensors, op, groups=None):
+    def all_reduce(self, tensors, op):
         found.extend(keras.backend.standardize_dtype(t.dtype) for t in tensors)
         with np.errstate(all="ignore"):
-            totals = real(self, [keras.ops.cast(t, "float32") for t in tensors], op, groups)
+            totals = real(self, [keras.ops.cast(t, "float32") for t in tensors], op)
         return [keras.ops.cast(total, t.dtype) for total, t in zip(totals, tensors)]
 
     monkeypatch.setattr(FakeReplicas, "all_reduce", all_reduce)
@@ -49,7 +49,7 @@ def updated(world, gradient_state, scales=None, offset=0.0, **arguments):
             own = [g / world.num_replicas for g in own]
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradients=gradient_state.value, **arguments)
         optimizer.build(mine)
-        optimizer._have_started(replicas)
+        optimizer.peers.started = replicas
         optimizer.apply([keras.ops.convert_to_tensor(np.asarray(g, "float32")) for g in own], mine)
         return [-np.array(v) for v in mine], optimizer
 

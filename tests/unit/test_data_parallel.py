@@ -349,8 +349,8 @@ def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         ranks = TorchProcessGroup()
-        model.optimizer._have_started(ranks)
-        assert model.optimizer._buckets_among(ranks) is not None
+        model.optimizer.peers.started = ranks
+        assert model.optimizer.pipeline.reducer.buckets_among(ranks) is not None
         assert ranks.are_current()
     finally:
         dist.destroy_process_group()

@@ -59,8 +59,8 @@ FAULTS = [
     ),
     fault(
         "update/all_reduce.py",
-        "return 1 if groups is None else num_replicas / len(groups[0])",
-        "return 1",
+        'replicas.world.num_replicas / (1 if reduction == "sum" else replicas.num_replicas)',
+        'replicas.world.num_replicas / (1 if reduction == "sum" else replicas.world.num_replicas)',
         f"{LOCAL}::test_every_way_of_arriving_with_groups_and_clipping",
     ),
     fault(
@@ -77,8 +77,8 @@ FAULTS = [
     ),
     fault(
         "update/all_reduce.py",
-        'replicas.all_reduce([grads[i] for i in next_values], "max", groups)',
-        'replicas.all_reduce([grads[i] for i in next_values], "mean", groups)',
+        'replicas.all_reduce([grads[i] for i in next_values], "max")',
+        'replicas.all_reduce([grads[i] for i in next_values], "mean")',
         "unit/test_reduction.py::test_next_values_take_the_largest_and_are_never_averaged",
     ),
     # Windows of micro-steps.
@@ -154,14 +154,14 @@ FAULTS = [
     # Half precision on the way.
     fault(
         "backends/compression.py",
-        "divisor = self._num_members(groups) if self._divides else 1",
         "divisor = self.num_replicas if self._divides else 1",
+        "divisor = self.world.num_replicas if self._divides else 1",
         "unit/test_compression.py::test_within_groups_the_divisor_is_their_size",
     ),
     fault(
         "backends/compression.py",
-        "divisor = self._num_members(groups) if self._divides else 1",
-        "divisor = self._num_members(groups)",
+        "divisor = self.num_replicas if self._divides else 1",
+        "divisor = self.num_replicas",
         "unit/test_compression.py::test_the_error_is_bounded",
     ),
     # What replicas must have in common.

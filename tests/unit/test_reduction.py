@@ -136,7 +136,7 @@ def reduced_with_frozen(trained, reduction="mean"):
         mine = trained[replicas.replica_id]
         grads = [keras.ops.ones(shape) if given else None for shape, given in zip(SHAPES, mine)]
         try:
-            return global_gradients(grads, WEIGHTS, replicas, reduction, GradientState.LOCAL, None, mine)
+            return global_gradients(grads, WEIGHTS, replicas, reduction, GradientState.LOCAL, mine)
         except ValueError as error:
             return str(error)
 

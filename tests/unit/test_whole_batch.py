@@ -35,7 +35,7 @@ class Together(SingleReplica):
         self.told = []
         self.heard = None
 
-    def all_reduce(self, tensors, op, groups=None):
+    def all_reduce(self, tensors, op):
         if self.heard is None:
             self.told.append([ops.convert_to_numpy(tensor) for tensor in tensors])
             return list(tensors)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
 
 
@@ -22,7 +22,18 @@ class MappedAxis(Communicator):
 
     @property
     def replica_id(self) -> Any:
-        return jax.lax.axis_index(self._axis)
+        mine = jax.lax.axis_index(self._axis)
+        if self._groups is None:
+            return mine
+        positions = {replica: position for group in self._groups for position, replica in enumerate(group)}
+        return jax.numpy.array([positions[replica] for replica in range(len(positions))])[mine]
+
+    @property
+    def members(self) -> Any:
+        if self._groups is None:
+            return range(self.num_replicas)
+        group_of = {replica: group for group in self._groups for replica in group}
+        return jax.numpy.array([group_of[replica] for replica in range(len(group_of))])[self.world.replica_id]
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         # shard_map(check_vma=True) knows which values vary along the axis, and sums the gradients of a weight
@@ -43,7 +54,7 @@ class MappedAxis(Communicator):
 
     @property
     def _knows_what_varies(self) -> bool:
-        return self._varies(self.replica_id)
+        return self._varies(jax.lax.axis_index(self._axis))
 
     def varying(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The values as if they were each replica's own, so that their gradients are."""
@@ -57,34 +68,22 @@ class MappedAxis(Communicator):
             return self._axis in aval.vma
         return self._axis in aval.mat.varying
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         if not tensors:
             return []
-        if groups is not None and op != "max" and self._knows_what_varies:
-            return self._all_reduce_gathered(tensors, op, groups)
+        if self._groups is not None and op != "max" and self._knows_what_varies:
+            # shard_map(check_vma=True) has no sum within groups: NotImplementedError, up to JAX 0.10 at least.
+            over_members, members = {"sum": jax.numpy.sum, "mean": jax.numpy.mean}[op], self.members
+            return [over_members(jax.lax.all_gather(t, self._axis)[members], axis=0) for t in tensors]
         reduce = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[op]
-        return list(reduce(list(tensors), self._axis, axis_index_groups=groups))
+        return list(reduce(list(tensors), self._axis, axis_index_groups=self._groups))
 
-    def _all_reduce_gathered(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups) -> list[Tensor]:
-        # shard_map(check_vma=True) has no sum within groups: NotImplementedError, up to JAX 0.10 at least.
-        group_of = {replica: group for group in groups for replica in group}
-        peers = jax.numpy.array([group_of[replica] for replica in range(self.num_replicas)])[self.replica_id]
-        reduce = {"sum": jax.numpy.sum, "mean": jax.numpy.mean}[op]
-        return [reduce(jax.lax.all_gather(t, self._axis)[peers], axis=0) for t in tensors]
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        scattered = [jax.lax.psum_scatter(t, self._axis, axis_index_groups=self._groups, tiled=True) for t in tensors]
+        return [t / self.num_replicas for t in scattered] if op == "mean" else scattered
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
-        size = self.num_replicas if groups is None else len(groups[0])
-        scattered = [jax.lax.psum_scatter(t, self._axis, axis_index_groups=groups, tiled=True) for t in tensors]
-        return [t / size for t in scattered] if op == "mean" else scattered
-
-    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
-        return [jax.lax.all_gather(t, self._axis, axis_index_groups=groups, tiled=True) for t in tensors]
-
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
-        roots = jax.numpy.array([root] if groups is None else [group[root] for group in groups])
-        from_root = (self.replica_id == roots).any()
-        chosen = [jax.numpy.where(from_root, t, jax.numpy.zeros_like(t)) for t in tensors]
-        return self.all_reduce(chosen, "sum", groups)
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [jax.lax.all_gather(t, self._axis, axis_index_groups=self._groups, tiled=True) for t in tensors]
 
 
 def spans_processes(num_replicas: int) -> bool:

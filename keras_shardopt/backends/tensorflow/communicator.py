@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 
@@ -25,7 +25,19 @@ class ReplicaContext(Communicator):
 
     @property
     def replica_id(self) -> Any:
-        return self._context.replica_id_in_sync_group
+        mine = self._context.replica_id_in_sync_group
+        if self._groups is None:
+            return mine
+        positions = {replica: position for group in self._groups for position, replica in enumerate(group)}
+        return tf.gather(tf.constant([positions[replica] for replica in range(len(positions))]), mine)
+
+    @property
+    def members(self) -> Any:
+        if self._groups is None:
+            return range(self.num_replicas)
+        group_of = {replica: i for i, group in enumerate(self._groups) for replica in group}
+        mine = tf.gather(tf.constant([group_of[r] for r in range(len(group_of))]), self.world.replica_id)
+        return tf.gather(tf.constant(self._groups), mine)
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         seen = tf_losses.noted()
@@ -54,15 +66,15 @@ class ReplicaContext(Communicator):
             ]
         return ()
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         tensors = list(tensors)
         if not tensors:
             return []
-        if groups is not None:
+        if self._groups is not None:
             if self._is_on_tpu and op != "max":
-                sums = [_sum_on_tpu(tensor, groups) for tensor in tensors]
-                return [_divided(tensor, len(groups[0])) for tensor in sums] if op == "mean" else sums
-            members = self._members(groups)
+                sums = [self._sum_on_tpu(tensor) for tensor in tensors]
+                return [_divided(tensor, self.num_replicas) for tensor in sums] if op == "mean" else sums
+            members = self.members
             gathered = [tf.gather(stack, members) for stack in self._stacks(tensors)]
             return [_REDUCE[op](stack, axis=0) for stack in gathered]
         if op == "max":
@@ -80,26 +92,13 @@ class ReplicaContext(Communicator):
             reduced = [_divided(tensor, self.num_replicas) for tensor in reduced]
         return reduced
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
-        # tf.distribute has no reduce-scatter, so each replica reduces all and keeps its slice.
-        reduced = self.all_reduce(tensors, op, groups)
-        size = self.num_replicas if groups is None else len(groups[0])
-        position = tf.convert_to_tensor(self.replica_id)
-        if groups is not None:
-            position = tf.gather(_positions(groups), position)
-        return [tf.reshape(tensor, [size, -1])[position] for tensor in reduced]
-
-    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if not tensors:
             return []
-        if groups is None:
+        if self._groups is None:
             return self._gathered(list(tensors))
-        members = self._members(groups)
+        members = self.members
         return [tf.reshape(tf.gather(stack, members), [-1]) for stack in self._stacks(tensors)]
-
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
-        position = root if groups is None else self._members(groups)[root]
-        return [tf.gather(stack, position) for stack in self._stacks(tensors)]
 
     def _stacks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor of all replicas, stacked along a new first axis."""
@@ -114,10 +113,10 @@ class ReplicaContext(Communicator):
         gathered = self._context.all_gather(sent, axis=0)
         return [tf.bitcast(g, t.dtype) if t.dtype == tf.bfloat16 else g for g, t in zip(gathered, tensors)]
 
-    def _members(self, groups: Groups) -> Tensor:
-        """The replica ids of this replica's own group."""
-        group_of = [next(i for i, group in enumerate(groups) if r in group) for r in range(self.num_replicas)]
-        return tf.gather(tf.constant(groups), tf.gather(tf.constant(group_of), self.replica_id))
+    def _sum_on_tpu(self, tensor: Tensor) -> Tensor:
+        # The op that `tf.compat.v1.tpu.cross_replica_sum` makes. It has no kernel elsewhere.
+        assignment = tf.constant(self._groups, tf.int32)
+        return tf.raw_ops.CrossReplicaSum(input=tf.convert_to_tensor(tensor), group_assignment=assignment)
 
 
 @contextlib.contextmanager
@@ -182,18 +181,6 @@ def _doubts(seen: set[str]) -> list[str]:
 
 
 _REDUCE = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "max": tf.reduce_max}
-
-
-def _sum_on_tpu(tensor: Tensor, groups: Groups) -> Tensor:
-    # The op that `tf.compat.v1.tpu.cross_replica_sum` makes. It has no kernel elsewhere.
-    assignment = tf.constant([list(group) for group in groups], tf.int32)
-    return tf.raw_ops.CrossReplicaSum(input=tf.convert_to_tensor(tensor), group_assignment=assignment)
-
-
-def _positions(groups: Groups) -> Tensor:
-    """For every replica id, its position inside its group."""
-    order = {replica: position for group in groups for position, replica in enumerate(group)}
-    return tf.constant([order[replica] for replica in range(len(order))])
 
 
 def _divided(tensor: Tensor, divisor: int) -> Tensor:

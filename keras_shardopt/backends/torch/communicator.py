@@ -44,7 +44,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class TorchProcessGroup(Communicator):
-    """The ranks of the default process group."""
+    """The ranks of the default process group, or of a group of them."""
 
     is_spmd = False
     is_multi_process = True
@@ -54,8 +54,9 @@ class TorchProcessGroup(Communicator):
         self.replica_id = dist.get_rank()
         self.is_chief = self.replica_id == 0
         # Weakly: a group that outlives `destroy_process_group` takes the interpreter down when it exits.
-        self._world = weakref.ref(dist.group.WORLD)
-        self._subgroups: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
+        self._default_group = weakref.ref(dist.group.WORLD)
+        self._process_group: Any = None
+        self._parts: dict[tuple[tuple[int, ...], ...], TorchProcessGroup] = {}
         # Variables whose DDP owner has been looked for. By identity: tensors compare element by element.
         self._ddp_of: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None]] = {}
         self._num_failures = 0
@@ -65,12 +66,26 @@ class TorchProcessGroup(Communicator):
             keras.Model._initialize_ddp = lambda model: _initialize_ddp(model, mine())
 
     @torch.compiler.disable
-    def say_failure(self, words: str, groups: Groups) -> None:
+    def split(self, groups: Groups) -> Communicator:
+        """See `Communicator.split`. Process groups are made once, by all ranks together."""
+        key = tuple(tuple(sorted(ranks)) for ranks in groups)
+        if len(key) == 1:
+            return self
+        if key not in self._parts:
+            with explaining_failures():
+                made = [dist.new_group(list(ranks)) for ranks in key]
+            number = next(i for i, ranks in enumerate(key) if self.replica_id in ranks)
+            part: Any = super().split(groups)
+            part.replica_id, part._process_group = key[number].index(self.replica_id), made[number]
+            self._parts[key] = part
+        return self._parts[key]
+
+    @torch.compiler.disable
+    def say_failure(self, words: str, first_member: int) -> None:
         # Without a collective: the other groups are somewhere else. Members of one count alike.
         self._num_failures += 1
-        mine = next(group for group in groups if self.replica_id in group)
-        self._failures_taken.add(f"{mine[0]}/{self._num_failures}")
-        say_failure(f"{mine[0]}/{self._num_failures}", words)
+        self._failures_taken.add(f"{first_member}/{self._num_failures}")
+        say_failure(f"{first_member}/{self._num_failures}", words)
 
     @torch.compiler.disable
     def others_have_failed(self) -> bool:
@@ -85,11 +100,11 @@ class TorchProcessGroup(Communicator):
 
     def are_current(self) -> bool:
         """Whether this object still speaks of the process group that runs."""
-        return self._world() is not None and self._world() is dist.group.WORLD
+        return self._default_group() is not None and self._default_group() is dist.group.WORLD
 
     def forget_groups(self) -> None:
-        """Lets go of the subgroups, which are destroyed together with the group of all ranks."""
-        self._subgroups.clear()
+        """Lets go of the groups, which are destroyed together with that of all ranks."""
+        self._parts.clear()
 
     def is_cheap_to_read(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -105,8 +120,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     @torch.no_grad()
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
-        group, size = self._group(groups)
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
         result: list[Tensor] = [None] * len(tensors)
         flats = []
@@ -114,29 +128,29 @@ class TorchProcessGroup(Communicator):
         for indices in _buckets(tensors):
             flat = torch.cat([_dense(tensors[i]).reshape(-1) for i in indices])
             with explaining_failures(under_way):
-                under_way.append(dist.all_reduce(flat, reduce, group=group, async_op=True))
+                under_way.append(dist.all_reduce(flat, reduce, group=self._process_group, async_op=True))
             flats.append((indices, flat))
         for number, (indices, flat) in enumerate(flats):
             with explaining_failures(under_way):
                 under_way[number].wait()
             if op == "mean":
-                flat.div_(size)
+                flat.div_(self.num_replicas)
             for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):
                 result[i] = part.view(tensors[i].shape)
         return result
 
     @torch.compiler.disable
     @torch.no_grad()
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp, groups: Groups | None = None) -> list[Tensor]:
-        group, size = self._group(groups)
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         result = []
         for tensor in tensors:
-            part = self._scattered(tensor.contiguous(), group, size)
-            result.append(part.div_(size) if op == "mean" else part)
+            part = self._scattered(tensor.contiguous())
+            result.append(part.div_(self.num_replicas) if op == "mean" else part)
         return result
 
-    def _scattered(self, tensor: Tensor, group: Any, size: int) -> Tensor:
+    def _scattered(self, tensor: Tensor) -> Tensor:
         """This rank's slice of the sum."""
+        group, size = self._process_group, self.num_replicas
         if dist.get_backend(group) == "gloo":
             # Whose own reduce-scatter is an all-reduce of which a part is kept: twice the bytes (PyTorch 2.13).
             everyones = torch.empty_like(tensor)
@@ -150,27 +164,24 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     @torch.no_grad()
-    def all_gather(self, tensors: Sequence[Tensor], groups: Groups | None = None) -> list[Tensor]:
-        group, size = self._group(groups)
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         result = []
         for tensor in tensors:
-            whole = tensor.new_empty(tensor.numel() * size)
+            whole = tensor.new_empty(tensor.numel() * self.num_replicas)
             with explaining_failures():
-                _all_gather(whole, tensor.contiguous(), group=group)
+                _all_gather(whole, tensor.contiguous(), group=self._process_group)
             result.append(whole)
         return result
 
     @torch.compiler.disable
     @torch.no_grad()
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0, groups: Groups | None = None) -> list[Tensor]:
-        group, _ = self._group(groups)
-        source = root if group is None else dist.get_global_rank(group, root)
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         result: list[Tensor] = [None] * len(tensors)
         for indices in _buckets(tensors):
             # As bytes: every dtype travels, and bits stay what they are.
             flat = torch.cat([tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in indices])
             with explaining_failures():
-                dist.broadcast(flat, source, group=group)
+                dist.broadcast(flat, self.members[root], group=self._process_group)
             sizes = [tensors[i].numel() * tensors[i].element_size() for i in indices]
             for i, part in zip(indices, flat.split(sizes)):
                 result[i] = part.clone().view(tensors[i].dtype).view(tensors[i].shape)
@@ -184,12 +195,7 @@ class TorchProcessGroup(Communicator):
         return things[0]
 
     @torch.compiler.disable
-    def broadcast_from_rank_0(
-        self,
-        variables: Sequence[Variable],
-        optimizer_variables: Sequence[Variable],
-        groups: Groups | None = None,
-    ) -> float:
+    def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
         weights = [_tensor(v) for v in variables]
         state = [_tensor(v) for v in optimizer_variables]
         others = self._model_and_seed_state(weights)
@@ -202,23 +208,22 @@ class TorchProcessGroup(Communicator):
                         f"All replicas must have the same {what}. Received on rank 0: {theirs[0][position]}, "
                         f"on rank {rank}: {signature[position]}. Build the same model and optimizer on every rank."
                     )
-        equal = self._take_from_root(weights, groups)
-        self._take_from_root(state, groups)
+        equal = self._take_from_root(weights)
+        self._take_from_root(state)
         # Which other models are alive is each rank's own affair, so these follow only where all ranks agree.
         if all(signature[2] == theirs[0][2] for signature in theirs):
-            self._take_from_root(others, groups)
-        draw_apart(self, [])  # also where a program has seeded PyTorch's generator since it was last said
-        group, size = self._group(groups)
+            self._take_from_root(others)
+        draw_apart(self.world, [])  # also where a program has seeded PyTorch's generator since it was last said
         num_equal = torch.tensor(float(equal), device=weights[0].device)
         with explaining_failures():
-            dist.all_reduce(num_equal, group=group)
-        return size / float(num_equal) if equal else 0.0
+            dist.all_reduce(num_equal, group=self._process_group)
+        return self.num_replicas / float(num_equal) if equal else 0.0
 
-    def _take_from_root(self, tensors: Sequence[Tensor], groups: Groups | None) -> bool:
+    def _take_from_root(self, tensors: Sequence[Tensor]) -> bool:
         """Overwrites `tensors` with the first rank's values. Returns whether they had been equal, bit for bit."""
         equal = True
         with torch.no_grad():
-            for mine, roots in zip(tensors, self.broadcast(tensors, groups=groups)):
+            for mine, roots in zip(tensors, self.broadcast(tensors)):
                 if not torch.equal(_bytes(mine), _bytes(roots)):
                     equal = False
                     mine.copy_(roots)
@@ -257,17 +262,6 @@ class TorchProcessGroup(Communicator):
             known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
             self._ddp_of[id(parameter)] = known
         return None if known[1] is None else known[1]()
-
-    def _group(self, groups: Groups | None) -> tuple[Any, int]:
-        """This rank's process group for `groups`, and its size. Subgroups are made once, by all ranks together."""
-        if groups is None:
-            return None, self.num_replicas
-        key = tuple(tuple(group) for group in groups)
-        if key not in self._subgroups:
-            with explaining_failures():
-                self._subgroups[key] = [dist.new_group(list(group)) for group in key]
-        position = next(i for i, group in enumerate(key) if self.replica_id in group)
-        return self._subgroups[key][position], len(key[position])
 
 
 def _tensor(variable: Variable) -> Tensor:

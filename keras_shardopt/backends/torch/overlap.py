@@ -394,7 +394,7 @@ class Buckets:
                     )
                 return None
             counts, marked = counts[: len(present)], counts[len(present) :]
-            check_same_variables(trained, marked, self._variables, self._ranks, None, looks)
+            check_same_variables(trained, marked, self._variables, self._ranks, looks)
             has = [count > 0 for count in counts]
         for bucket in self._buckets:
             if bucket.results is not bucket.views:
