@@ -1,7 +1,7 @@
 """What every backend tells about replicas, and the moves it offers.
 
 A *replica* is one worker that sees its own data. A backend states facts (`num_replicas`, `replica_id`,
-`is_chief`, `gradient_state`) and moves lists of tensors between replicas; it decides nothing. A single replica is a
+`gradient_state`) and moves lists of tensors between replicas; it decides nothing. A single replica is a
 backend too, so that nobody else needs to ask how many there are.
 """
 
@@ -11,7 +11,7 @@ import abc
 import copy
 import enum
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from keras import ops
 
@@ -37,6 +37,16 @@ class GradientState(enum.Enum):
     """Every replica holds the global mean already; nothing is left to do."""
 
 
+class Evidence(NamedTuple):
+    """What was seen of the losses of a step."""
+
+    is_of_this_step: bool = True
+    """Whether the answer of `gradient_state` rests on something that was seen in this step."""
+
+    doubts: Sequence[str] = ()
+    """What may be wrong with it, each a sentence with what to do."""
+
+
 class Communicator(abc.ABC):
     """Facts about the replicas of the running program, and moves of tensor lists between them.
 
@@ -49,9 +59,6 @@ class Communicator(abc.ABC):
     replica_id: Any
     """Which of them this is, from 0: an int, or a scalar tensor where one traced program serves all replicas."""
 
-    is_chief: bool
-    """Whether this process is the one that prints and writes files."""
-
     is_spmd: bool = True
     """Whether one program (traced once) serves all replicas, so that a `None` gradient is `None` on all of them."""
 
@@ -60,12 +67,6 @@ class Communicator(abc.ABC):
 
     is_multi_process: bool = False
     """Whether some of the replicas are in other processes, which then make the same calls."""
-
-    has_seen_losses: bool = True
-    """Whether the last answer of `gradient_state` comes from something that was seen in this step."""
-
-    doubts: Sequence[str] = ()
-    """What may be wrong with the last answer of `gradient_state`, each a sentence with what to do."""
 
     _world: Communicator | None = None
     _groups: Groups | None = None
@@ -91,7 +92,7 @@ class Communicator(abc.ABC):
         """The communicator of this replica's own group, as `MPI_Comm_split` makes it.
 
         In it `num_replicas` and `replica_id` count the members of the group, and no collective leaves it. The rest
-        (`is_chief`, `gradient_state`, failures that are said) stays that of all replicas, with their ids.
+        (`gradient_state`, failures that are said) stays that of all replicas, with their ids.
 
         Args:
             groups: lists of replica ids, of one size, that together name every replica once; the same on all replicas,
@@ -103,11 +104,6 @@ class Communicator(abc.ABC):
         group._world, group._groups = self, [sorted(ids) for ids in groups]
         group.num_replicas = len(groups[0])
         return group
-
-    def objections(self, gradient_state: GradientState) -> Sequence[str]:
-        """What speaks against gradients that are said to arrive in this way, each a sentence with what to do."""
-        del gradient_state
-        return ()
 
     def say_failure(self, words: str, first_member: int) -> None:
         """Lets other groups find an error of the one that begins with this replica; all of its members say it."""
@@ -133,6 +129,11 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         """Tells how these gradients arrive."""
+
+    def evidence(self, told: GradientState | None = None) -> Evidence:
+        """What supports the last answer of `gradient_state`, or what speaks against the state that the user `told`."""
+        del told
+        return Evidence()
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
@@ -177,7 +178,6 @@ class SingleReplica(Communicator):
 
     num_replicas = 1
     replica_id = 0
-    is_chief = True
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         return GradientState.GLOBAL
@@ -204,9 +204,8 @@ class GlobalView(Communicator):
     replica_id = 0
     is_global_view = True
 
-    def __init__(self, num_replicas: int, is_chief: bool, place: str, is_multi_process: bool = False) -> None:
+    def __init__(self, num_replicas: int, place: str, is_multi_process: bool = False) -> None:
         self.num_replicas = num_replicas
-        self.is_chief = is_chief
         self.is_multi_process = is_multi_process
         self._place = place
 

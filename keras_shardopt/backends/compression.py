@@ -28,7 +28,6 @@ class Compressed(Communicator):
         self._divides = divides
         self.num_replicas = replicas.num_replicas
         self.replica_id = replicas.replica_id
-        self.is_chief = replicas.is_chief
         self.is_spmd = replicas.is_spmd
         self.is_global_view = replicas.is_global_view
         self.is_multi_process = replicas.is_multi_process
