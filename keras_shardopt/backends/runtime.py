@@ -128,26 +128,6 @@ class Runtime:
             first = ops.zeros_like(before) if value is None else value
             variable.assign(ops.where(starts, first, before if value is None else before + value))
 
-    def update_fused(self, optimizers: Sequence[Any], update: Callable[..., None], *args: Any) -> None:
-        """Calls `update(*args)`, in which these innermost optimizers may update in a faster way, equal to 1e-6."""
-        del optimizers
-        update(*args)
-
-    def buckets(
-        self,
-        replicas: Communicator,
-        variables: Sequence[Variable],
-        takes_mean: bool,
-        bucket_bytes: float,
-        compression: str | None,
-        check: Callable[[bool, float, float, int], None],
-    ) -> Any:
-        """What reduces gradients of these variables while a backward pass computes them; None where nothing does.
-
-        See `replica.torch_overlap.Buckets`. All processes must call it together.
-        """
-        del replicas, variables, takes_mean, bucket_bytes, compression, check
-
 
 def stopped(rule: str, replica: int, name: str | None) -> str:
     """The message of an error about a gradient that is not finite."""

@@ -32,6 +32,7 @@ from torch.autograd import Variable as _Autograd
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.same_variables import NUM_MARKS, check_same_variables, marks
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import explaining_failures
 
 _NUM_FLAGS = NUM_MARKS + 5
@@ -418,3 +419,17 @@ _STEP = inspect.unwrap(keras.Model.train_step).__code__
 def can_bucket(variables: Sequence[Variable]) -> bool:
     """Whether gradients of these variables can travel in buckets that are kept."""
     return all(v.value.dtype in _DTYPES and v.value.device.type in ("cpu", "cuda") for v in variables)
+
+
+@torch.compiler.disable
+def buckets_among(replicas: Any, variables: Sequence[Variable], *arguments: Any) -> Buckets | None:
+    """The buckets of these variables; None where they cannot be. All processes call it together.
+
+    Args:
+        replicas: a communicator.
+        variables: as of `Buckets`.
+        arguments: the further ones of `Buckets`.
+    """
+    if not isinstance(replicas, TorchProcessGroup) or not can_bucket(variables):
+        return None
+    return None if replicas.is_reduced_by_ddp(variables[0]) else Buckets(replicas, variables, *arguments)
