@@ -156,22 +156,6 @@ class Communicator(abc.ABC):
         joined = self.all_gather([ops.reshape(tensor, (-1,)) for tensor in tensors])
         return [ops.reshape(all_, (self.num_replicas, *t.shape))[root] for all_, t in zip(joined, tensors)]
 
-    def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
-        """Makes weights, optimizer state and seed state equal to replica 0's, before the first update.
-
-        The default does nothing, which is right wherever the framework itself mirrors variables.
-
-        Returns:
-            The factor for this replica's first gradients. It is 1 where all replicas computed them with equal
-            weights; otherwise 0 on a replica whose weights were not the first one's, and larger than 1 on the others,
-            so that the mean is one of gradients of the weights that all replicas now have.
-
-        Raises:
-            ValueError: on every replica, if the variables' shapes or dtypes differ between replicas.
-        """
-        del variables, optimizer_variables
-        return 1.0
-
 
 class SingleReplica(Communicator):
     """The only replica: every gradient is global already and every move returns its argument."""

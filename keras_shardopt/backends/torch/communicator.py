@@ -195,6 +195,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
+        """See `Placement.broadcast_state`, of the ranks of this group."""
         weights = [_tensor(v) for v in variables]
         state = [_tensor(v) for v in optimizer_variables]
         others = self._model_and_seed_state(weights)
