@@ -76,14 +76,6 @@ class TorchRuntime(Runtime):
         return int(_tensor(variable)._version)
 
     @torch.no_grad()
-    def copied(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
-        if into is None:
-            return [tensor.clone() for tensor in tensors]
-        if into:
-            torch._foreach_copy_(into, tensors)
-        return into
-
-    @torch.no_grad()
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: bool) -> None:
         pairs = [(_tensor(v), value) for v, value in zip(variables, values)]
         given = [(tensor, value) for tensor, value in pairs if value is not None]
