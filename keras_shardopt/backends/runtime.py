@@ -49,13 +49,12 @@ class Runtime:
         takes_mean: bool,
         bucket_bytes: float,
         compression: str | None,
-        check: Callable[[bool, float, float, int], None],
     ) -> Any:
         """What reduces gradients of these variables while a backward pass computes them; None where nothing does.
 
-        See `replica.torch_overlap.Buckets`. All processes must call it together.
+        See `backends.torch.overlap.Buckets`. All processes must call it together.
         """
-        del replicas, variables, takes_mean, bucket_bytes, compression, check
+        del replicas, variables, takes_mean, bucket_bytes, compression
 
     def gradients(
         self, loss: Callable[[], Tensor], variables: Sequence[Variable], axis_name: str

@@ -22,7 +22,7 @@ from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.sharding.slices import check_can_shard
 from keras_shardopt.update.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
 from keras_shardopt.update.agreement import check_agreement, described, losses_that_add_up
-from keras_shardopt.update.all_reduce import Reduction, check_all_train, global_gradients, join_uneven_inputs
+from keras_shardopt.update.all_reduce import Reduction, global_gradients, join_uneven_inputs
 from keras_shardopt.update.nonfinite import (
     UNKNOWN,
     all_reduce_and_check,
@@ -773,9 +773,7 @@ class CrossShard(TwoPhases, ShardedState):
         if self.overlap == "auto" and is_local and is_plain and not any(map(overwrites_variable, variables)):
             num_bytes = self.bucket_mib * 2**20
             takes_mean = self.reduction == "mean"
-            self.__dict__["_buckets"] = runtime.buckets(
-                replicas, variables, takes_mean, num_bytes, self.compression, check_all_train
-            )
+            self.__dict__["_buckets"] = runtime.buckets(replicas, variables, takes_mean, num_bytes, self.compression)
         return self.__dict__["_buckets"]
 
     def _num_flags(self, replicas: Communicator) -> int:

@@ -15,7 +15,7 @@ from support.checks import check, refused
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
-from keras_shardopt.backends.same_variables import NUM_MARKS
+from keras_shardopt.backends.side_channel import NUM_MARKS
 
 warnings.filterwarnings("ignore")
 

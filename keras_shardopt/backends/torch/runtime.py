@@ -58,13 +58,12 @@ class TorchRuntime(Runtime):
         takes_mean: bool,
         bucket_bytes: float,
         compression: str | None,
-        check: Callable[[bool, float, float, int], None],
     ) -> Any:
         if not isinstance(replicas, TorchProcessGroup) or not can_bucket(variables):
             return None
         if replicas.is_reduced_by_ddp(variables[0]):
             return None
-        return Buckets(replicas, variables, takes_mean, bucket_bytes, compression, check)
+        return Buckets(replicas, variables, takes_mean, bucket_bytes, compression)
 
     def value_and_grad(
         self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
