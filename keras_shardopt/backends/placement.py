@@ -4,152 +4,119 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt._typing import Variable
+
+StateSharding = Literal["slices", "copies", "layout"]
+"""Each replica is a process with slices of its own; each copy of a variable is a slice; or arrays lie over devices."""
+
+Layout = Literal["replicated", "sharded", "per_replica"]
 
 
 class Placement:
-    """Where variables live, and how copies and parts of them are read and set. The defaults know one replica."""
+    """Where variables live, and how copies and parts of them are read and set. The defaults are right for one replica.
 
-    def check_loaded(self, variables: Sequence[Variable]) -> None:
-        """Warns where an optimizer that was loaded from a file trains these weights on fewer replicas than it looks."""
-        del variables
+    A new backend with several replicas writes `before_build` and `check`, which refuse what would train wrongly in
+    silence, and `fingerprints`. If one program holds all copies of a variable, it also writes `replica_values` and
+    `assign_replica_values`; if variables are made in a scope, `colocate_with` and `outside_strategy`; if arrays lie
+    over devices, `place` and `full_value`; if processes hold copies, `broadcast_state` and `reading_is_collective`.
+    `state_sharding` says which way of dividing optimizer state works. Nothing here is only speed.
+    """
 
-    def check(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
-        """Raises ValueError if updates of these variables by these innermost optimizers would go wrong.
+    state_sharding: StateSharding | None = None
+    """How replicas hold a part of the optimizer state each; None where they cannot."""
 
-        Called before each update, or before each trace of one.
-        """
-        del variables, optimizers
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
+        """Called before an optimizer that reduces gradients is built for these trainable variables.
 
-    def check_scope(self, variables: Sequence[Variable], num_replicas: int, optimizer: Any) -> None:
-        """Called before an optimizer is built that was made in a scope of so many replicas.
+        From here on replicas draw different random numbers in training steps, and the optimizers `innermost` in it
+        reduce nothing inside `claim_reduction()`.
 
         Raises:
-            ValueError: if these trainable variables, or the optimizer, were made where there are fewer.
+            ValueError: if variables or optimizer were made for fewer replicas than train now; if it `shards_state` and
+                these variables are where state cannot be divided.
         """
-        del variables, num_replicas, optimizer
+        del variables, optimizer, innermost, shards_state
+
+    def check(
+        self,
+        variables: Sequence[Variable],
+        optimizers: Sequence[Any],
+        is_loaded: bool = False,
+        shards_state: bool = False,
+    ) -> None:
+        """Called before each update, or before each trace of one. Warns if a loaded model trains on one device only.
+
+        Raises:
+            ValueError: if updates of these variables by these innermost optimizers would go wrong.
+        """
+        del variables, optimizers, is_loaded, shards_state
 
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        """A scope in which new variables are made where this one is."""
+        """A scope, also inside `outside_strategy`, in which variables are made, and processes meet, as for this one."""
         del variable
         return contextlib.nullcontext()
 
-    def place_state(self, variables: Sequence[Variable]) -> None:
-        """Puts freshly built optimizer variables where the replicas of this program expect them."""
-        del variables
-
-    divides_state: bool = False
-    """Whether each replica can have state of another shape, for a part of the variables."""
-
-    lays_out_state: bool = False
-    """Whether state is divided by a layout over the devices of one program, and optimizers need not know."""
-
-    def num_copies(self, variables: Sequence[Variable]) -> int:
-        """How many replicas of this program have a copy of their own of these variables, which copies may differ.
-
-        Raises:
-            ValueError: if they have copies that cannot differ here.
-        """
-        del variables
-        return 1
-
-    def replica_values(self, variable: Variable) -> list[np.ndarray]:
-        """The values of the replicas' copies of a variable, outside of the replicas' program."""
-        return [ops.convert_to_numpy(variable)]
-
-    def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
-        """Gives each replica's copy of a variable a value of its own, outside of the replicas' program."""
-        (array,) = arrays
-        variable.assign(array)
-
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
-        """Calls `function()` as in a program that has no replicas."""
+        """Calls `function()` as in a program without replicas, where making a variable involves no other process."""
         return function()
 
-    def shard(self, variables: Sequence[Variable]) -> None:
-        """Divides these variables among the replicas, as far as their shapes allow."""
-        del variables
+    def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
+        """Lays new variables, with equal values on all replicas, over the devices of one program.
 
-    def check_can_lay_out(self, variables: Sequence[Variable]) -> None:
-        """Raises ValueError where these weights are on several devices, but `shard` would not know them."""
-        del variables
-
-    def bytes_per_replica(self, variable: Variable) -> list[int]:
-        """How many bytes of a variable each replica of this program holds."""
-        return [ops.convert_to_numpy(variable).nbytes]
-
-    def full_value(self, variable: Variable) -> np.ndarray:
-        """All of a variable as an array. All processes call it together where its parts lie in several."""
-        return ops.convert_to_numpy(variable)
-
-    def alias_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
-        """Gives a stand-in for a slice of a flattened variable the values that the variable has now."""
-        stand_in.assign(ops.reshape(ops.reshape(ops.convert_to_tensor(variable), (-1,))[start:stop], stand_in.shape))
-
-    def assign_slices(self, variable: Variable, slices: Sequence[Tensor]) -> None:
-        """Assigns flat slices that, joined, are the whole variable."""
-        variable.assign(ops.reshape(ops.concatenate(list(slices)), variable.shape))
-
-    def stack(self, variables: Sequence[Variable]) -> str | None:
-        """Gives variables a first dimension with one entry per replica, where one program keeps those of all.
+        Args:
+            variables: to be placed.
+            how: "replicated"; "sharded", as far as shapes allow; or "per_replica": with a first dimension that has an
+                entry, zero, for each replica.
 
         Returns:
             The name of the axis of replicas; None where there is one replica only.
         """
-        del variables
+        del variables, how
         return None
 
-    def largest_difference(self, variables: Sequence[Variable]) -> float:
-        """The largest absolute difference between any two replicas' copies of these variables."""
+    def replica_values(self, variable: Variable) -> list[np.ndarray]:
+        """The values of the copies in this process, read outside of a step; of a divided variable the first part."""
+        return [ops.convert_to_numpy(variable)]
+
+    def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        """Assigns an array to each copy in this process, or one to all, outside of a step and in this process alone."""
+        (array,) = arrays
+        variable.assign(array)
+
+    def full_value(self, variable: Variable) -> np.ndarray:
+        """All of a variable. All processes call it together where they hold parts."""
+        return ops.convert_to_numpy(variable)
+
+    def reading_is_collective(self, variables: Sequence[Variable]) -> bool:
+        """Whether all processes must read the values of these variables together."""
         del variables
-        return 0.0
+        return False
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
-        """A number for each replica's copy of each variable, made of all its bits and their places.
+        """A number for each replica's copy of each variable. All processes call it together, with the same result.
 
-        Copies that differ in a single bit always differ in it. Copies that differ otherwise, also by elements that
-        changed places, agree in it once in about 2**32 times. A NaN is bits like any other. All processes must call
-        it together, and it returns the same on all of them.
+        Copies that differ in one bit differ in it; copies that differ otherwise, also in the order of their elements,
+        agree in it once in about 2**32 times.
 
         Returns:
-            An array of unsigned integers, of shape `[num_replicas, num_variables]`. A variable of which there are no
-            copies, because each replica holds another part of it, has the number 0 on all of them.
+            Unsigned integers of shape `[num_replicas, num_variables]`; 0 for a variable that is divided.
 
         Raises:
             ValueError: on every process, if they do not have equally many variables.
         """
         return np.zeros((1, len(variables)), "uint64")
 
-    def alone(self, function: Callable[[], Any]) -> Any:
-        """Calls `function()` so that it can make variables of its own while other processes do something else."""
-        return function()
-
-    def strategy_scope_of(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        """A scope for what all processes with this variable do together, also inside `alone`."""
-        del variable
-        return contextlib.nullcontext()
-
-    def reading_is_collective(self, variables: Sequence[Variable]) -> bool:
-        """Whether all processes must be there when the values of these variables are read."""
-        del variables
-        return False
-
     def broadcast_state(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
-        """Gives all processes the first one's values of these variables, bit for bit.
-
-        The default does nothing, which is right wherever one process holds all replicas.
+        """Gives all processes the first one's values, bit for bit. Nothing to do where one process holds all replicas.
 
         Raises:
             ValueError: on every process, if shapes or dtypes differ between them.
         """
         del variables, optimizer_variables
-
-    def assign_copies(self, variables: Sequence[Variable], arrays: Sequence[np.ndarray]) -> None:
-        """Assigns this process's copies of the variables, without a word to other processes."""
-        for variable, array in zip(variables, arrays):
-            variable.assign(array)

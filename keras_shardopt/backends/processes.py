@@ -1,15 +1,16 @@
-"""The processes of a program, as the host sees them."""
+"""The control plane: the processes of a program, and what they exchange on the host."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
-import weakref
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras_shardopt._typing import Variable
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,69 +32,68 @@ class World:
     process_id: int = 0
     """Which of these processes this is."""
 
+    persists: bool = False
+    """Whether `model.fit` needs what was set up even when it is called after the `with` block."""
+
+    forget: Callable[[], None] = lambda: None
+    """Called when the scope is closed for good, and not only left: what comes next may be for one device."""
+
+
+def gather_pickled(value: Any, gather: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
+    """The values of all processes, whatever they are, over a gather of arrays that have one shape."""
+
+    def gathered() -> list[Any]:
+        mine = np.frombuffer(pickle.dumps(value), "uint8")
+        lengths = [int(length.item()) for length in gather(np.array([len(mine)], "int32"))]
+        padded = np.zeros(max(lengths), "uint8")
+        padded[: len(mine)] = mine
+        rows = [np.asarray(row).astype("uint8") for row in gather(padded)]
+        return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+
+    # In a thread of its own, which knows nothing of a replica, or a trace that is going on, in this one.
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(gathered).result()
+
 
 class Processes:
-    """The control plane of a program, on the host. The defaults are those of one process with one replica."""
+    """The processes of a program, on the host. The defaults are those of one process with one replica.
 
-    def __init__(self) -> None:
-        self._watches: list[weakref.WeakSet[Any]] = []
-
-    @contextlib.contextmanager
-    def track(self) -> Iterator[weakref.WeakSet[Any]]:
-        """Collects the optimizers noticed during the block (those still alive) that count on other replicas."""
-        noticed: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._watches.append(noticed)
-        try:
-            yield noticed
-        finally:
-            # `remove` compares what is in them, which may be the same in two.
-            self._watches = [other for other in self._watches if other is not noticed]
-
-    def register(self, optimizer: Any) -> None:
-        """Tells whoever watches that this optimizer was made."""
-        for noticed in self._watches:
-            noticed.add(optimizer)
+    A new backend with several replicas writes `open`, `num_replicas` and `versions`. If they can be in several
+    processes, it also writes `process`, `gather_objects` (`gather_pickled` does most of it), `barrier` and two facts:
+    whether processes make variables together, and whether each starts with weights of its own. Nothing here is only
+    speed.
+    """
 
     needs_initial_broadcast: bool = False
-    """Whether each of several processes makes weights of its own, which `broadcast_state` then makes equal."""
+    """Whether each of several processes makes weights of its own, to be made equal by `Placement.broadcast_state`."""
 
     def creates_variables_collectively(self) -> bool:
-        """Whether processes make each variable together here, and so must agree before an optimizer makes its own."""
+        """Whether all processes make each variable together, so that different optimizers would hang."""
         return False
 
-    def num_replicas_of_scope(self) -> int:
-        """How many replicas have copies of a variable that is made here; 1 where that takes no scope."""
-        return 1
-
-    def forget_scope(self) -> None:
-        """Called when a scope is closed for good, and not only left: what comes next may be for one device."""
-
-    def num_replicas_of_steps(self) -> int:
-        """How many replicas a program made here by `compiled` would run on."""
+    def num_replicas(self) -> int:
+        """The number of replicas of a training step that is made here."""
         return 1
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
-        """Waits until all processes have come for this purpose.
+        """Waits until all processes have come for this purpose. One that leaves in vain can come again.
 
         Raises:
-            RuntimeError: if some have not come after so many seconds, with the advice. Nothing else happens then.
+            RuntimeError: with the advice, if some have not come after so many seconds.
         """
         del purpose, seconds, advice
 
     def versions(self) -> dict[str, str]:
-        """The version of the framework, by its name."""
+        """The version of the framework by its name, which processes must agree on."""
         return {}
 
     def process(self) -> tuple[int, int]:
-        """How many processes feed data, and which of them this is, also outside `world()`."""
+        """The number of processes that load data, and which of them this is, also outside of `open`."""
         return 1, 0
-
-    persists_after_scope: bool = False
-    """Whether `model.fit` needs what `world()` sets up even when it is called after the `with` block."""
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
-        """Sets up replicas and takes them down again. See `keras_shardopt.data_parallel`."""
+        """Sets up replicas, and takes them down again. See `keras_shardopt.data_parallel`."""
         if num_replicas not in (None, 1):
             raise ValueError(
                 "This Keras backend runs one replica only. "
@@ -101,25 +101,6 @@ class Processes:
             )
         yield World()
 
-    def rng_state(self) -> Any:
-        """The state of the framework's own global random numbers here, as JSON has it; None if there are none."""
-        return None
-
-    def set_rng_state(self, state: Any) -> None:
-        """Takes back what `rng_state` returned."""
-        del state
-
-    def draw_apart(self, variables: Sequence[Variable]) -> None:
-        """Lets each replica draw other random numbers in its training steps, where all are seeded alike.
-
-        Called when there are weights, with those that are trained.
-
-        The default does nothing, which is right wherever the framework sees to it.
-        """
-
     def gather_objects(self, value: Any) -> list[Any]:
-        """The values of all processes, which may be of different lengths, in the order of the processes.
-
-        All processes must call it together. It may be called while a step is being traced.
-        """
+        """The values of all processes, in their order. All call it together, perhaps while a step is being traced."""
         return [value]

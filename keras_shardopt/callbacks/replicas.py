@@ -65,8 +65,8 @@ class SyncReplicas(keras.callbacks.Callback):
         model = self.model
         if processes.needs_initial_broadcast:
             for part in reducers_in(model):
-                part._check_peers()
-                part._check_parts()
+                part.peers.check()
+                part.peers.check_parts()
         placement.broadcast_state(model.variables, _optimizer_variables(model))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -24,17 +24,20 @@ from keras.src.random import seed_generator
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
     gather_despite_errors,
+    is_chief,
     join_gather,
     needs_all_processes,
     raise_together,
     saved_together,
 )
 from keras_shardopt.models import optimizers_of
-from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
+from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.update.accumulation import Accumulation
 from keras_shardopt.wrapping.chain import kind_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -127,7 +130,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         header, arrays, problem = None, None, None
-        if _is_chief():
+        if is_chief():
             try:
                 header, arrays = self._read()
             except Exception as error:
@@ -141,20 +144,21 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._check_fits(header)
         seed = _global_seed(header["has_global_seed"])
         if arrays is not None:
-            placement.assign_copies([*_variables(model), *seed], arrays["variable"])
+            for variable, array in zip([*_variables(model), *seed], arrays["variable"]):
+                placement.assign_replica_values(variable, [array])
         placement.broadcast_state([*model.variables, *seed], _optimizer_variables(model))
         for part, name in saved_together(model, _is_stored_whole):
             part.load_own_variables(_from_chief(None if arrays is None else arrays.get(name, [])))
         num_processes, process_id = processes.process()
         if len(header["random_states"]) == num_processes:
             _set_random_state(header["random_states"][process_id])
-        for part in _accumulating(model):
-            part._restart_window()
+        for accumulation in _accumulating(model):
+            accumulation.reset()
         model._initial_epoch = header["epoch"]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup."""
-        if not self._warned and any(part._is_within_window for part in _accumulating(self.model)):
+        if not self._warned and any(accumulation.num_taken for accumulation in _accumulating(self.model)):
             self._warned = True
             warnings.warn(
                 f"Epoch {epoch} ended within a window of micro-steps, which no backup holds: training that is restored "
@@ -166,7 +170,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         model = self.model
         problem = None
         try:
-            if _is_chief():
+            if is_chief():
                 with gather_despite_errors(model):
                     self._write(epoch + 1, random_states)
             else:
@@ -179,7 +183,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Deletes the backups, unless they are to be kept."""
         self.model._initial_epoch = None
-        if self.delete_checkpoint and _is_chief():
+        if self.delete_checkpoint and is_chief():
             for path in (self._path, self._previous_path):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(path)
@@ -289,10 +293,6 @@ def _for_all(error: Exception) -> Exception:
     return OSError(": ".join(words for words in (type(error).__name__, str(error)) if words))
 
 
-def _is_chief() -> bool:
-    return processes.process()[1] == 0
-
-
 def _is_stored_whole(optimizer: Any) -> bool:
     """Whether a backup has the state as files have it; then it fits any number of replicas, also one."""
     return needs_all_processes(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
@@ -334,9 +334,9 @@ def _variables_of(optimizer: Any) -> list[Variable]:
     return optimizer._shared_variables if isinstance(optimizer, OptimizerWrapper) else list(optimizer.variables)
 
 
-def _accumulating(model: Any) -> list[CrossShard]:
+def _accumulating(model: Any) -> list[Accumulation]:
     reducers = [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
-    return [part for part in reducers if part._accumulates]
+    return [part.accumulation for part in reducers if part.accumulation is not None]
 
 
 def _global_seed(make: bool) -> list[Variable]:
@@ -352,13 +352,17 @@ def _storable(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind in "biufc" else array.astype("float32")
 
 
+# Where the framework has global random numbers of its own.
+_generators = for_backend({"torch": "keras_shardopt.backends.torch.random_numbers"})
+
+
 def _random_state() -> dict[str, Any]:
     """The state of this process's global random numbers, as JSON has it."""
     kind, keys, *others = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *others],
-        "framework": processes.rng_state(),
+        "framework": None if _generators is None else _generators.rng_state(),
     }
 
 
@@ -366,4 +370,5 @@ def _set_random_state(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))
-    processes.set_rng_state(state["framework"])
+    if _generators is not None:
+        _generators.set_rng_state(state["framework"])

@@ -192,7 +192,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         if path is None:
             return
         (save_weights if self.save_weights_only else save_model)(model, path)
-        if self.verbose > 0 and _is_chief():
+        if self.verbose > 0 and is_chief():
             print(f"\nEpoch {epoch + 1}: finished saving model to {path}")
 
     def _decided(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> tuple[str | None, Any]:
@@ -213,7 +213,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
     try:
         _check_model(model)
         check.flag("overwrite", overwrite)
-        if _is_chief():
+        if is_chief():
             path = _local_path(filepath, suffixes)
             in_parts = needs_all(model) or placement.reading_is_collective(model.variables)
             if in_parts and method == "save" and not path.endswith(".keras"):
@@ -252,14 +252,22 @@ def _take_part(model: Any, method: str, path: str | None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             own = os.path.join(folder, "model.weights.h5" if method == "save_weights" else "model.keras")
             with gather_despite_errors(model):
-                placement.outside_strategy(lambda: getattr(model, method)(own))
+                _write_alone(model, method, own)
             if path is not None:
                 _copy(own, path)
     elif path is not None:
         with gather_despite_errors(model):
-            placement.outside_strategy(lambda: getattr(model, method)(path))
+            _write_alone(model, method, path)
     else:
         join_gather(model)
+
+
+def _write_alone(model: Any, method: str, path: str) -> None:
+    """Lets Keras write a file while other processes do something else."""
+    if processes.process()[0] == 1:
+        getattr(model, method)(path)
+    else:
+        placement.outside_strategy(lambda: getattr(model, method)(path))
 
 
 def join_gather(model: Any) -> None:
@@ -410,7 +418,7 @@ def raise_together(problem: Exception | None) -> None:
 def from_chief(function: Callable[[], Any]) -> Any:
     """What `function()` returns on the chief, or the error that it raises there, on every process."""
     result, problem = None, None
-    if _is_chief():
+    if is_chief():
         try:
             result = function()
         except Exception as error:
@@ -437,14 +445,15 @@ def _error(kind: str, words: str) -> Exception:
         return other
 
 
-def _is_chief() -> bool:
+def is_chief() -> bool:
+    """Whether this process is the one that writes."""
     return processes.process()[1] == 0
 
 
 def _among(model: Any) -> contextlib.AbstractContextManager[Any]:
     """A scope in which processes can reach each other, also outside the one in which the model was made."""
     variables = model.variables if isinstance(model, keras.Model) else []
-    return placement.strategy_scope_of(variables[0]) if variables else contextlib.nullcontext()
+    return placement.colocate_with(variables[0]) if variables else contextlib.nullcontext()
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

@@ -38,13 +38,13 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt._typing import Tensor
 from keras_shardopt.backends.communicator import GlobalView
-from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects
 from keras_shardopt.fit.losses import share_losses
 from keras_shardopt.fit.overrides import call_silently, has_built_in_step, num_rows, reducers_in, refuse_groups
 from keras_shardopt.models import layers_of, override_method
-from keras_shardopt.update.trainer_context import BatchShare, batch_shared
+from keras_shardopt.update.step import Step
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -54,8 +54,8 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     reducers = reducers_in(model, reducers_of)
     # Around it nothing may look at gradients in each micro-step, which would then be one replica's each.
-    if reducers[0]._accumulates and reducers[0] is model.optimizer and has_built_in_step(model):
-        reducers[0]._stack_accumulators()
+    if reducers[0].accumulation is not None and reducers[0] is model.optimizer and has_built_in_step(model):
+        reducers[0].accumulation.stack()
     override_method(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
         override_method(model, name, _silent_unless_chief)
@@ -208,8 +208,8 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     distribution = keras.distribution.distribution()
     refuse_groups(reducers)  # perhaps of another `compile`
-    stacks = any(reducer._is_stacked for reducer in reducers)
-    needs_local = any(reducer._needs_local_gradients for reducer in reducers)
+    stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
+    needs_local = any(reducer.needs_local_gradients for reducer in reducers)
     if batch_size_of(distribution) == 1 or not (stacks or needs_local):
         return real(state, data)
     if not has_built_in_step(model):
@@ -218,7 +218,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
             f"Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
             "`optimizer.stateless_apply` inside a `jax.shard_map` of your own."
         )
-    if reducers[0]._accumulates and not stacks:
+    if reducers[0].accumulation is not None and not stacks:
         raise ValueError(
             "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a "
             "`CrossShard` that is outermost and there when `prepare` is called. "
@@ -237,8 +237,8 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         with batch_shared(BatchShare(rows, all_rows, GlobalView(size, True, "under a `keras.distribution`"))):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     else:
-        grads, found_inf = grads
-        with claim_reduction(reducers), reducers[0]._resuming(found_inf):
+        grads, found_inf, notes = grads
+        with reducers[0].resuming(Step(grads, model.trainable_variables, found_inf=found_inf, notes=notes)):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
     _, (_, _, metrics) = model.stateless_compute_loss(
@@ -273,7 +273,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
     # What differs between replicas stays where it is: `scale_loss`, for which the state is here, does not look at it.
-    apart = {id(v) for v in reducer._replica_state} if stacks else set()
+    apart = {id(v) for v in reducer.accumulation.kept} if stacks else set()
     # What is divided by a layout would come together here, on every device.
     is_apart = [id(v) in apart or (reducer.shard_state and len(v.shape) > 0) for v in model.optimizer.variables]
     weights, others, optimizer_state, metrics = state
@@ -296,12 +296,13 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                 weights, inputs, metrics, *data, training=True, optimizer_variables=optimizer_state
             )
             with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
+                mine_of_step = Step(grads, variables, row_share=row_share())
                 if stacks:
-                    grads = [grad[None] for grad in reducer._own_gradients(grads, variables)]
+                    grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
                 else:
                     # Not the reducer's own scale: what scales the loss may also be around it.
-                    scale = model.optimizer.scale_loss(1.0)
-                    grads = reducer._reduced_and_checked(grads, variables, loss_scale=scale)
+                    reduced = reducer.pipeline.reduce(mine_of_step.replace(loss_scale=model.optimizer.scale_loss(1.0)))
+                    grads = (reduced.grads, reduced.found_inf, dict(reduced.notes))
 
         def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
             if seed:

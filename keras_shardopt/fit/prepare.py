@@ -13,6 +13,7 @@ from keras_shardopt.fit import TRAINERS
 from keras_shardopt.fit.overrides import reducers_in, refuse_groups
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.optimizers.made import note_made
 
 
 def prepare(model: Any) -> Any:
@@ -86,7 +87,7 @@ def prepare(model: Any) -> Any:
     refuse_groups(reducers)
     for optimizer in optimizers_of(model):
         if cross_shards(optimizer):
-            processes.register(optimizer)
+            note_made(optimizer)
         elif optimizer is not model.optimizer and processes.needs_initial_broadcast and processes.process()[0] > 1:
             raise ValueError(
                 "Where each process trains a copy of the model, every optimizer that the model holds must average the "

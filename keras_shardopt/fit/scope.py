@@ -5,15 +5,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+from collections.abc import Sequence
 from numbers import Real
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from keras import ops
+
 from keras_shardopt import arguments as check
+from keras_shardopt._typing import Variable
 from keras_shardopt.backends import for_backend
-from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.processes import World
 from keras_shardopt.fit import TRAINERS
+from keras_shardopt.optimizers.made import collected
 
 # The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.
 _lingering: data_parallel | None = None
@@ -88,14 +94,14 @@ class data_parallel:
         trainer = for_backend(_KNOWING_SCOPES)
         if trainer is not None and self._world.num_replicas > 1:
             trainer.watch_batches()
-        self._made_inside = self._watching.enter_context(processes.track())
+        self._made_inside = self._watching.enter_context(collected())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watching.close()
-        if kind is None and processes.persists_after_scope and len(self._made_inside):
+        if kind is None and self._entered().persists and len(self._made_inside):
             global _lingering
             _lingering = self
             atexit.register(self.close)
@@ -113,7 +119,8 @@ class data_parallel:
             _lingering = None
         atexit.unregister(self.close)
         self._open.close()
-        processes.forget_scope()
+        if self._world is not None:
+            self._world.forget()
 
     def _entered(self) -> World:
         if self._world is None:
@@ -151,7 +158,26 @@ class data_parallel:
         It is 0 as long as training is right. Weights that are not trained do not count: the moving statistics of a
         `BatchNormalization` are each replica's own on TensorFlow and PyTorch. All processes must call it together.
         """
-        return placement.largest_difference(model.trainable_weights)
+        return largest_difference(model.trainable_weights)
+
+
+def largest_difference(variables: Sequence[Variable]) -> float:
+    """As `data_parallel.largest_difference`, of any variables."""
+    if placement.state_sharding == "slices":
+        replicas = runtime.communicator("")
+        if replicas.num_replicas == 1 or not variables:
+            return 0.0
+        processes.gather_objects(len(variables))  # ranks that do something else learn of it
+        values = [ops.cast(ops.stop_gradient(ops.convert_to_tensor(v)), "float64") for v in variables]
+        flat = ops.concatenate([ops.reshape(value, (-1,)) for value in values])
+        largest, smallest = replicas.all_reduce([flat, -flat], "max")
+        return float(ops.convert_to_numpy(ops.max(largest + smallest)))
+    largest = 0.0
+    for variable in variables:
+        first, *others = [array.astype("float64") for array in placement.replica_values(variable)]
+        for other in others:
+            largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
+    return largest
 
 
 def _duration(timeout: Any) -> datetime.timedelta | None:

@@ -114,8 +114,8 @@ class _Session:
         assert self.ranks is not None
         reducers = reducers_in(self.model, self._reducers_of)
         for reducer in reducers:
-            reducer._check_peers(self.ranks)
-            reducer._check_parts()
+            reducer.peers.check(self.ranks)
+            reducer.peers.check_parts()
         optimizers = optimizers_of(self.model)
         shared = [v for o in optimizers for v in getattr(o, "_shared_variables", o.variables)]
         # Also those that are frozen by now, perhaps on some ranks only: the first reduction finds that, and names them.
@@ -126,7 +126,7 @@ class _Session:
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
             # Not once more after the first forward pass, whose moving statistics would become rank 0's.
-            reducer._have_started(self.ranks)
+            reducer.peers.started = self.ranks
         self.has_started = True
 
     def check_unused(self) -> None:

@@ -229,7 +229,8 @@ class MixedPrecision(ScaledUpdate):
         variable, master = pair
         if not isinstance(variable.regularizer, _OnMaster):
             return grad
-        added = runtime.gradient_of(variable.regularizer.regularizer, ops.convert_to_tensor(master))
+        penalty = variable.regularizer.regularizer
+        (added,), _ = runtime.value_and_grad(lambda: (penalty(ops.convert_to_tensor(master)), None), [master], None)
         share = self._share_of_penalty(variables)
         added = ops.cast(added, "float32") if share == 1 else ops.cast(added, "float32") * share
         if grad is None:

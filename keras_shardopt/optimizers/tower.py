@@ -18,11 +18,14 @@ from keras.src.backend.common import global_state
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.gradient_scope import reduction_is_claimed
 from keras_shardopt.numerics import add, map_values, overwrites_variable
 from keras_shardopt.wrapping.chain import get_optimizer, shown
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+# Where parts of one step can run on several devices while the weights stay on one.
+_on_devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.towers"})
 
 _USED = "keras_shardopt_tower_has_been_used"
 
@@ -332,7 +335,7 @@ def replicate(
             f'`loss_reduction` must be "sum" or "mean" (or one of {[*_SUMS[1:], *_MEANS[1:]]}). '
             f"Received: loss_reduction={loss_reduction!r}"
         )
-    if devices is not None and not runtime.places_towers:
+    if devices is not None and _on_devices is None:
         raise ValueError(
             "`devices` can be given on TensorFlow only: elsewhere the weights that a tower reads must be on its own "
             f"device. Received: devices={devices!r}. Leave it out: towers then run one after the other on one device. "
@@ -356,7 +359,7 @@ def replicate(
         with _replicating(_Replication(num_towers, factor)) as replication, _divided(batch, num_towers) as parts:
             for tower, part in enumerate(parts):
                 replication.tower = tower
-                with runtime.place_tower(devices[tower % len(devices)]) if devices else contextlib.nullcontext():
+                with _on_device(devices, tower):
                     returned = step(*state, part)
                 replication.end_tower()
                 outputs = returned
@@ -420,9 +423,27 @@ def _divided(batch: Any, num_towers: int) -> Iterator[list[Any]]:
         if leaf.shape[0] is not None and int(leaf.shape[0]) % num_towers:
             raise ValueError(f"{_RULE.format(num_towers)} {int(leaf.shape[0])}. {_REMEDY}")
     unknown = [leaf for leaf in with_rows if leaf.shape[0] is None]
-    with runtime.running_if_divisible(unknown, num_towers, _RULE.format(num_towers), _REMEDY):
-        split = [runtime.divide_rows(leaf, num_towers) if _has_rows(leaf) else [leaf] * num_towers for leaf in leaves]
+    scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if unknown and _on_devices is not None:
+        scope = _on_devices.running_if_divisible(unknown, num_towers, _RULE.format(num_towers), _REMEDY)
+    with scope:
+        split = [_rows_of_each(leaf, num_towers) if _has_rows(leaf) else [leaf] * num_towers for leaf in leaves]
         yield [tree.pack_sequence_as(batch, [parts[k] for parts in split]) for k in range(num_towers)]
+
+
+def _rows_of_each(tensor: Tensor, num_towers: int) -> list[Tensor]:
+    parts = None if _on_devices is None else _on_devices.divide_rows(tensor, num_towers)
+    if parts is not None:
+        return list(parts)
+    size = tensor.shape[0] // num_towers
+    return [tensor[k * size : (k + 1) * size] for k in range(num_towers)]
+
+
+def _on_device(devices: Sequence[str] | None, tower: int) -> contextlib.AbstractContextManager[Any]:
+    if not devices or _on_devices is None:
+        return contextlib.nullcontext()
+    scope: contextlib.AbstractContextManager[Any] = _on_devices.on_device(devices[tower % len(devices)])
+    return scope
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -11,6 +11,7 @@ from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.update.replica_transform import unscaled_gradients
 from keras_shardopt.wrapping.chain import base_optimizers
+from keras_shardopt.wrapping.rollback import note_before_assignment
 
 
 class TwoPhases:
@@ -20,6 +21,7 @@ class TwoPhases:
     built: bool
     inner: Any
     loss_scale: Any
+    _computed: bool  # whether gradients come from here, and so unscaled
     apply_gradients: Any
     _trainable_variables: list[Variable]
 
@@ -71,18 +73,18 @@ class TwoPhases:
         variables = self._variables_to_differentiate(var_list)
         placement.check(variables, base_optimizers(self))
 
-        def scaled() -> Tensor:
+        def scaled() -> tuple[Tensor, None]:
             value = keras.ops.convert_to_tensor(loss())
             if keras.ops.ndim(value):
                 raise ValueError(
                     f"`loss` must return a scalar. Received: a tensor of shape {tuple(value.shape)}. "
                     "Use for example `keras.ops.mean(...)` of it."
                 )
-            return self.inner.scale_loss(value)
+            return self.inner.scale_loss(value), None
 
-        grads = runtime.gradients(scaled, variables, self.axis_name)
+        grads, _ = runtime.value_and_grad(scaled, variables, self.axis_name, note_before_assignment)
         grads = unscaled_gradients(grads, variables, self.loss_scale)
-        self.__dict__["_computed"] = True
+        self._computed = True
         return list(zip(grads, variables))
 
     def minimize(self, loss: Callable[[], Tensor], var_list: Sequence[Variable] | None = None) -> Any:

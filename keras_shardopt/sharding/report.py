@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_shardopt._typing import Variable
-from keras_shardopt.backends.active import placement
+from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import dtype_of
 
 
@@ -68,11 +68,15 @@ def item_size(variable: Variable) -> int:
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
+# Where a variable can lie on several devices in parts.
+_layouts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
+
+
 def laid_out_report(state: Sequence[Variable]) -> MemoryReport:
     """The report of state that one program holds on one device or several."""
-    rows = [placement.bytes_per_replica(variable) for variable in state]
-    held: list[int | None] = [sum(column) for column in zip(*rows)]
     sizes = [size_of(v) * item_size(v) for v in state]
+    rows = [[size] for size in sizes] if _layouts is None else [_layouts.bytes_per_device(v) for v in state]
+    held: list[int | None] = [sum(column) for column in zip(*rows)]
     replicated = [
         (v.path, size, "a number" if not v.shape else f"no dimension of {tuple(v.shape)} divides by {len(row)}")
         for v, size, row in zip(state, sizes, rows)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
-from keras_shardopt._typing import Variable
+from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
+from keras_shardopt.wrapping.chain import innermost
 from keras_shardopt.wrapping.wrapper import Observer, OptimizerWrapper, is_built_among_several
 
 _SAVE_TOGETHER = (
@@ -30,19 +33,12 @@ class ShardedState(OptimizerWrapper):
 
     def _divided(self, variables: Sequence[Variable]) -> FlatShards | PaddedShards | None:
         """Who owns what, where each replica has state of its own."""
-        if placement.divides_state:
-            replicas = runtime.communicator(self.axis_name)
-            if replicas.num_replicas == 1:
-                return None
-            _refuse_several()
-            with runtime.init_scope():
-                return FlatShards(self, variables, replicas)
-        num_copies = placement.num_copies(variables)
-        if num_copies == 1:
-            return None
-        _refuse_several()
-        with runtime.init_scope():
-            return PaddedShards(self, variables, num_copies)
+        divide = _STRATEGIES.get(placement.state_sharding)
+        return None if divide is None else divide(self, variables)
+
+    @property
+    def _lays_out_state(self) -> bool:
+        return self.shard_state and placement.state_sharding == "layout"
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """This replica's slices, where state is divided."""
@@ -52,10 +48,42 @@ class ShardedState(OptimizerWrapper):
         """Divides the state that there is now."""
         if self._shards is not None:
             self._shards.bind_state(self)
-        elif self.shard_state and placement.lays_out_state:
-            placement.check_can_lay_out(self._trainable_variables)
+        elif self._lays_out_state:
             own = {id(v) for v in self._variables}
-            placement.shard([v for v in self.variables if id(v) not in own])
+            placement.place([v for v in self.variables if id(v) not in own], "sharded")
+
+    def _check_shards(self, variables: Sequence[Variable], comm: Communicator) -> None:
+        """Raises ValueError where these replicas cannot hold the parts that there are, or lay them out."""
+        if self._shards is not None:
+            self._shards.check(comm)
+        elif self.shard_state and comm.num_replicas > 1 and not comm.is_global_view:
+            raise ValueError(
+                "`shard_state=True` on JAX is a layout of arrays under a `keras.distribution`, and inside `shard_map` "
+                f"and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "
+                f"{comm.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
+                ", or use `shard_state=False`."
+            )
+
+    def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Updates this replica's slices, where state is divided, and with them the weights of all."""
+        if self._shards is None:
+            super().update_inner(grads, variables)
+        else:
+            comm = runtime.communicator(self.axis_name)
+            runtime.no_compile(self._shards.update, self.inner, grads, variables, comm)
+
+    def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
+        """See `keras.optimizers.Optimizer.finalize_variable_values`."""
+        if self._shards is None:
+            super().finalize_variable_values(var_list)
+        elif self.use_ema or _finalizes(innermost(self)):
+            self._shards.finalize(self.inner, var_list)
+
+    @property
+    def _replica_state(self) -> list[Variable]:
+        """State that is divided."""
+        shards = vars(self).get("_shards")
+        return [] if shards is None else [v for v in self.inner.variables if shards.is_divided(v)]
 
     def memory_report(self) -> MemoryReport:
         """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
@@ -106,7 +134,7 @@ class ShardedState(OptimizerWrapper):
         Raises:
             ValueError: where each replica sees a part of the gradients only.
         """
-        if self.shard_state and observer is not None and not placement.lays_out_state:
+        if self.shard_state and observer is not None and not self._lays_out_state:
             raise ValueError(
                 "Summaries of gradients need all of them, and with `shard_state=True` a replica sees its slices only. "
                 "Use `TrainingSummaries(summaries=[])`, or `shard_state=False`."
@@ -127,7 +155,7 @@ class ShardedState(OptimizerWrapper):
     @property
     def _saving_needs_all_replicas(self) -> bool:
         """Whether state is divided, so that what this process has is to be put together before it is stored."""
-        is_laid_out = self.shard_state and placement.lays_out_state and processes.process()[0] > 1
+        is_laid_out = self._lays_out_state and processes.process()[0] > 1
         return self.__dict__.get("_shards") is not None or is_laid_out
 
     def save_own_variables(self, store: Any) -> None:
@@ -137,7 +165,7 @@ class ShardedState(OptimizerWrapper):
             RuntimeError: with divided state, if another replica does not call it within the `timeout` of the
                 `data_parallel` scope; within a minute where there is none.
         """
-        if self._shards is None and not (self.shard_state and placement.lays_out_state):
+        if self._shards is None and not self._lays_out_state:
             super().save_own_variables(store)
             return
         processes.barrier("save", BARRIER_SECONDS, _SAVE_TOGETHER)
@@ -170,9 +198,39 @@ class ShardedState(OptimizerWrapper):
             self._shards.assign_stored(variable, array)
 
 
+def _own_slices(optimizer: ShardedState, variables: Sequence[Variable]) -> FlatShards | None:
+    replicas = runtime.communicator(optimizer.axis_name)
+    if replicas.num_replicas == 1:
+        return None
+    _refuse_several()
+    with runtime.init_scope():
+        return FlatShards(optimizer, variables, replicas)
+
+
+def _slices_in_copies(optimizer: ShardedState, variables: Sequence[Variable]) -> PaddedShards | None:
+    with runtime.init_scope():
+        num_copies = max((len(placement.replica_values(variable)) for variable in variables[:1]), default=1)
+        if num_copies == 1:
+            return None
+        _refuse_several()
+        return PaddedShards(optimizer, variables, num_copies)
+
+
+_STRATEGIES: dict[str | None, Callable[..., FlatShards | PaddedShards | None]] = {
+    "slices": _own_slices,
+    "copies": _slices_in_copies,
+}
+"""By `Placement.state_sharding`, who makes what each replica owns. By a layout replicas own nothing of their own."""
+
+
 def _refuse_several() -> None:
     if is_built_among_several():
         raise ValueError(
             "`shard_state=True` cannot be inside a `MultiOptimizer`, which stores what each replica has by itself, and "
             "so a part of the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."
         )
+
+
+def _finalizes(leaf: Any) -> bool:
+    """Whether an optimizer of a user's has something of its own to do when training ends."""
+    return type(leaf).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values

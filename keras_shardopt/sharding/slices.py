@@ -20,6 +20,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.gradient_scope import hold_slices
@@ -367,7 +368,7 @@ class FlatShards:
     def _copy_in(self) -> None:
         for i, piece in self._mine.items():
             if self._may_cut[i]:
-                placement.alias_slice(self.stand_ins[i], self.variables[i], piece.start, piece.stop)
+                _alias_slice(self.stand_ins[i], self.variables[i], piece.start, piece.stop)
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
         """Gives every replica the slices of all others."""
@@ -387,7 +388,7 @@ class FlatShards:
                     parts.setdefault(piece.variable, []).append(theirs[start : start + piece.size])
                     start += piece.size
             for i, values in parts.items():
-                placement.assign_slices(self.variables[i], values)
+                _assign_slices(self.variables[i], values)
 
     def _broadcast(self, group: Bucket, mine: dict[int, Tensor], replicas: Communicator) -> list[Tensor]:
         everyones = []
@@ -576,3 +577,21 @@ def check_can_shard(optimizer: Any) -> None:
                 "`shard_state=False`, or what can do with a part: `GradientClipping`, `LARC`, `LossScaling` and "
                 "`MixedPrecision` of this package around one optimizer."
             )
+
+
+# Where a slice can lie in the memory of the whole.
+_memory = for_backend({"torch": "keras_shardopt.backends.torch.memory"})
+
+
+def _alias_slice(stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
+    if _memory is not None:
+        _memory.alias_slice(stand_in, variable, start, stop)
+    else:
+        stand_in.assign(ops.reshape(flattened(variable, None)[start:stop], stand_in.shape))
+
+
+def _assign_slices(variable: Variable, slices: Sequence[Tensor]) -> None:
+    if _memory is not None:
+        _memory.assign_slices(variable, slices)
+    else:
+        variable.assign(ops.reshape(ops.concatenate(list(slices)), variable.shape))

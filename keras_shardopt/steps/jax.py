@@ -46,7 +46,7 @@ class _Program:
                 result, values = program(_distinct([v.value for v in self._variables]), batch)
                 break
             except _Unknown as unknown:
-                placement.place_state(unknown.variables)
+                placement.place(unknown.variables, "replicated")
                 self._variables += unknown.variables
                 self._jitted.clear()
         for variable, value in zip(self._variables, values):

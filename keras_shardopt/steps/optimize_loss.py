@@ -26,6 +26,7 @@ from keras_shardopt.optimizers.mixed_precision import updating_with
 from keras_shardopt.summaries.event_file import checked_log_dir
 from keras_shardopt.summaries.recorder import Recorder
 from keras_shardopt.summaries.tags import checked_summaries
+from keras_shardopt.wrapping.rollback import note_before_assignment
 
 __all__ = ["TrainingStep", "build_optimizer", "get_regularization_loss", "optimize_loss"]
 
@@ -140,7 +141,7 @@ def optimize_loss(
     if jit_compile is not None:
         check.flag("jit_compile", jit_compile)
     reduces = on_horovod or _reducer_of(optimizer) is not None
-    num_replicas = processes.num_replicas_of_steps()
+    num_replicas = processes.num_replicas()
     if num_replicas > 1 and not reduces:
         raise ValueError(
             "Several replicas must train together, and without a reduction each would train by itself. "
@@ -198,8 +199,8 @@ class TrainingStep:
         self._model = model
         self._each_call_says = each_call_says
         self._reducer = _reducer_of(optimizer)
-        self._iter_size = self._reducer.gradient_accumulation_steps if self._reducer._accumulates else 1
-        self._reducer._join_step(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
+        self._iter_size = 1 if self._reducer.accumulation is None else self._reducer.accumulation.num_steps
+        self._reducer.arrival.tell(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
         if not optimizer.built:
             with placement.colocate_with(self.variables[0]):
                 optimizer.build(self.variables)
@@ -271,10 +272,10 @@ class TrainingStep:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return value
 
-        grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name)
+        grads, value = runtime.value_and_grad(scaled, self.variables, self._reducer.axis_name, note_before_assignment)
         if skip_update is not None:
             # Not before the loss: replicas that are threads may take turns in it, and this is for the next `apply`.
-            self._reducer._decide_window(not skip_update)
+            self._reducer.accumulation.decide(not skip_update)
         self.optimizer.apply(grads, self.variables)
         return value
 

@@ -71,7 +71,7 @@ class Observer:
         self._updated = list(last._variables_inside(last._trainable_variables))
         with placement.colocate_with(self._updated[0]):
             self._notes = self._new_notes(bool(clipping))
-        placement.place_state(self._all_notes())
+        placement.place(self._all_notes(), "replicated")
         for wrapper in self._watched:
             wrapper._observe(self)
 
@@ -125,7 +125,7 @@ class Observer:
         if not looks:
             return
         is_due: Any = self.is_due
-        if runtime.steps_are_traced or is_due is None:
+        if is_due is None or runtime.version(wrapper.iterations) is None:
             update = ops.add(ops.convert_to_tensor(wrapper.iterations), 1)
             is_due = ops.equal(ops.mod(update, self._every), 0)
         plain = [(g, v) for g, v in zip(grads, variables) if not overwrites_variable(v)]
@@ -140,7 +140,7 @@ class Observer:
             for see in looks:
                 see(seen, seen_variables)
 
-        runtime.when(is_due, see_all, self._all_notes())
+        runtime.cond(is_due, lambda _: see_all(), (), self._all_notes(), communicates=False)
 
     def _keep(self, name: str, values: Sequence[Any]) -> None:
         for note, value in zip(self._notes[name], values):

@@ -12,25 +12,44 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
+from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.row_weights import weighted_by_rows
+from keras_shardopt.update.step import Proceed, Stage, Step
 
 _NONE_YET = float("-inf")
 """What is kept of next values, of which the largest counts, in a window that has had none."""
 
 
-class Accumulators:
-    """The sums of one *window* of micro-steps.
+class Accumulation(Stage):
+    """Lets only the last micro-step of each *window* proceed, with the means of the window.
 
     Args:
         num_steps: int >= 2. How many micro-steps a window has.
         counts_rows: bool. Whether to keep the replica's share of the rows too.
+        find_state: how the gradients of a step arrive.
+        position: the position of a trainable variable among all of them.
+        written: all that an update reads or assigns.
     """
 
-    def __init__(self, num_steps: int, counts_rows: bool) -> None:
+    def __init__(
+        self,
+        num_steps: int,
+        counts_rows: bool,
+        find_state: Callable[[Step], GradientState],
+        position: Callable[[Variable], int],
+        written: Callable[[], Sequence[Variable]],
+    ) -> None:
         self.num_steps = num_steps
+        self._find_state = find_state
+        self._position = position
+        self._written = written
+        # How the gradients of the latest micro-step arrived, if they were reduced: asked again, DDP would not know.
+        self._came_reduced: GradientState | None = None
+        self._stacks = False
         self.stacked_along: str | None = None
         """The axis of the replicas, where one program keeps the sums of all of them along a first dimension."""
         self.snapshots: list[Variable] = []
@@ -52,6 +71,21 @@ class Accumulators:
         self._given_last: set[int] = set()
         # Whether the next micro-step is the last of its window, where somebody else says so.
         self._ends: bool | None = None
+        # What the counter was set to last, and which version of it that was.
+        self._count = 0
+        self._version: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_version": None}  # versions of a copy's counter are others
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where the options ask for it."""
+        num_steps = options.gradient_accumulation_steps
+        if num_steps is None or num_steps == 1:
+            return []
+        counts_rows = options.looks_at_own_gradients
+        return [cls(num_steps, counts_rows, optimizer._find_state, optimizer._position, optimizer._written)]
 
     @property
     def is_built(self) -> bool:
@@ -59,7 +93,9 @@ class Accumulators:
         return bool(self._sums)
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Makes the sums for these trainable variables."""
+        """Makes the sums for these trainable variables, once."""
+        if self.is_built:
+            return
         self._variables = list(variables)
         self.counter = add_variable(shape=(), initializer="zeros", dtype="int", name="micro_steps")
         if self._counts_rows:
@@ -71,11 +107,59 @@ class Accumulators:
             self._sums.append(
                 add_variable(shape=variable.shape, initializer="zeros", dtype=dtype, name=f"accumulated_gradient_{i}")
             )
+        if self._stacks:
+            self.stack()
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether gradients come stacked."""
+        return self.stacked_along is not None
 
     @property
     def of_this_replica(self) -> list[Variable]:
         """The variables that hold another value on each replica."""
         return [*self._sums, *([] if self._share is None else [self._share])]
+
+    def collect(self, step: Step, proceed: Proceed) -> None:
+        """Adds up, and proceeds at the end of the window."""
+        runtime.no_compile(self._collect, step, proceed)
+
+    def _collect(self, step: Step, proceed: Proceed) -> None:
+        stacked = None if step.is_reduced else self.stacked_along
+        if not step.is_reduced and stacked is None:
+            step = self.own(step)
+        # The counter is the same on all replicas, so that all of them meet in the branch.
+        is_complete, sums = self.add(step.grads, [self._position(v) for v in step.variables], step.row_share)
+
+        def end(sums: Sequence[Tensor]) -> None:
+            means, positions, share = self.means(sums)
+            arrived, self._came_reduced = self._came_reduced, None
+            whole = Step(means, [self._variables[i] for i in positions], arrived, step.is_reduced, row_share=share)
+            proceed(whole.replace(replica_axis=stacked))
+
+        # Not the sums, or JAX would copy them in each micro-step.
+        runtime.cond(is_complete, end, sums, self._written())
+
+    def own(self, step: Step) -> Step:
+        """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
+        if not isinstance(step.row_share, float) or step.row_share != 1:
+            state = self._find_state(step)
+            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # those of all rows
+                self._came_reduced = state
+                return step
+        return weighted_by_rows(step)
+
+    def stack(self) -> None:
+        """From now on gradients come stacked: those of all replicas along a first dimension, which a step has made."""
+        self._stacks = True
+        if self.is_built and self.stacked_along is None:
+            self.reset()
+            self.stacked_along = placement.place(self.of_this_replica, "per_replica")
+
+    @property
+    def kept(self) -> list[Variable]:
+        """All that lasts no longer than a window, once there is something."""
+        return [*self.of_this_replica, *self.snapshots] if self.is_built else []
 
     def add(self, grads: Gradients, positions: Sequence[int], share: Any) -> tuple[Any, list[Tensor]]:
         """Adds the gradients of one micro-step.
@@ -88,8 +172,7 @@ class Accumulators:
         Returns:
             Whether the window is complete: a bool, or a scalar tensor that is equal on all replicas; and the sums.
         """
-        starts, is_complete = runtime.count_up(self.counter, self.num_steps, self._ends)
-        self.starts, self.is_complete = starts, is_complete
+        self.starts, self.is_complete = starts, is_complete = self._count_up()
         self._ends = None
         present = {i: grad for i, grad in zip(positions, grads) if grad is not None}
         if not runtime.is_concrete(starts):
@@ -112,10 +195,30 @@ class Accumulators:
             self._share.assign(ops.where(starts, share, ops.convert_to_tensor(self._share) + share))
         return is_complete, [ops.convert_to_tensor(v) for v in self.of_this_replica]
 
+    def _count_up(self) -> tuple[Any, Any]:
+        """Counts a micro-step. Returns whether it is the first of its window, and whether the last."""
+        is_known = runtime.version(self.counter) is not None
+        if not is_known:
+            before: Any = ops.copy(ops.convert_to_tensor(self.counter))
+        elif runtime.version(self.counter) == self._version:
+            before = self._count  # to read a number from a GPU is to wait for it
+        else:
+            before = int(ops.convert_to_numpy(self.counter))
+        is_over = self._ends
+        if is_over is None:
+            is_over = before + 1 == self.num_steps if is_known else ops.equal(before + 1, self.num_steps)
+        if not is_known:
+            self.counter.assign(ops.where(is_over, ops.zeros_like(before), before + 1))
+            return ops.equal(before, 0), is_over
+        self._count = 0 if is_over else before + 1
+        self.counter.assign(self._count)
+        self._version = runtime.version(self.counter)
+        return before == 0, is_over
+
     @property
     def num_taken(self) -> int:
         """How many micro-steps of the window there were."""
-        return int(ops.convert_to_numpy(self.counter))
+        return int(ops.convert_to_numpy(self.counter)) if self.is_built else 0
 
     def decide(self, ends: bool) -> None:
         """Lets the next micro-step complete the window, or not, however many there were."""
@@ -162,16 +265,10 @@ class Accumulators:
             return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
         return ops.cast(total / self.num_steps, dtype_of(variable))
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Forgets the window so far: the first micro-step of one overwrites what there is."""
-        self.counter.assign(ops.zeros(self.counter.shape, self.counter.dtype))
-
-
-def checked_num_steps(num_steps: Any) -> int | None:
-    """The argument `gradient_accumulation_steps` of a constructor, if it is right."""
-    if num_steps is None:
-        return None
-    return check.integer("gradient_accumulation_steps", num_steps, fix="Leave it out to not accumulate.")
+        if self.is_built:
+            self.counter.assign(ops.zeros(self.counter.shape, self.counter.dtype))
 
 
 def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num_steps: int) -> None:

@@ -6,18 +6,116 @@ mean and any dtype still tell everyone's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import is_sparse, overwrites_variable
 from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
+from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.step import Proceed, Stage, Step, proceed_if
 
 UNKNOWN = -1
 """Stands for a replica or variable that nobody can name."""
+
+
+class SkipNonFinite(Stage):
+    """Leaves out updates with a gradient that is NaN or infinite on any replica, and keeps whose that was.
+
+    Args:
+        add_variable: `add_variable` of the optimizer, which is just being made: counters can be read before `build`.
+        leaves_it_to_others: whether a loss scaling inside skips such updates by itself, and counts them.
+        sees_own: whether a stage looks at each replica's own gradients, so that they are looked at here, too.
+        position: the position of a trainable variable among all of them.
+        written: all that an update reads or assigns.
+    """
+
+    needs_local_gradients = False
+
+    def __init__(
+        self,
+        add_variable: Callable[..., Variable],
+        leaves_it_to_others: bool,
+        sees_own: bool,
+        position: Callable[[Variable], int],
+        written: Callable[[], Sequence[Variable]],
+    ) -> None:
+        self.skipped = add_variable((), "zeros", dtype="int", name="skipped_steps")
+        """How many updates were left out: a scalar variable."""
+        unknown = keras.initializers.Constant(UNKNOWN)
+        self.source = add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
+        """Which replica, and which variable, had a gradient that is not finite: the last time."""
+        self.leaves_it_to_others = leaves_it_to_others
+        self._sees_own = sees_own
+        self._position = position
+        self._written = written
+        self._num_reported = 0
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where the options ask for it."""
+        if options.on_nonfinite == "ignore":
+            return []
+        leaves_it = optimizer._skips_inside
+        sees_own = options.looks_at_own_gradients
+        return [cls(optimizer.add_variable, leaves_it, sees_own, optimizer._position, optimizer._written)]
+
+    def collect(self, step: Step, proceed: Proceed) -> None:
+        """Looks at gradients that were reduced elsewhere, by somebody who did not."""
+        if step.is_reduced and step.found_inf is None:
+            step = step.replace(found_inf=check_reduced(step.grads, step.variables))
+        proceed(step)
+
+    def local(self, step: Step, comm: Communicator) -> Step:
+        """Looks before gradients are clipped, which makes all NaN where one is, and after they were transformed."""
+        if not (step.is_local or self._sees_own):
+            return step
+        return step.replace(found_inf=first_not_finite(step.grads, step.variables))
+
+    def commit(self, step: Step, proceed: Proceed) -> None:
+        """Skips, counts, and notes whose gradient it was."""
+        found_inf = step.found_inf
+        assert found_inf is not None
+        is_bad = found_inf[0] > 0
+        places = ops.convert_to_tensor([*map(self._position, step.variables), UNKNOWN], "int32")
+        names = ops.stack([found_inf[1], ops.take(places, found_inf[2] % (len(step.variables) + 1), axis=0)])
+        self.source.assign(ops.where(is_bad, names, ops.convert_to_tensor(self.source)))
+        if self.leaves_it_to_others:
+            proceed(step)
+            return
+        self.skipped.assign(self.skipped + ops.cast(is_bad, self.skipped.dtype))
+        proceed_if(ops.logical_not(is_bad), proceed, step, self._written())
+
+    # -- what is told of it ------------------------------------------------------------------------------------------
+
+    def count(self) -> Tensor:
+        """How many updates were left out so far, as it is now."""
+        return ops.copy(ops.convert_to_tensor(self.skipped))
+
+    def last(self) -> tuple[int, int]:
+        """The last replica and variable; `UNKNOWN` for either."""
+        replica, position = (int(i) for i in ops.convert_to_numpy(self.source))
+        return replica, position
+
+    def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
+        """Raises FloatingPointError if more were left out than `before`, once `after` are assigned."""
+        # Read when the update is over, or TensorFlow might stop in the middle of it.
+        is_new = ops.convert_to_tensor(self.skipped) > before
+        runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
+
+    def report(self, names: Sequence[str], from_now: bool) -> None:
+        """Raises FloatingPointError if more were left out than at the last call; never with `from_now`."""
+        num_skipped = int(ops.convert_to_numpy(self.skipped))
+        is_new, self._num_reported = num_skipped > self._num_reported, num_skipped
+        runtime.raise_if(is_new and not from_now, ops.convert_to_numpy(self.source), names, _RAISES)
+
+
+_RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
 
 
 def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
@@ -67,7 +165,7 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
     return ops.stack([replica, position])
 
 
-def judge(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
+def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
     """As `all_reduce_and_check`, of gradients that are global already."""
     position = first_not_finite(grads, variables)
     return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])

@@ -9,7 +9,7 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import (
     clip_by_global_norm,
     dtype_of,
@@ -19,8 +19,65 @@ from keras_shardopt.numerics import (
     map_values,
     overwrites_variable,
 )
+from keras_shardopt.update.options import CrossShardOptions, LocalTransform
+from keras_shardopt.update.step import Stage, Step
 
-LocalTransform = Callable[[list[Any], list[Variable]], Sequence[Any]]
+
+class ReplicaTransform(Stage):
+    """Changes each replica's own gradients by a function.
+
+    Args:
+        transform: the function.
+        loss_scale: by what the optimizer inside scales the loss.
+    """
+
+    def __init__(self, transform: LocalTransform, loss_scale: Callable[[], Any]) -> None:
+        self._transform = transform
+        self._loss_scale = loss_scale
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where the options ask for it."""
+        if options.replica_transform is None:
+            return []
+        return [cls(options.replica_transform, lambda: optimizer.loss_scale)]
+
+    def local(self, step: Step, comm: Communicator) -> Step:
+        """Lets the function see the gradients of the replica's mean loss."""
+        return _changed(step, comm, self._loss_scale, transform=self._transform)
+
+
+class ReplicaClip(Stage):
+    """Clips each replica's own gradients by their global norm.
+
+    Args:
+        clipnorm: the largest norm, in units of the replica's mean loss.
+        loss_scale: by what the optimizer inside scales the loss.
+    """
+
+    def __init__(self, clipnorm: float, loss_scale: Callable[[], Any]) -> None:
+        self._clipnorm = clipnorm
+        self._loss_scale = loss_scale
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where the options ask for it."""
+        if options.replica_clipnorm is None:
+            return []
+        return [cls(options.replica_clipnorm, lambda: optimizer.loss_scale)]
+
+    def local(self, step: Step, comm: Communicator) -> Step:
+        """Clips them."""
+        return _changed(step, comm, self._loss_scale, clipnorm=self._clipnorm)
+
+
+def _changed(step: Step, comm: Communicator, loss_scale: Callable[[], Any], **how: Any) -> Step:
+    # There is no mean loss of no rows; what a transform makes of them counts for nothing in the reduction.
+    rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
+    unit = (loss_scale() if step.loss_scale is None else step.loss_scale) * rows
+    assert step.gradient_state is not None
+    arguments = (step.grads, step.variables, comm.num_replicas, step.gradient_state, unit)
+    return step.replace(grads=transformed_gradients(*arguments, **how))
 
 
 def transformed_gradients(

@@ -97,3 +97,9 @@ def joining_uneven_inputs() -> Iterator[None]:
 def joins_uneven_inputs() -> bool:
     """Whether somebody else sees to it that all replicas end training together."""
     return _joins_uneven_inputs.get()
+
+
+def row_share() -> Any:
+    """This replica's rows in units of an equal part of the batch."""
+    part = current_share()
+    return 1.0 if part is None else part.row_share

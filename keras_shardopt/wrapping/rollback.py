@@ -29,6 +29,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.models import layers_of, models_with, optimizers_of, override_method
 
@@ -56,7 +57,9 @@ class Rollback:
         self._entries: dict[int, _Note] = {}
         self.snapshots: list[Variable] = []
         """The values of `variables` when the window began, where Python does not see each step."""
-        if accumulators is not None and runtime.steps_are_traced and add_variable is not None:
+        # Whether Python runs for each step, and so can keep account.
+        sees_each_step = runtime.version(optimizer._iterations) is not None
+        if accumulators is not None and not sees_each_step and add_variable is not None:
             self.snapshots = [
                 add_variable(shape=v.shape, initializer="zeros", dtype=v.dtype, name=f"before_window_{i}")
                 for i, v in enumerate(self.variables)
@@ -64,7 +67,7 @@ class Rollback:
         for model in models:
             if runtime.updates_are_stateless:
                 override_method(model, "train_step", _stateless_train_step, outermost=True)
-            elif not runtime.steps_are_traced:
+            elif sees_each_step:
                 override_method(model, "train_step", _train_step)
 
     # -- in `apply` ----------------------------------------------------------------------------------------------
@@ -72,24 +75,23 @@ class Rollback:
     def begin(self, optimizer: Any) -> Any:
         """To be called before `optimizer` updates; returns what `settle` takes."""
         note_assignments()
-        return _Stamp(runtime.stamp(optimizer._iterations))
+        return _Stamp(_stamp(optimizer._iterations))
 
     def settle(self, optimizer: Any, before: _Stamp) -> None:
         """To be called when `optimizer` has updated, or skipped the update, or added to a window."""
         if optimizer._collects:
             return
-        moved = runtime.has_moved(before.value, runtime.stamp(optimizer._iterations))
-        window = self.accumulators
-        if isinstance(moved, bool):
+        after, window = _stamp(optimizer._iterations), self.accumulators
+        if isinstance(after, int):
             self._within_window = window is not None and not window.is_complete
             if not self._within_window:
-                self._forget() if moved else self._put_back()
+                self._forget() if after != before.value else self._put_back()
             return
         noted = self._noted()
         self._forget()
         if not noted:
             return
-        skipped = ops.logical_not(moved)
+        skipped = ops.equal(before.value, after)
         if window is not None:
             skipped = ops.logical_and(skipped, window.is_complete)
         if window is not None:
@@ -114,9 +116,9 @@ class Rollback:
             note = _notes.of(variable)
             if note is None:
                 continue
-            if runtime.is_in_reach(note):
+            if _is_in_reach(note):
                 found.append((variable, note))
-            elif runtime.is_further_inside(note):
+            elif _graphs is not None and _graphs.is_further_inside(note):
                 self._warn(f"Received: `{variable.path}`, assigned in a function or loop of its own.")
         return found
 
@@ -196,6 +198,21 @@ class _Stamp:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def _stamp(counter: Variable) -> Any:
+    """What changes with a counter: an int if that is known now, else its value."""
+    version = runtime.version(counter)
+    return ops.copy(ops.convert_to_tensor(counter)) if version is None else version
+
+
+# Where a tensor from earlier may be one of another graph.
+_graphs = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.graphs"})
+
+
+def _is_in_reach(tensor: Tensor) -> bool:
+    """Whether a tensor from earlier can be used here."""
+    return _graphs is None or bool(_graphs.is_in_reach(tensor))
 
 
 def _changed_by_forward_passes(models: Sequence[Any]) -> list[Variable]:
@@ -282,7 +299,7 @@ class _Notes(threading.local):  # TensorFlow's replicas are threads
                 del self.values[id(variable)]  # whoever sets it now means it
             return
         known = self.of(variable)
-        if known is None or not runtime.is_in_reach(known):
+        if known is None or not _is_in_reach(known):
             training = getattr(call, "training", None)  # perhaps a tensor
             if training is not None and training is not False and not in_stateless_scope():
                 self.take(variable)
@@ -305,20 +322,28 @@ class _Notes(threading.local):  # TensorFlow's replicas are threads
 
 
 _notes = _Notes()
+_takes_notes = False
 _assign_in_keras = keras.Variable.assign
 
 
 def note_assignments() -> None:
     """From now on what forward passes assign is noted. Doing it twice changes nothing."""
-    if runtime.updates_are_stateless:
-        runtime.note = _notes.take
-    elif keras.Variable.assign is not _assign:
+    global _takes_notes
+    _takes_notes = True
+    if not runtime.updates_are_stateless and keras.Variable.assign is not _assign:
         keras.Variable.assign = _assign
+
+
+def note_before_assignment(variable: Variable) -> None:
+    """Notes a variable that a loss has assigned, before the value reaches it."""
+    if _takes_notes:
+        _notes.take(variable)
 
 
 @runtime.no_autograph
 def _assign(variable: Variable, value: Any) -> Tensor:
     """Stands in for Keras' method."""
-    if not (runtime.is_compiling() or variable.trainable):
+    # Not where a step is compiled with no Python left in it.
+    if not variable.trainable and (_graphs is not None or runtime.is_concrete(value)):
         _notes.see(variable)
     return _assign_in_keras(variable, value)

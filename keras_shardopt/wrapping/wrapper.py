@@ -247,8 +247,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         with DotNotTrackScope():  # or the weights of the model would become variables of the optimizer
             self._trainable_variables = variables
             self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
-        placement.place_state(self.variables)
-        runtime.disable_builtin_all_reduce(base_optimizers(self))
+        placement.place(self.variables, "replicated")
         self.built = True
         self._inner_is_built()
         self._build_rollback()
@@ -271,8 +270,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
                 part.__dict__["_rollback"] = None
         if not any(map(_leaves_out_updates, chain)):
             return
-        accumulating = next((part for part in chain if getattr(part, "_accumulates", False)), None)
-        accumulators = None if accumulating is None else accumulating._accumulators
+        accumulating = next((part for part in chain if getattr(part, "accumulation", None) is not None), None)
+        accumulators = None if accumulating is None else accumulating.accumulation
         # One from further inside may know neither the window nor, where state is divided, the model.
         known = [rollback for rollback in made if rollback.variables and rollback.accumulators is accumulators]
         if not known:
@@ -280,7 +279,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
                 known = [Rollback(self, accumulators, getattr(accumulating, "add_variable", None))]
             if accumulators is not None:
                 accumulators.snapshots = known[0].snapshots
-            placement.place_state(known[0].snapshots)
+            placement.place(known[0].snapshots, "replicated")
         self.__dict__["_rollback"] = known[0]
 
     @property

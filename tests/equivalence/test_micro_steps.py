@@ -14,8 +14,7 @@ from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.update import accumulation
+from keras_shardopt.update import accumulation, reducers
 
 in_one_process = pytest.mark.backends("tensorflow", "jax")
 NUMBERS = accumulating.NUMBERS if BACKEND != "torch" else [(1, 2), (1, 3)]
@@ -224,7 +223,7 @@ def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
 @in_one_process
 def test_a_lost_reduction_turns_the_check_red(monkeypatch):
     # On JAX the sums are per replica, and leaving out the reduction leaves replicas with weights of their own.
-    monkeypatch.setattr(cross_shard, "global_gradients", lambda grads, *_: list(grads))
+    monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: list(grads))
     with pytest.raises(AssertionError):
         accumulating.check("momentum", 2, *trained("momentum", 2, 2))
 

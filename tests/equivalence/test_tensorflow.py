@@ -300,11 +300,11 @@ def test_clipping_in_units_of_the_loss_that_is_scaled_inside():
 
 def test_clipping_where_the_prescaling_is_forgotten_turns_the_check_red(monkeypatch):
     from keras_shardopt.backends.communicator import GradientState
-    from keras_shardopt.optimizers import cross_shard
+    from keras_shardopt.update import replica_transform
 
-    real = cross_shard.transformed_gradients
+    real = replica_transform.transformed_gradients
     monkeypatch.setattr(
-        cross_shard,
+        replica_transform,
         "transformed_gradients",
         lambda g, v, n, gradient_state, *rest: real(g, v, n, GradientState.LOCAL, *rest),
     )

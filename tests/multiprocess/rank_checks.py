@@ -26,7 +26,8 @@ from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.side_channel import NUM_MARKS
 from keras_shardopt.backends.torch import communicator as torch_communicator
 from keras_shardopt.backends.torch import placement as torch_placement
-from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.fit.scope import largest_difference
+from keras_shardopt.update import reducers
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 warnings.filterwarnings("ignore")
@@ -133,7 +134,7 @@ def what_ddp_has_reduced_counts_also_on_a_rank_without_rows(scope):
             with batch_shared(BatchShare(num_rows, len(x) * scope.num_replicas, runtime.communicator("batch"))):
                 optimizer.apply(grads, model.trainable_variables)
         assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
-        assert placement.largest_difference([*model.trainable_variables, *optimizer.inner.variables]) == 0
+        assert largest_difference([*model.trainable_variables, *optimizer.inner.variables]) == 0
         assert all(np.any(a != b) for a, b in zip(model.get_weights(), problem.start_weights()))
 
 
@@ -168,7 +169,7 @@ def all_start_with_what_rank_0_has(scope):
     from keras.src.random.seed_generator import global_seed_generator
 
     state = [*model.variables, *optimizer.variables, global_seed_generator().state]
-    assert placement.largest_difference(state) == 0
+    assert largest_difference(state) == 0
     if scope.is_chief:
         # Only rank 0's gradients are of the weights that all have now.
         for variable, start, speed in zip(model.trainable_variables, first, velocity):
@@ -231,7 +232,7 @@ def an_overflow_on_any_rank_is_skipped_on_all(scope):
             model.compile(wrap(problem.sgd_momentum()), "mse")
             model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
             optimizer = model.optimizer
-            assert placement.largest_difference([*model.variables, *optimizer.variables]) == 0
+            assert largest_difference([*model.variables, *optimizer.variables]) == 0
             assert (float(optimizer.loss_scale), int(optimizer.skipped_steps)) == (32.0, 1), (way, bad)
             assert int(optimizer.iterations) == 3
             if way == "masters":
@@ -559,12 +560,12 @@ def ranks_draw_other_numbers_from_equal_seeds(scope):
             for number, drawn in enumerate(zip(*everyones)):
                 for i, some in enumerate(drawn):
                     assert not any((some == other).all() for other in drawn[:i]), (layer, way, number, i)
-            assert placement.largest_difference(model.variables) == 0  # seeds too: what files hold
+            assert largest_difference(model.variables) == 0  # seeds too: what files hold
             # Weights of what is built later, and seeds that are numbers.
             later = keras.layers.Dense(4)
             later.build((None, 9))
             values = keras.Variable(keras.random.normal((4,), seed=7))
-            assert placement.largest_difference([later.kernel, values]) == 0
+            assert largest_difference([later.kernel, values]) == 0
             # Orders that are drawn between steps: all ranks must divide the same.
             orders = [keras.random.shuffle(np.arange(20), seed=seed) for seed in (keras.random.SeedGenerator(5), None)]
             orders = [keras.ops.convert_to_numpy(order).tolist() for order in orders]
@@ -787,9 +788,9 @@ def sync_replicas_starts_all_with_what_rank_0_has(scope):
     real, placement.broadcast_state = placement.broadcast_state, lambda *_: None
     callback.on_train_begin()
     placement.broadcast_state = real
-    assert placement.largest_difference(state) >= 1  # so the check below can fail
+    assert largest_difference(state) >= 1  # so the check below can fail
     callback.on_train_begin()
-    assert placement.largest_difference(state) == 0
+    assert largest_difference(state) == 0
     if scope.is_chief:
         assert all((v.numpy() == before).all() for v, before in zip(state, first))
 
@@ -872,11 +873,11 @@ def check_replicas_stops_fit_on_every_rank(scope):
     model.compile(ks.CrossShard(problem.sgd_momentum(), overlap=False), "mse")
     model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(2)], **arguments)
 
-    real, cross_shard.global_gradients = cross_shard.global_gradients, lambda grads, *_: grads  # local from here on
+    real, reducers.global_gradients = reducers.global_gradients, lambda grads, *_: grads  # local from here on
     fit = lambda: model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(4)], **arguments)  # noqa: E731
     words = "after 4 batches of this `fit`: another value of `mlp/hidden/kernel` on replica 0 against replica 1 against"
     refused(fit, RuntimeError, words)
-    cross_shard.global_gradients = real
+    reducers.global_gradients = real
 
 
 def main():

@@ -19,9 +19,11 @@ from support import checks, gan, problem
 from support.checks import NullStore, check, refused
 
 import keras_shardopt as ks
-from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.torch import communicator as torch_communicator
+from keras_shardopt.backends.torch import memory
 from keras_shardopt.backends.torch import process_group as torch_group
+from keras_shardopt.fit.scope import largest_difference
 from keras_shardopt.optimizers import gradient_clipping
 from keras_shardopt.sharding import sharded_optimizer as divided_state
 from keras_shardopt.sharding import slices as sharding
@@ -97,7 +99,7 @@ def assert_equal(scope, optimizer, mine, inner, alone, tolerance=0.0):
     for variable, reference in zip(mine, alone):
         a, b = keras.ops.convert_to_numpy(variable), keras.ops.convert_to_numpy(reference)
         assert np.abs(a - b).max() <= tolerance * max(1.0, np.abs(b).max()), (variable.path, np.abs(a - b).max())
-    assert placement.largest_difference(mine) == 0
+    assert largest_difference(mine) == 0
     found, expected = saved(optimizer), saved(inner)
     assert list(found) == list(expected)
     for key, array in expected.items():
@@ -503,7 +505,7 @@ def a_rank_that_saves_alone_and_leaves_tells_the_others(scope):
         torch_group.close_group()  # as when the program ends
     else:
         words = "Before that: All ranks must save together. Received: no call on rank"
-        refused(lambda: placement.largest_difference(optimizer._trainable_variables), RuntimeError, words)
+        refused(lambda: largest_difference(optimizer._trainable_variables), RuntimeError, words)
     assert time.monotonic() - start < 20
     torch_group.open_group("gloo", rank, size, None)
 
@@ -523,7 +525,7 @@ def the_checks_can_fail(scope):
         optimizer.exclude_from_weight_decay(var_list=weights[:2])
 
     for where, name, nothing, make, prepare in (
-        (placement, "assign_slices", lambda variable, slices: None, momentum, None),
+        (memory, "assign_slices", lambda variable, slices: None, momentum, None),
         (gradient_clipping, "norm_over_replicas", lambda norm: norm, clipped, None),
         (sharding.FlatShards, "_keep_exclusions", lambda self, optimizer: None, decaying, excluded),
     ):

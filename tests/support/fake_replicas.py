@@ -13,6 +13,7 @@ from support.patience import patient
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.update.step import Step
 
 _REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max}
 
@@ -95,3 +96,8 @@ class FakeWorld:
         if errors:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
         return results
+
+
+def reduced(optimizer, grads, variables, weight=1.0):
+    """What the stages of a `CrossShard`, and its reduction, make of gradients."""
+    return optimizer.pipeline.reduce(Step(grads, variables, weight=weight)).grads

@@ -49,7 +49,7 @@ def updated(world, gradient_state, scales=None, offset=0.0, **arguments):
             own = [g / world.num_replicas for g in own]
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradients=gradient_state.value, **arguments)
         optimizer.build(mine)
-        optimizer._have_started(replicas)
+        optimizer.peers.started = replicas
         optimizer.apply([keras.ops.convert_to_tensor(np.asarray(g, "float32")) for g in own], mine)
         return [-np.array(v) for v in mine], optimizer
 

@@ -10,7 +10,7 @@ from conftest import BACKEND
 from support import launch, problem, suites
 
 import keras_shardopt as ks
-from keras_shardopt.backends.active import processes
+from keras_shardopt.optimizers.made import collected
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
@@ -349,8 +349,8 @@ def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         ranks = TorchProcessGroup()
-        model.optimizer._have_started(ranks)
-        assert model.optimizer._buckets_among(ranks) is not None
+        model.optimizer.peers.started = ranks
+        assert model.optimizer.pipeline.reducer.buckets_among(ranks) is not None
         assert ranks.are_current()
     finally:
         dist.destroy_process_group()
@@ -361,8 +361,8 @@ def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
 
 
 def test_a_scope_inside_another_that_has_seen_the_same_optimizers_ends_by_itself():
-    with processes.track() as outer:
-        with processes.track() as inner:
+    with collected() as outer:
+        with collected() as inner:
             first = ks.CrossShard("sgd")
         second = ks.CrossShard("sgd")
     assert list(inner) == [first]

@@ -66,7 +66,7 @@ def scopes(monkeypatch):
     real = processes.open
 
     def world(requested, timeout):
-        is_open = BACKEND == "torch" or processes.num_replicas_of_steps() > 1  # and then says how many
+        is_open = BACKEND == "torch" or processes.num_replicas() > 1  # and then says how many
         return real(requested if is_open else requested or 2, timeout)
 
     monkeypatch.setattr(processes, "open", world)

@@ -44,8 +44,7 @@ def world_of(monkeypatch):
             return world._running.replicas
 
         monkeypatch.setattr(runtime, "communicator", replicas)
-        monkeypatch.setattr(placement, "divides_state", row["program"] == "several")
-        monkeypatch.setattr(placement, "num_copies", lambda variables: world.num_replicas)
+        monkeypatch.setattr(placement, "state_sharding", "slices" if row["program"] == "several" else "copies")
         monkeypatch.setattr(placement, "replica_values", lambda v: [np.array(v)] * world.num_replicas)
         monkeypatch.setattr(
             placement, "assign_replica_values", lambda v, arrays: v.assign(arrays[world._running.replicas.replica_id])

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from keras import ops
 from support import problem
-from support.fake_replicas import FakeWorld
+from support.fake_replicas import FakeWorld, reduced
 
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.update import reducers, replica_transform
 
 SHAPES = [(3, 2), (5,), ()]
 CLIPNORM = 2.0
@@ -108,7 +109,7 @@ def test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside(gradient_
 
 # -- planted faults: each turns a check above red ------------------------------------------------------------------
 
-real_transformed, real_global = cross_shard.transformed_gradients, cross_shard.global_gradients
+real_transformed, real_global = replica_transform.transformed_gradients, reducers.global_gradients
 
 
 def _prescaling_forgotten(grads, variables, num_replicas, gradient_state, *rest):
@@ -147,8 +148,8 @@ def test_a_planted_fault_turns_the_checks_red(name, fault, monkeypatch):
 
 
 def test_clipping_after_the_reduction_turns_the_checks_red(monkeypatch):
-    monkeypatch.setattr(cross_shard, "transformed_gradients", lambda grads, *_: grads)
-    monkeypatch.setattr(cross_shard, "global_gradients", _clipped_after_the_reduction)
+    monkeypatch.setattr(replica_transform, "transformed_gradients", lambda grads, *_: grads)
+    monkeypatch.setattr(reducers, "global_gradients", _clipped_after_the_reduction)
     with pytest.raises(AssertionError):
         test_every_way_of_arriving_with_groups_and_clipping(
             GradientState.LOCAL_PRESCALED, 4, [[0, 1], [2, 3]], "mean", CLIPNORM, monkeypatch
@@ -199,14 +200,14 @@ def test_alone_a_replica_is_clipped_however_its_gradients_arrive(gradient_state,
 @pytest.mark.parametrize("argument", NEEDS_LOCAL)
 def test_inside_another_cross_shard_it_is_refused(argument):
     inner = ks.CrossShard("sgd", **{argument: NEEDS_LOCAL[argument]})
-    assert inner._needs_local_gradients
+    assert inner.needs_local_gradients
     around = [inner]
     if hasattr(keras.optimizers, "MultiOptimizer"):
         around.append(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner, {})))
     for optimizer in around:
         with pytest.raises(ValueError, match="Give these arguments to the outer `CrossShard`"):
             ks.CrossShard(optimizer)
-    assert not ks.CrossShard("sgd")._needs_local_gradients
+    assert not ks.CrossShard("sgd").needs_local_gradients
 
 
 def test_gradients_pass_where_the_reduction_is_claimed():
@@ -294,11 +295,11 @@ def test_presence_of_gradients_counts_within_the_group(monkeypatch):
     weights = [keras.Variable(np.zeros(2, "float32")), keras.Variable(np.zeros(1, "float32"))]
     optimizer = ks.CrossShard("sgd", group_assignment=[[0, 1], [2, 3]])
 
-    def reduced(replicas):
+    def of_replica(replicas):
         some = ops.ones(1) if replicas.replica_id == 1 else None
-        return optimizer._reduce_gradients([ops.ones(2), some], weights)
+        return reduced(optimizer, [ops.ones(2), some], weights)
 
-    results = world.run(reduced)
+    results = world.run(of_replica)
     for r in (0, 1):
         np.testing.assert_array_equal(ops.convert_to_numpy(results[r][1]), [0.5])
     assert results[2][1] is None and results[3][1] is None
@@ -321,7 +322,7 @@ def test_a_limit_must_be_a_number(limit):
 
 def reduced_by(optimizer, grads_of, weights, num_replicas, gradient_state, monkeypatch):
     world = FakeWorld(num_replicas, gradient_state).hold(monkeypatch)
-    return world.run(lambda replicas: optimizer._reduce_gradients(grads_of(replicas.replica_id), weights))
+    return world.run(lambda replicas: reduced(optimizer, grads_of(replicas.replica_id), weights))
 
 
 @each_local_arrival
@@ -410,9 +411,9 @@ def test_sparse_gradients(gradient_state, monkeypatch):
     weights = [keras.Variable(np.zeros((3, 2)))]
     world = FakeWorld(2, gradient_state).hold(monkeypatch)
     monkeypatch.setattr(
-        cross_shard, "global_gradients", lambda grads, variables, replicas, *_: [grads[0], replicas.num_replicas]
+        reducers, "global_gradients", lambda grads, variables, replicas, *_: [grads[0], replicas.num_replicas]
     )
-    (first, _), (second, _) = world.run(lambda r: optimizer._reduce_gradients(grads_of(r.replica_id), weights))
+    (first, _), (second, _) = world.run(lambda r: reduced(optimizer, grads_of(r.replica_id), weights))
     unit = 2 if gradient_state is GradientState.LOCAL_PRESCALED else 1
     np.testing.assert_allclose(first.values * unit, [[3.0, 4.0]], rtol=1e-6)  # 25 clipped to 5
     np.testing.assert_allclose(second.values * unit, [[1.5, 2.0]], rtol=1e-6)
@@ -517,12 +518,12 @@ def test_a_replica_counts_with_its_weight_after_it_is_clipped(gradient_state, as
     world = FakeWorld(3, gradient_state).hold(monkeypatch)
     targets = variables()
 
-    def reduced(replicas):
+    def of_replica(replicas):
         r = replicas.replica_id
         unit = 3 if gradient_state is GradientState.LOCAL_PRESCALED else 1
         weight = ops.convert_to_tensor(weights[r]) if as_tensor else weights[r]
-        return optimizer._reduce_gradients([ops.convert_to_tensor(g / unit) for g in local[r]], targets, weight)
+        return reduced(optimizer, [ops.convert_to_tensor(g / unit) for g in local[r]], targets, weight)
 
-    found = [[ops.convert_to_numpy(g) for g in grads] for grads in world.run(reduced)]
+    found = [[ops.convert_to_numpy(g) for g in grads] for grads in world.run(of_replica)]
     counted = [[w * g for g in clipped(local[r])] for r, w in ((0, 0.5), (2, 2.5))]
     assert_close(found, [[(a + b) / 3 for a, b in zip(*counted)]] * 3)

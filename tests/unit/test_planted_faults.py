@@ -64,7 +64,7 @@ FAULTS = [
         f"{LOCAL}::test_every_way_of_arriving_with_groups_and_clipping",
     ),
     fault(
-        "update/all_reduce.py",
+        "update/replica_transform.py",
         "clip_by_global_norm([result[i] for i in plain], clipnorm * unit)",
         "clip_by_global_norm([result[i] for i in plain], clipnorm)",
         f"{LOCAL}::test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside",
@@ -145,10 +145,11 @@ FAULTS = [
         "unit/test_partition.py::test_what_may_be_cut_is_balanced_to_the_element",
     ),
     fault(
-        "sharding/partition.py",
+        "backends/jax/placement.py",
         "if size and size % num_replicas == 0",
         "if size % num_replicas == 0",
         "unit/test_partition.py::test_the_axis_that_divides",
+        backend="jax",
     ),
     # Half precision on the way.
     fault(
@@ -303,20 +304,20 @@ FAULTS = [
     ),
     fault(
         "fit/losses.py",
-        "rows < part.num_rows, values,",
-        "rows <= part.num_rows, values,",
+        "rows < part.local_batch_size, values,",
+        "rows <= part.local_batch_size, values,",
         WHOLE_BATCH,
         backend="tensorflow",
     ),
     # Data.
     fault(
-        "data/dispatch.py",
+        "data/py_dataset.py",
         "self._batches.on_epoch_end()\n        self._epoch += 1\n        self._draw()",
         "self._batches.on_epoch_end()\n        self._draw()",
         "unit/test_data.py::test_py_dataset",
     ),
     fault(
-        "data/dispatch.py",
+        "data/arrays.py",
         "return array[np.sort(rows)][np.argsort(np.argsort(rows))]",
         "return array[np.sort(rows)]",
         "unit/test_data.py::test_rows_of_tables_and_files",

@@ -27,7 +27,7 @@ def grads(replica, step):
 @pytest.fixture(params=[2, 3, 8] if keras.config.backend() == "torch" else [2, 3])
 def world(request, monkeypatch):
     made = FakeWorld(request.param, is_spmd=False).hold(monkeypatch)
-    monkeypatch.setattr(placement, "divides_state", True)
+    monkeypatch.setattr(placement, "state_sharding", "slices")
     return made
 
 
@@ -35,7 +35,7 @@ def trained(make, arrives, world, replicas, num_steps=3):
     mine = weights()
     optimizer = ks.CrossShard(make(), shard_state=True, gradients=arrives.value)
     optimizer.build(mine)
-    optimizer._have_started(replicas)
+    optimizer.peers.started = replicas
     for step in range(num_steps):
         own = grads(replicas.replica_id, step)
         if arrives is GradientState.LOCAL_PRESCALED:

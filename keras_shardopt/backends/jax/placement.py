@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from keras_shardopt._typing import Variable
 from keras_shardopt.backends.jax.communicator import batch_size_of
 from keras_shardopt.backends.jax.processes import processes
-from keras_shardopt.backends.placement import Placement
+from keras_shardopt.backends.placement import Layout, Placement
 
 
 def dividing_axis(shape: Sequence[int], num_replicas: int) -> int | None:
@@ -31,11 +31,25 @@ def dividing_axis(shape: Sequence[int], num_replicas: int) -> int | None:
 class JaxPlacement(Placement):
     """JAX: replicas are devices of one program, in one process or several."""
 
+    state_sharding = "layout"
+
     def __init__(self) -> None:
         # The distribution that is not to be seen just now.
         self._set_aside: Any = None
 
-    def check(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
+        if shards_state:
+            _check_can_lay_out(variables)
+
+    def check(
+        self,
+        variables: Sequence[Variable],
+        optimizers: Sequence[Any],
+        is_loaded: bool = False,
+        shards_state: bool = False,
+    ) -> None:
         distribution = keras.distribution.distribution()
         if distribution is None and processes._opened is not None and jax.process_count() > 1:
             raise ValueError(
@@ -59,56 +73,17 @@ class JaxPlacement(Placement):
                     f"`{variable.path}` was made {made} the active distribution over {len(active)} devices. "
                     "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
                 )
+        # Inside `shard_map` and `pmap` nothing is laid out, which the caller refuses.
+        if shards_state and not jax.sharding.get_abstract_mesh().manual_axes:
+            _check_can_lay_out(variables)
 
-    def check_can_lay_out(self, variables: Sequence[Variable]) -> None:
-        if keras.distribution.distribution() is not None:
-            return
-        for variable in variables:
-            num_devices = _num_devices_of(variable.value)
-            if num_devices > 1:
-                raise ValueError(
-                    "`shard_state=True` divides state among the devices of the active `keras.distribution`, and none "
-                    f"is active. Received: `{variable.path}` on {num_devices} devices. Build model and optimizer "
-                    "inside `with keras_shardopt.data_parallel():`, or after "
-                    "`keras.distribution.set_distribution(keras.distribution.DataParallel())`; or use "
-                    "`shard_state=False`."
-                )
-
-    def stack(self, variables: Sequence[Variable]) -> str | None:
+    def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         distribution = keras.distribution.distribution()
-        num_replicas = batch_size_of(distribution)
-        if num_replicas == 1:
+        if distribution is None or (how != "replicated" and batch_size_of(distribution) == 1):
             return None
-        axis_name: str = distribution.batch_dim_name
-        for variable in variables:
-            axes = [axis_name] + [None] * len(variable.shape)
-            variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
-            zeros = jax.numpy.zeros((num_replicas, *variable.shape), variable.dtype)
-            variable._shape, variable._ndim = zeros.shape, zeros.ndim
-            variable._value = keras.distribution.distribute_tensor(zeros, variable._layout)
+        _PLACE[how](variables, distribution)
+        axis_name: str | None = distribution.batch_dim_name
         return axis_name
-
-    lays_out_state = True
-
-    def shard(self, variables: Sequence[Variable]) -> None:
-        distribution = keras.distribution.distribution()
-        num_replicas = batch_size_of(distribution)
-        if num_replicas == 1:
-            return
-        for variable in variables:
-            axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
-            # What a model's own layout divides stays as it is, and is divided once more.
-            free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
-            chosen = dividing_axis(free, num_replicas)
-            if chosen is not None:
-                axes[chosen] = distribution.batch_dim_name
-                variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
-                variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
-
-    def bytes_per_replica(self, variable: Variable) -> list[int]:
-        sharding = variable.value.sharding
-        held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
-        return [held] * len(sharding.device_set)
 
     def full_value(self, variable: Variable) -> np.ndarray:
         value = variable.value
@@ -116,27 +91,17 @@ class JaxPlacement(Placement):
             return super().full_value(variable)
         return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
-    def place_state(self, variables: Sequence[Variable]) -> None:
-        distribution = keras.distribution.distribution()
-        if distribution is None:
-            return
-        for variable in variables:
-            # A variable made before `set_distribution` lives on one device, and a jitted step refuses to mix it
-            # with weights that live on all of them.
-            if variable._layout is None:
-                variable._layout = distribution.get_variable_layout(variable)
-                variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
+    def replica_values(self, variable: Variable) -> list[np.ndarray]:
+        value = variable.value
+        shards = value.addressable_shards
+        return [np.asarray(shard.data) for shard in (shards if value.sharding.is_fully_replicated else shards[:1])]
 
-    def largest_difference(self, variables: Sequence[Variable]) -> float:
-        largest = 0.0
-        for variable in variables:
-            value = variable.value
-            if not value.sharding.is_fully_replicated:
-                continue  # each device holds another part; there are no copies to compare
-            first, *others = [np.asarray(shard.data, "float64") for shard in value.addressable_shards]
-            for other in others:
-                largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
-        return largest
+    def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        if jax.process_count() == 1:
+            super().assign_replica_values(variable, arrays)
+            return
+        (array,) = arrays  # `assign` would ask the other processes whether they agree
+        variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         values = [variable.value for variable in variables]
@@ -150,7 +115,7 @@ class JaxPlacement(Placement):
         rows[:, copied] = np.asarray(found.addressable_data(0))
         return rows
 
-    def alone(self, function: Callable[[], Any]) -> Any:
+    def outside_strategy(self, function: Callable[[], Any]) -> Any:
         distribution = keras.distribution.distribution()
         if distribution is None or jax.process_count() == 1:
             return function()
@@ -162,7 +127,7 @@ class JaxPlacement(Placement):
         finally:
             self._set_aside = None
 
-    def strategy_scope_of(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+    def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._set_aside is None else _under(self._set_aside)
 
     def broadcast_state(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
@@ -188,15 +153,58 @@ class JaxPlacement(Placement):
             if new.tobytes() != array.tobytes():
                 variable._value = _on_the_devices_of(variable.value, new)
 
-    def assign_copies(self, variables: Sequence[Variable], arrays: Sequence[np.ndarray]) -> None:
-        if jax.process_count() == 1:
-            super().assign_copies(variables, arrays)
-            return
-        for variable, array in zip(variables, arrays):  # `assign` would ask the other processes whether they agree
-            variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
-
 
 placement = JaxPlacement()
+
+
+def _check_can_lay_out(variables: Sequence[Variable]) -> None:
+    if keras.distribution.distribution() is not None:
+        return
+    for variable in variables:
+        num_devices = _num_devices_of(variable.value)
+        if num_devices > 1:
+            raise ValueError(
+                "`shard_state=True` divides state among the devices of the active `keras.distribution`, and none "
+                f"is active. Received: `{variable.path}` on {num_devices} devices. Build model and optimizer "
+                "inside `with keras_shardopt.data_parallel():`, or after "
+                "`keras.distribution.set_distribution(keras.distribution.DataParallel())`; or use "
+                "`shard_state=False`."
+            )
+
+
+def _replicate(variables: Sequence[Variable], distribution: Any) -> None:
+    for variable in variables:
+        # A variable made before `set_distribution` lives on one device, and a jitted step refuses to mix it
+        # with weights that live on all of them.
+        if variable._layout is None:
+            variable._layout = distribution.get_variable_layout(variable)
+            variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
+
+
+def _shard(variables: Sequence[Variable], distribution: Any) -> None:
+    num_replicas = batch_size_of(distribution)
+    for variable in variables:
+        axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
+        # What a model's own layout divides stays as it is, and is divided once more.
+        free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
+        chosen = dividing_axis(free, num_replicas)
+        if chosen is not None:
+            axes[chosen] = distribution.batch_dim_name
+            variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
+            variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
+
+
+def _stack(variables: Sequence[Variable], distribution: Any) -> None:
+    num_replicas = batch_size_of(distribution)
+    for variable in variables:
+        axes = [distribution.batch_dim_name] + [None] * len(variable.shape)
+        variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
+        zeros = jax.numpy.zeros((num_replicas, *variable.shape), variable.dtype)
+        variable._shape, variable._ndim = zeros.shape, zeros.ndim
+        variable._value = keras.distribution.distribute_tensor(zeros, variable._layout)
+
+
+_PLACE = {"replicated": _replicate, "sharded": _shard, "per_replica": _stack}
 
 
 @contextlib.contextmanager
@@ -254,6 +262,13 @@ def _words(value: Any) -> Any:
         return value.reshape(-1).astype("uint32")
     bits = {1: "uint8", 2: "uint16"}.get(value.dtype.itemsize, "uint32")
     return jax.lax.bitcast_convert_type(value, bits).reshape(-1).astype("uint32")
+
+
+def bytes_per_device(variable: Variable) -> list[int]:
+    """How many bytes of a variable each device holds that has some of it."""
+    sharding = variable.value.sharding
+    held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
+    return [held] * len(sharding.device_set)
 
 
 def _devices_of(layout: Any) -> list[str]:

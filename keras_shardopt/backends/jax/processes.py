@@ -8,11 +8,9 @@ Of JAX: `jax._src.distributed.global_state.client` - the store of a job of sever
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import datetime
 import os
-import pickle
 import re
 import sys
 import time
@@ -26,16 +24,13 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from keras_shardopt.backends.jax.communicator import batch_size_of, spans_processes
-from keras_shardopt.backends.processes import Processes, World
+from keras_shardopt.backends.processes import Processes, World, gather_pickled
 
 
 class JaxProcesses(Processes):
     """JAX: replicas are devices of one program, in one process or several."""
 
-    persists_after_scope = True
-
     def __init__(self) -> None:
-        super().__init__()
         # That of `data_parallel`.
         self._opened: keras.distribution.DataParallel | None = None
 
@@ -44,7 +39,7 @@ class JaxProcesses(Processes):
     def creates_variables_collectively(self) -> bool:
         return spans_processes(batch_size_of(keras.distribution.distribution()))
 
-    def num_replicas_of_steps(self) -> int:
+    def num_replicas(self) -> int:
         return batch_size_of(keras.distribution.distribution())
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
@@ -98,6 +93,7 @@ class JaxProcesses(Processes):
                 is_chief=process_id == 0,
                 num_processes=num_processes,
                 process_id=process_id,
+                persists=True,
             )
         finally:
             self._opened = opened_before
@@ -115,18 +111,7 @@ def gather_objects(value: Any) -> list[Any]:
     """What each process gives, whatever it is, in the order of their ids."""
     if jax.process_count() == 1:
         return [value]
-    # In a thread of its own, which knows nothing of a trace that is going on in this one.
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        return executor.submit(_gathered, value).result()
-
-
-def _gathered(value: Any) -> list[Any]:
-    mine = np.frombuffer(pickle.dumps(value), "uint8")
-    lengths = np.asarray(multihost_utils.process_allgather(np.array(len(mine), "int32"))).reshape(-1)
-    padded = np.zeros(max(lengths), "uint8")
-    padded[: len(mine)] = mine
-    rows = np.asarray(multihost_utils.process_allgather(padded))
-    return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+    return gather_pickled(value, lambda array: np.asarray(multihost_utils.process_allgather(array)))
 
 
 _num_barriers: dict[str, int] = {}

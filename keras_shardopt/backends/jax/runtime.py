@@ -25,8 +25,6 @@ class JaxRuntime(Runtime):
 
     updates_are_stateless = True
 
-    steps_are_traced = True
-
     def communicator(self, axis_name: str) -> Communicator:
         try:
             jax.lax.axis_size(axis_name)
@@ -54,9 +52,13 @@ class JaxRuntime(Runtime):
         return GlobalView(num_replicas, is_chief, "under a `keras.distribution`", spans_processes(num_replicas))
 
     def value_and_grad(
-        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+        self,
+        loss: Callable[[], tuple[Tensor, Any]],
+        variables: Sequence[Variable],
+        axis_name: str | None,
+        before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
-        replicas = self.communicator(axis_name)
+        replicas = None if axis_name is None else self.communicator(axis_name)
         values = [v.value for v in variables]
         if isinstance(replicas, MappedAxis):
             values = replicas.varying(values)  # or shard_map(check_vma=True) would sum their gradients
@@ -70,31 +72,18 @@ class JaxRuntime(Runtime):
 
         found, (updates, more) = jax.grad(of_values, has_aux=True)(values)
         for variable, value in zip(assigned, updates):
-            if self.note is not None:
-                self.note(variable)
+            if before_assign is not None:
+                before_assign(variable)
             variable.assign(value)
         return list(found), more
 
-    def when(self, condition: Any, action: Callable[[], None], variables: Sequence[Variable]) -> None:
-        if not isinstance(condition, jax.core.Tracer):
-            super().when(condition, action, variables)
-            return
-        before = [variable.value for variable in variables]
-
-        def acted() -> list[Tensor]:
-            with ScopeInScope(zip(variables, before)) as scope:
-                action()
-            return [scope.get_current_value(variable) for variable in variables]
-
-        for variable, value in zip(variables, jax.lax.cond(condition, acted, lambda: before)):
-            variable.assign(value)
-
     def cond(
         self,
-        condition: Tensor,
+        condition: Any,
         update: Callable[[Sequence[Any]], None],
         grads: Sequence[Any],
         variables: Sequence[Variable],
+        communicates: bool = True,
     ) -> None:
         if not isinstance(condition, jax.core.Tracer):
             super().cond(condition, update, grads, variables)
@@ -103,7 +92,7 @@ class JaxRuntime(Runtime):
         before = [variable.value for variable in variables]
 
         def updated() -> list[Tensor]:
-            with keras.StatelessScope(state_mapping=list(zip(variables, before))) as scope:
+            with ScopeInScope(zip(variables, before)) as scope:
                 update(grads)
             return [scope.get_current_value(variable) for variable in variables]
 
@@ -120,8 +109,6 @@ class JaxRuntime(Runtime):
             check_vma=False,
         )(stacked)
 
-    stops_in_step = False
-
     def is_concrete(self, value: Any) -> bool:
         return not isinstance(value, jax.core.Tracer)
 
@@ -131,9 +118,6 @@ class JaxRuntime(Runtime):
         # Nobody can stop a compiled step, on one device or several, without losing the weights that it was given.
         if self.is_concrete(condition):
             super().raise_if(condition, nonfinite_source, names, rule)
-
-    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-        return jax.grad(function)(value)
 
 
 runtime = JaxRuntime()

@@ -21,8 +21,11 @@ from keras_shardopt.backends.tensorflow.communicator import (
 )
 from keras_shardopt.backends.tensorflow.processes import (
     gather,
+    num_replicas_when_made,
     processes,
 )
+from keras_shardopt.backends.tensorflow.random_numbers import draw_apart
+from keras_shardopt.backends.tensorflow.runtime import keep_reduction_off
 
 
 def num_mirrored(variable: Any) -> int:
@@ -74,25 +77,56 @@ def _check_trainer(model: Any) -> None:
         )
 
 
+def _check_can_divide(variables: Sequence[Variable]) -> None:
+    values = [getattr(variable, "value", variable) for variable in variables]
+    strategies = [value.distribute_strategy for value in values if isinstance(value, tf.distribute.DistributedValues)]
+    if (
+        strategies
+        and strategies[0].num_replicas_in_sync > 1
+        and not isinstance(strategies[0], tf.distribute.MirroredStrategy)
+    ):
+        raise ValueError(
+            "`shard_state=True` works on TensorFlow under a `MirroredStrategy`. "
+            f"Received: {with_article(strategies[0])}. Use `shard_state=False` here."
+        )
+
+
+def _warn_if_loaded_outside(variables: Sequence[Variable]) -> None:
+    if processes.num_replicas_of_last_scope > 1 and not any(num_mirrored(variable) > 1 for variable in variables):
+        warnings.warn(
+            "A model that is to train on several replicas must be loaded inside the scope. Received: a loaded "
+            "optimizer and weights that are on one device, after a scope of "
+            f"{processes.num_replicas_of_last_scope} replicas. Load it inside `with keras_shardopt.data_parallel():`. "
+            "To train on one device, load it inside `with keras_shardopt.data_parallel(1):`.",
+            stacklevel=3,
+        )
+
+
 class TensorFlowPlacement(Placement):
     """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
 
-    def check_scope(self, variables: Sequence[Variable], num_replicas: int, optimizer: Any) -> None:
-        check_mirrored(variables, max(num_replicas, processes.num_replicas_of_scope()))
+    state_sharding = "copies"
+
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
+        check_mirrored(variables, max(num_replicas_when_made(optimizer), processes.num_replicas()))
         check_made_inside([optimizer])
+        if shards_state:
+            _check_can_divide(variables)
+        keep_reduction_off(innermost)
+        if tf.distribute.has_strategy():
+            draw_apart()
 
-    def check_loaded(self, variables: Sequence[Variable]) -> None:
-        if processes.num_replicas_of_last_scope > 1 and not any(num_mirrored(variable) > 1 for variable in variables):
-            warnings.warn(
-                "A model that is to train on several replicas must be loaded inside the scope. Received: a loaded "
-                "optimizer and weights that are on one device, after a scope of "
-                f"{processes.num_replicas_of_last_scope} replicas. Load it "
-                "inside `with keras_shardopt.data_parallel():`. To train on one device, load it "
-                "inside `with keras_shardopt.data_parallel(1):`.",
-                stacklevel=2,
-            )
-
-    def check(self, variables: Sequence[Variable], optimizers: Sequence[Any]) -> None:
+    def check(
+        self,
+        variables: Sequence[Variable],
+        optimizers: Sequence[Any],
+        is_loaded: bool = False,
+        shards_state: bool = False,
+    ) -> None:
+        if is_loaded:
+            _warn_if_loaded_outside(variables)
         if tf.distribute.get_strategy().num_replicas_in_sync == 1:
             num_replicas = max((num_mirrored(optimizer.iterations) for optimizer in optimizers), default=1)
             check_mirrored(variables, num_replicas)
@@ -121,41 +155,24 @@ class TensorFlowPlacement(Placement):
         scope: contextlib.AbstractContextManager[Any] = strategy.scope()
         return scope
 
-    def num_copies(self, variables: Sequence[Variable]) -> int:
-        values = [getattr(variable, "value", variable) for variable in variables]
-        distributed = [value for value in values if isinstance(value, tf.distribute.DistributedValues)]
-        strategies = [value.distribute_strategy for value in distributed]
-        if not strategies or strategies[0].num_replicas_in_sync == 1:
-            return 1
-        if not isinstance(strategies[0], tf.distribute.MirroredStrategy):
-            raise ValueError(
-                "`shard_state=True` works on TensorFlow under a `MirroredStrategy`. "
-                f"Received: {with_article(strategies[0])}. Use `shard_state=False` here."
-            )
-        return int(strategies[0].num_replicas_in_sync)
-
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
         value = getattr(variable, "value", variable)
         return [np.asarray(copy) for copy in getattr(value, "values", [value])]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        if len(arrays) == 1:
+            variable.assign(arrays[0])
+            return
         value = getattr(variable, "value", variable)
         for copy, array in zip(getattr(value, "values", [value]), arrays, strict=True):
             copy.assign(array.astype(copy.dtype.as_numpy_dtype))
 
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
-        # A strategy is known to the thread in which its scope was entered.
+        if not tf.distribute.has_strategy():
+            return function()
+        # A strategy is known to the thread in which its scope was entered; under it, workers make variables together.
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
-
-    def largest_difference(self, variables: Sequence[Variable]) -> float:
-        largest = 0.0
-        for variable in variables:
-            value = getattr(variable, "value", variable)
-            first, *others = [np.asarray(copy, "float64") for copy in getattr(value, "values", [value])]
-            for other in others:
-                largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
-        return largest
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
@@ -171,16 +188,6 @@ class TensorFlowPlacement(Placement):
                 rows.append(_fingerprints([tf.convert_to_tensor(copy) for copy in copies]))
         mine = np.stack([row.numpy() for row in rows]).astype("uint64")
         return np.concatenate(gather(strategy, mine))
-
-    def alone(self, function: Callable[[], Any]) -> Any:
-        if _process_of(tf.distribute.get_strategy().cluster_resolver)[0] == 1:
-            return function()
-        # In a thread of its own, which knows of no strategy: under this one, workers make new variables together.
-        with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            return executor.submit(function).result()
-
-    def strategy_scope_of(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        return self.colocate_with(variable)
 
     def reading_is_collective(self, variables: Sequence[Variable]) -> bool:
         values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]

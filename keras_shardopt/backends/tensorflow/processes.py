@@ -6,25 +6,23 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import dataclasses
 import datetime
-import pickle
 import sys
 import types
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_shardopt._typing import Variable
-from keras_shardopt.backends.processes import Processes, World
+from keras_shardopt.backends.processes import Processes, World, gather_pickled
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import (
     _process_of,
 )
-from keras_shardopt.backends.tensorflow.random_numbers import draw_apart
 
 
 class TensorFlowProcesses(Processes):
@@ -36,18 +34,8 @@ class TensorFlowProcesses(Processes):
     def creates_variables_collectively(self) -> bool:
         return tf.distribute.has_strategy() and self.process()[0] > 1
 
-    def register(self, optimizer: Any) -> None:
-        super().register(optimizer)
-        _refuse_trainer(tf.distribute.get_strategy())
-        tf_losses.watch()
-
-    def num_replicas_of_scope(self) -> int:
+    def num_replicas(self) -> int:
         return int(tf.distribute.get_strategy().num_replicas_in_sync)
-
-    def forget_scope(self) -> None:
-        self.num_replicas_of_last_scope = 1
-
-    num_replicas_of_steps = num_replicas_of_scope
 
     def versions(self) -> dict[str, str]:
         return {"TensorFlow": tf.__version__}
@@ -78,12 +66,12 @@ class TensorFlowProcesses(Processes):
                 )
             _refuse_trainer(strategy)
             self.num_replicas_of_last_scope = strategy.num_replicas_in_sync
-            yield _world_of(strategy)
+            yield dataclasses.replace(_world_of(strategy), forget=self._forget_scope)
             return
         devices = _devices(num_replicas)
         self.num_replicas_of_last_scope = len(devices)
         if len(devices) == 1:
-            yield World()
+            yield World(forget=self._forget_scope)
             return
         if devices[0].device_type == "TPU":
             strategy = tf.distribute.TPUStrategy()
@@ -93,37 +81,42 @@ class TensorFlowProcesses(Processes):
             tf.distribute.MirroredStrategy._collective_key_base += 100_000
             strategy = tf.distribute.MirroredStrategy([device.name for device in devices])
         with strategy.scope():
-            yield _world_of(strategy)
+            yield dataclasses.replace(_world_of(strategy), forget=self._forget_scope)
 
-    def draw_apart(self, variables: Sequence[Variable]) -> None:
-        if tf.distribute.has_strategy():
-            draw_apart()
+    def _forget_scope(self) -> None:
+        self.num_replicas_of_last_scope = 1
 
     def gather_objects(self, value: Any) -> list[Any]:
         strategy = tf.distribute.get_strategy()
         world = _world_of(strategy)
         if world.num_processes == 1:
             return [value]
-        mine = np.frombuffer(pickle.dumps(value), "uint8")
         num_local = world.num_replicas // world.num_processes
 
         def everyones(array: np.ndarray) -> np.ndarray:
-            return gather(strategy, np.stack([array] * num_local))[0][::num_local]
-
-        def gathered() -> list[Any]:
             with strategy.scope():
-                lengths = everyones(np.array(len(mine)))
-                padded = np.zeros(int(max(lengths)), "uint8")
-                padded[: len(mine)] = mine
-                rows = everyones(padded).astype("uint8")
-            return [pickle.loads(row[: int(length)].tobytes()) for row, length in zip(rows, lengths)]
+                return gather(strategy, np.stack([array] * num_local))[0][::num_local]
 
-        # In a thread of its own, which knows nothing of a replica, or a graph that is being traced, in this one.
-        with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            return executor.submit(gathered).result()
+        return gather_pickled(value, everyones)
 
 
 processes = TensorFlowProcesses()
+
+
+_num_replicas_when_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def optimizer_made(optimizer: Any) -> None:
+    """See `optimizers.made`. From the first such optimizer on it is seen what steps do to their losses."""
+    strategy = tf.distribute.get_strategy()
+    _num_replicas_when_made.setdefault(optimizer, int(strategy.num_replicas_in_sync))
+    _refuse_trainer(strategy)
+    tf_losses.watch()
+
+
+def num_replicas_when_made(optimizer: Any) -> int:
+    """How many replicas the scope had in which an optimizer was made."""
+    return _num_replicas_when_made.get(optimizer, 1)
 
 
 _KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"

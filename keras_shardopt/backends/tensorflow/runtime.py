@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -44,40 +44,20 @@ def _reduce_unless_claimed(optimizer: Any, grads_and_vars: Any) -> Any:
     return type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars)
 
 
+def keep_reduction_off(optimizers: Sequence[Any]) -> None:
+    """Makes these innermost optimizers reduce nothing by themselves inside `claim_reduction()`."""
+    for optimizer in optimizers:
+        # On the instance, past Keras' attribute tracking: a subclass would change the name that is serialised.
+        override = types.MethodType(_reduce_unless_claimed, optimizer)
+        object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
+
+
 class TensorFlowRuntime(Runtime):
     """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
-
-    places_towers = True
-
-    steps_are_traced = True
 
     def no_autograph(self, function: FunctionT) -> FunctionT:
         plain: FunctionT = tf.autograph.experimental.do_not_convert(function)
         return plain
-
-    def place_tower(self, device: str) -> contextlib.AbstractContextManager[Any]:
-        scope: contextlib.AbstractContextManager[Any] = tf.device(device)
-        return scope
-
-    def divide_rows(self, tensor: Tensor, num_parts: int) -> list[Tensor]:
-        if isinstance(tensor, tf.SparseTensor):
-            return list(tf.sparse.split(sp_input=tensor, num_split=num_parts, axis=0))
-        if tensor.shape[0] is not None:
-            return super().divide_rows(tensor, num_parts)
-        if isinstance(tensor, tf.RaggedTensor):
-            size = tensor.nrows() // num_parts
-            return [tensor[k * size : (k + 1) * size] for k in range(num_parts)]
-        # XLA drops assertions, but fails with the name of the operation before anything runs.
-        return list(tf.split(tensor, num_parts, name="num_towers_must_divide_the_batch"))
-
-    @contextlib.contextmanager
-    def running_if_divisible(self, tensors: Sequence[Tensor], divisor: int, rule: str, remedy: str) -> Iterator[None]:
-        assertions = []
-        for tensor in tensors:
-            size = tensor.dense_shape[0] if isinstance(tensor, tf.SparseTensor) else _num_rows(tensor)
-            assertions.append(tf.debugging.Assert(tf.equal(size % divisor, 0), [rule, size, remedy]))
-        with tf.variable_creator_scope(_created_anyway), tf.control_dependencies(assertions):
-            yield
 
     def communicator(self, axis_name: str) -> Communicator:
         strategy = tf.distribute.get_strategy()
@@ -92,32 +72,30 @@ class TensorFlowRuntime(Runtime):
             )
         return ReplicaContext(strategy, context)
 
-    def disable_builtin_all_reduce(self, optimizers: Sequence[Any]) -> None:
-        for optimizer in optimizers:
-            # On the instance, past Keras' attribute tracking: a subclass would change the name that is serialised.
-            override = types.MethodType(_reduce_unless_claimed, optimizer)
-            object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
-
     def value_and_grad(
-        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+        self,
+        loss: Callable[[], tuple[Tensor, Any]],
+        variables: Sequence[Variable],
+        axis_name: str | None,
+        before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
         with tf.GradientTape() as tape:
+            if axis_name is None:
+                tape.watch([getattr(variable, "value", variable) for variable in variables])
             value, more = loss()
         found: list[Tensor | None] = tape.gradient(value, list(variables))
         return found, more
 
-    def when(self, condition: Any, action: Callable[[], None], variables: Sequence[Variable]) -> None:
-        _cond(condition, action)
-
     def cond(
         self,
-        condition: Tensor,
+        condition: Any,
         update: Callable[[Sequence[Any]], None],
         grads: Sequence[Any],
         variables: Sequence[Variable],
+        communicates: bool = True,
     ) -> None:
         grads = tuple(grads)
-        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        if not communicates or tf.__internal__.distribute.strategy_supports_no_merge_call():
             _cond(condition, lambda: update(grads))
             return
 
@@ -137,16 +115,6 @@ class TensorFlowRuntime(Runtime):
 
     def is_concrete(self, value: Any) -> bool:
         return tf.executing_eagerly()
-
-    def is_in_reach(self, tensor: Tensor) -> bool:
-        graph = getattr(tensor, "graph", None)  # an eager tensor has none
-        return tf.executing_eagerly() if graph is None else graph is tf.compat.v1.get_default_graph()
-
-    def is_further_inside(self, tensor: Tensor) -> bool:
-        graph, here = getattr(tensor, "graph", None), tf.compat.v1.get_default_graph()
-        while graph is not None and graph is not here:
-            graph = getattr(graph, "outer_graph", None)
-        return graph is not None and not tf.executing_eagerly()
 
     def raise_if(
         self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
@@ -168,26 +136,9 @@ class TensorFlowRuntime(Runtime):
         with tf.control_dependencies([tf.identity(keras.ops.convert_to_tensor(variable)) for variable in after]):
             tf.debugging.Assert(tf.logical_not(condition), said)
 
-    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-        value = tf.convert_to_tensor(value)  # what Keras' own conversion leaves a variable
-        with tf.GradientTape() as tape:
-            tape.watch(value)
-            result = function(value)
-        return tape.gradient(result, value)
-
     def init_scope(self) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()
         return scope
 
 
 runtime = TensorFlowRuntime()
-
-
-def _created_anyway(create: Any, **arguments: Any) -> Any:
-    # An initial value that waits for an assertion cannot be computed outside the function, which XLA needs.
-    with tf.control_dependencies(None):
-        return create(**arguments)
-
-
-def _num_rows(tensor: Tensor) -> Tensor:
-    return tensor.nrows() if isinstance(tensor, tf.RaggedTensor) else tf.shape(tensor)[0]

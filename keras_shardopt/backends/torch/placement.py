@@ -11,56 +11,32 @@ import torch
 import torch.distributed as dist
 
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.torch.communicator import (
     TorchProcessGroup,
     _tensor,
 )
 from keras_shardopt.backends.torch.process_group import (
-    explaining_failures,
     gather_objects,
     tell,
 )
+from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.backends.torch.runtime import runtime
+from keras_shardopt.models import models_with
 
 
 class TorchPlacement(Placement):
     """`torch.distributed`: one process per replica, each with its own data."""
 
-    divides_state = True
+    state_sharding = "slices"
 
-    @torch.no_grad()
-    def alias_slice(self, stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
-        whole, part = _tensor(variable), _tensor(stand_in)
-        if whole.is_contiguous():
-            # The same memory: an update of the slice is one of the weights. Each time anew, as a module may have
-            # got other memory in between.
-            part.data = whole.data.view(-1)[start:stop]
-        else:
-            part.copy_(whole.reshape(-1)[start:stop])
-
-    @torch.no_grad()
-    def assign_slices(self, variable: Variable, slices: Sequence[Tensor]) -> None:
-        whole = _tensor(variable)
-        if not whole.is_contiguous():
-            whole.copy_(torch.cat(list(slices)).view(whole.shape))
-            return
-        start = 0
-        for values in slices:
-            whole.data.view(-1)[start : start + values.numel()].copy_(values)
-            start += values.numel()
-
-    def largest_difference(self, variables: Sequence[Variable]) -> float:
-        if isinstance(runtime.communicator(""), SingleReplica) or not variables:
-            return 0.0
-        tell("compares weights")
-        flat = torch.cat([_tensor(v).detach().reshape(-1).to(torch.float64) for v in variables])
-        largest, smallest = flat.clone(), flat
-        with explaining_failures():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-            dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        return float((largest - smallest).max())
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
+        if dist.is_available() and dist.is_initialized():
+            replicas = runtime.communicator("")
+            if isinstance(replicas, TorchProcessGroup):
+                draw_apart(replicas, models_with(variables))
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         mine = _fingerprints([_tensor(v).detach() for v in variables])

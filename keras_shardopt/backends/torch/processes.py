@@ -11,7 +11,7 @@ import datetime
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -19,12 +19,8 @@ import torch
 import torch.distributed as dist
 from keras.src.utils import rng_utils
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.processes import Processes, World
-from keras_shardopt.backends.torch.communicator import (
-    TorchProcessGroup,
-)
 from keras_shardopt.backends.torch.process_group import (
     close_group,
     explaining_failures,
@@ -32,15 +28,11 @@ from keras_shardopt.backends.torch.process_group import (
     meet,
     open_group,
 )
-from keras_shardopt.backends.torch.random_numbers import draw_apart, note_seed
 from keras_shardopt.backends.torch.runtime import runtime
-from keras_shardopt.models import models_with
 
 
 class TorchProcesses(Processes):
     """`torch.distributed`: one process per replica, each with its own data."""
-
-    persists_after_scope = True
 
     needs_initial_broadcast = True
 
@@ -53,7 +45,7 @@ class TorchProcesses(Processes):
             return dist.get_world_size(), dist.get_rank()
         return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
-    def num_replicas_of_steps(self) -> int:
+    def num_replicas(self) -> int:
         return int(runtime.communicator("").num_replicas)
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
@@ -72,7 +64,7 @@ class TorchProcesses(Processes):
                 f"Start the program with: torchrun --nproc-per-node {num_replicas} {sys.argv[0] or 'train.py'}"
             )
         if size == 1:
-            yield World()
+            yield World(persists=True)
             return
         if running and timeout is not None:
             raise ValueError(
@@ -88,7 +80,7 @@ class TorchProcesses(Processes):
             open_group("gloo" if device is None else "nccl", rank, size, timeout)
         try:
             _agree_on_seed()
-            yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank)
+            yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank, persists=True)
         finally:
             if not running:
                 if runtime._ranks is not None:
@@ -96,23 +88,6 @@ class TorchProcesses(Processes):
                 close_group()
             if device is not None:
                 torch.cuda.set_device(device)
-
-    def rng_state(self) -> Any:
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        return [state.tolist() for state in [torch.get_rng_state(), *devices]]
-
-    def set_rng_state(self, state: Any) -> None:
-        on_cpu, *on_devices = [torch.tensor(each, dtype=torch.uint8) for each in state]
-        torch.set_rng_state(on_cpu)
-        if on_devices and len(on_devices) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(on_devices)
-        note_seed()
-
-    def draw_apart(self, variables: Sequence[Variable]) -> None:
-        if dist.is_available() and dist.is_initialized():
-            replicas = runtime.communicator("")
-            if isinstance(replicas, TorchProcessGroup):
-                draw_apart(replicas, models_with(variables))
 
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):
@@ -125,6 +100,7 @@ processes = TorchProcesses()
 
 
 _CALLS = {  # of functions that ask for objects
+    "largest_difference": "compares weights",
     "check_agreement": "compares what it trains before its first update",
     "_check_all_were_given_alike": "calls `shard_data`",
 }

@@ -70,6 +70,21 @@ def note_seed() -> None:
     _seeded_with = torch.initial_seed()
 
 
+def rng_state() -> Any:
+    """The state of PyTorch's own generators, as JSON has it."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [state.tolist() for state in [torch.get_rng_state(), *devices]]
+
+
+def set_rng_state(state: Any) -> None:
+    """Takes back what `rng_state` returned."""
+    on_cpu, *on_devices = [torch.tensor(each, dtype=torch.uint8) for each in state]
+    torch.set_rng_state(on_cpu)
+    if on_devices and len(on_devices) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(on_devices)
+    note_seed()
+
+
 def in_step(function: FunctionT) -> FunctionT:
     """The function as a training step."""
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, SingleReplica
@@ -24,10 +23,7 @@ from keras_shardopt.backends.torch.overlap import Buckets, can_bucket
 class TorchRuntime(Runtime):
     """`torch.distributed`: one process per replica, each with its own data."""
 
-    def __init__(self) -> None:
-        self._ranks: TorchProcessGroup | None = None
-        # The numbers in counters, and the versions of the tensors that hold them.
-        self._counts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    _ranks: TorchProcessGroup | None = None
 
     def communicator(self, axis_name: str) -> Communicator:
         if not (dist.is_available() and dist.is_initialized()):
@@ -66,13 +62,20 @@ class TorchRuntime(Runtime):
         return Buckets(replicas, variables, takes_mean, bucket_bytes, compression)
 
     def value_and_grad(
-        self, loss: Callable[[], tuple[Tensor, Any]], variables: Sequence[Variable], axis_name: str
+        self,
+        loss: Callable[[], tuple[Tensor, Any]],
+        variables: Sequence[Variable],
+        axis_name: str | None,
+        before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
         parameters = [_tensor(v) for v in variables]
         before = [p.grad for p in parameters]
+        untrained = [p for p in parameters if axis_name is None and not p.requires_grad]
         try:
             for parameter in parameters:
                 parameter.grad = None
+            for parameter in untrained:
+                parameter.requires_grad_()
             with torch.enable_grad():
                 value, more = loss()
             # Not `torch.autograd.grad`: a DDP that owns the parameters reduces in `backward` only.
@@ -80,6 +83,8 @@ class TorchRuntime(Runtime):
                 value.backward(inputs=parameters)
             return [p.grad for p in parameters], more if more is None else more.detach()
         finally:
+            for parameter in untrained:
+                parameter.requires_grad_(False)
             for parameter, grad in zip(parameters, before):
                 parameter.grad = grad
 
@@ -87,8 +92,11 @@ class TorchRuntime(Runtime):
     def no_compile(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
-    def is_compiling(self) -> bool:
-        return bool(torch.compiler.is_compiling())
+    def is_concrete(self, value: Any) -> bool:
+        return not torch.compiler.is_compiling()
+
+    def version(self, variable: Variable) -> int | None:
+        return int(_tensor(variable)._version)
 
     @torch.no_grad()
     def copied(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
@@ -97,25 +105,6 @@ class TorchRuntime(Runtime):
         if into:
             torch._foreach_copy_(into, tensors)
         return into
-
-    def stamp(self, counter: Variable) -> Any:
-        return _tensor(counter)._version  # to read a number from a GPU is to wait for it
-
-    def has_moved(self, before: Any, after: Any) -> Any:
-        return before != after
-
-    @torch.compiler.disable
-    def count_up(self, counter: Variable, period: int, starts_over: bool | None = None) -> tuple[bool, bool]:
-        # Counted here as well: to read a number from a GPU is to wait for it. PyTorch counts what others assign.
-        tensor = counter.value
-        known = self._counts.get(tensor)
-        before = known[0] if known is not None and known[1] == tensor._version else int(tensor)
-        is_over = before + 1 == period if starts_over is None else starts_over
-        after = 0 if is_over else before + 1
-        with torch.no_grad():
-            tensor.fill_(after)
-        self._counts[tensor] = (after, tensor._version)
-        return before == 0, is_over
 
     @torch.no_grad()
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: bool) -> None:
@@ -127,12 +116,6 @@ class TorchRuntime(Runtime):
                     tensor.zero_()
         if given:
             (torch._foreach_copy_ if starts else torch._foreach_add_)(*map(list, zip(*given)))
-
-    def gradient_of(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = value.detach().clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(function(leaf), leaf)
-        return gradient
 
 
 runtime = TorchRuntime()

@@ -1,0 +1,100 @@
+"""The way of gradients through one update: stages around one reduction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.update.step import Proceed, Stage, Step
+
+
+class Reducer(Protocol):
+    """Makes each replica's own gradients global: by an all-reduce, a reduce-scatter, or while they are computed."""
+
+    def watch(self, loss: Tensor, row_share: Any) -> None:
+        """Called with each loss before it is differentiated."""
+
+    def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
+        """The step with gradients that were, or now are, reduced in a way that no stage sees; None where not."""
+
+    def reduce(self, step: Step, comm: Communicator) -> Step:
+        """The step with global gradients: all of them, or those of this replica's slices."""
+
+    def own_part(self, step: Step) -> Step:
+        """Of a step that was reduced elsewhere, what this replica updates with."""
+
+    def finish(self, comm: Communicator) -> None:
+        """Tells the other replicas that this one has ended training, so that none waits for it."""
+
+
+class Pipeline:
+    """Takes steps through `collect` of all stages, the reduction, and `commit` of all stages, to the update.
+
+    Args:
+        stages: from the outside in.
+        reducer: makes gradients global.
+        update: gets the step in the end.
+        communicator: who the replicas are, at this point of the program.
+        classify: fills in how gradients arrive.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        reducer: Reducer,
+        update: Proceed,
+        communicator: Callable[[], Communicator],
+        classify: Callable[[Step, Communicator], Step],
+    ) -> None:
+        self.stages = list(stages)
+        self.reducer = reducer
+        self._update = update
+        self._communicator = communicator
+        self._classify = classify
+
+    def run(self, step: Step) -> None:
+        """One call of `apply`."""
+        self._through("collect", self._reduce_and_commit)(step)
+
+    def reduce(self, step: Step) -> Step:
+        """What happens up to the update, on one replica; perhaps inside a `shard_map`."""
+        comm = self._communicator()
+        early = self.reducer.reduced_early(step, comm)
+        if early is not None:
+            return early
+        step = self._classify(step, comm)
+        for stage in self.stages:
+            step = stage.local(step, comm)
+        return self.reducer.reduce(step, comm)
+
+    def _reduce_and_commit(self, step: Step) -> None:
+        if step.is_reduced:
+            step = self.reducer.own_part(step)
+        elif step.replica_axis is None:
+            step = self.reduce(step)
+        else:
+            step = self._reduce_stacked(step)
+        self._through("commit", self._update)(step)
+
+    def _reduce_stacked(self, step: Step) -> Step:
+        known = isinstance(step.row_share, float)
+
+        def reduced(own: Any) -> Any:
+            grads, shares = own
+            share = step.row_share if known else shares[0]
+            result = self.reduce(step.replace(grads=grads, row_share=share, replica_axis=None))
+            return result.grads, result.found_inf, dict(result.notes)
+
+        stacked = (list(step.grads), [] if known else [step.row_share])
+        grads, found_inf, notes = runtime.map_replicas(reduced, stacked)
+        return step.replace(grads=grads, found_inf=found_inf, notes=notes, replica_axis=None)
+
+    def _through(self, hook: str, last: Proceed) -> Proceed:
+        for stage in reversed(self.stages):
+            if getattr(type(stage), hook) is not getattr(Stage, hook):
+                last = functools.partial(getattr(stage, hook), proceed=last)
+        return last
