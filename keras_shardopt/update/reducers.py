@@ -12,7 +12,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
 from keras_shardopt.numerics import overwrites_variable
-from keras_shardopt.update.all_reduce import check_all_train, global_gradients, join_uneven_inputs
+from keras_shardopt.update.all_reduce import global_gradients, join_uneven_inputs
 from keras_shardopt.update.nonfinite import UNKNOWN, all_reduce_and_check, fail_among_all, num_flags
 from keras_shardopt.update.options import CrossShardOptions, check_groups
 from keras_shardopt.update.row_weights import weighted_by_rows
@@ -202,7 +202,5 @@ class OverlappedAllReduce(AllReduce):
             if _overlap is not None and not any(map(overwrites_variable, variables)):
                 takes_mean, num_bytes = self._options.reduction == "mean", self._options.bucket_mib * 2**20
                 compression = self._options.compression
-                self.buckets = _overlap.buckets_among(
-                    comm, variables, takes_mean, num_bytes, compression, check_all_train
-                )
+                self.buckets = _overlap.buckets_among(comm, variables, takes_mean, num_bytes, compression)
         return self.buckets
