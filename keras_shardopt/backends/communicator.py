@@ -1,7 +1,7 @@
 """What every backend tells about replicas, and the moves it offers.
 
 A *replica* is one worker that sees its own data. A backend states facts (`num_replicas`, `replica_id`,
-`is_chief`, `gradient_state`) and moves lists of tensors between replicas; it decides nothing. A single replica is a
+`gradient_state`) and moves lists of tensors between replicas; it decides nothing. A single replica is a
 backend too, so that nobody else needs to ask how many there are.
 """
 
@@ -11,7 +11,7 @@ import abc
 import copy
 import enum
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from keras import ops
 
@@ -37,6 +37,16 @@ class GradientState(enum.Enum):
     """Every replica holds the global mean already; nothing is left to do."""
 
 
+class Evidence(NamedTuple):
+    """What was seen of the losses of a step."""
+
+    is_of_this_step: bool = True
+    """Whether the answer of `gradient_state` rests on something that was seen in this step."""
+
+    doubts: Sequence[str] = ()
+    """What may be wrong with it, each a sentence with what to do."""
+
+
 class Communicator(abc.ABC):
     """Facts about the replicas of the running program, and moves of tensor lists between them.
 
@@ -49,9 +59,6 @@ class Communicator(abc.ABC):
     replica_id: Any
     """Which of them this is, from 0: an int, or a scalar tensor where one traced program serves all replicas."""
 
-    is_chief: bool
-    """Whether this process is the one that prints and writes files."""
-
     is_spmd: bool = True
     """Whether one program (traced once) serves all replicas, so that a `None` gradient is `None` on all of them."""
 
@@ -60,15 +67,6 @@ class Communicator(abc.ABC):
 
     is_multi_process: bool = False
     """Whether some of the replicas are in other processes, which then make the same calls."""
-
-    has_seen_losses: bool = True
-    """Whether the last answer of `gradient_state` comes from something that was seen in this step."""
-
-    doubts: Sequence[str] = ()
-    """What may be wrong with the last answer of `gradient_state`, each a sentence with what to do."""
-
-    inner_optimizers_sum: bool = False
-    """Whether Keras' own optimizers add up the gradients of these replicas, if nobody has reduced them before."""
 
     _world: Communicator | None = None
     _groups: Groups | None = None
@@ -94,7 +92,7 @@ class Communicator(abc.ABC):
         """The communicator of this replica's own group, as `MPI_Comm_split` makes it.
 
         In it `num_replicas` and `replica_id` count the members of the group, and no collective leaves it. The rest
-        (`is_chief`, `gradient_state`, failures that are said) stays that of all replicas, with their ids.
+        (`gradient_state`, failures that are said) stays that of all replicas, with their ids.
 
         Args:
             groups: lists of replica ids, of one size, that together name every replica once; the same on all replicas,
@@ -106,19 +104,6 @@ class Communicator(abc.ABC):
         group._world, group._groups = self, [sorted(ids) for ids in groups]
         group.num_replicas = len(groups[0])
         return group
-
-    def objections(self, gradient_state: GradientState) -> Sequence[str]:
-        """What speaks against gradients that are said to arrive in this way, each a sentence with what to do."""
-        del gradient_state
-        return ()
-
-    def note_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
-        """Called with a loss that is such that the gradients of the replicas are to be summed. Returns it.
-
-        It was divided for that, unless it `adds_up` over rows.
-        """
-        del adds_up
-        return loss
 
     def say_failure(self, words: str, first_member: int) -> None:
         """Lets other groups find an error of the one that begins with this replica; all of its members say it."""
@@ -145,6 +130,11 @@ class Communicator(abc.ABC):
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         """Tells how these gradients arrive."""
 
+    def evidence(self, told: GradientState | None = None) -> Evidence:
+        """What supports the last answer of `gradient_state`, or what speaks against the state that the user `told`."""
+        del told
+        return Evidence()
+
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         """Every replica gets the sum, mean or maximum over all replicas."""
@@ -166,29 +156,12 @@ class Communicator(abc.ABC):
         joined = self.all_gather([ops.reshape(tensor, (-1,)) for tensor in tensors])
         return [ops.reshape(all_, (self.num_replicas, *t.shape))[root] for all_, t in zip(joined, tensors)]
 
-    def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
-        """Makes weights, optimizer state and seed state equal to replica 0's, before the first update.
-
-        The default does nothing, which is right wherever the framework itself mirrors variables.
-
-        Returns:
-            The factor for this replica's first gradients. It is 1 where all replicas computed them with equal
-            weights; otherwise 0 on a replica whose weights were not the first one's, and larger than 1 on the others,
-            so that the mean is one of gradients of the weights that all replicas now have.
-
-        Raises:
-            ValueError: on every replica, if the variables' shapes or dtypes differ between replicas.
-        """
-        del variables, optimizer_variables
-        return 1.0
-
 
 class SingleReplica(Communicator):
     """The only replica: every gradient is global already and every move returns its argument."""
 
     num_replicas = 1
     replica_id = 0
-    is_chief = True
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         return GradientState.GLOBAL
@@ -215,9 +188,8 @@ class GlobalView(Communicator):
     replica_id = 0
     is_global_view = True
 
-    def __init__(self, num_replicas: int, is_chief: bool, place: str, is_multi_process: bool = False) -> None:
+    def __init__(self, num_replicas: int, place: str, is_multi_process: bool = False) -> None:
         self.num_replicas = num_replicas
-        self.is_chief = is_chief
         self.is_multi_process = is_multi_process
         self._place = place
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras import ops
@@ -28,7 +28,6 @@ class Compressed(Communicator):
         self._divides = divides
         self.num_replicas = replicas.num_replicas
         self.replica_id = replicas.replica_id
-        self.is_chief = replicas.is_chief
         self.is_spmd = replicas.is_spmd
         self.is_global_view = replicas.is_global_view
         self.is_multi_process = replicas.is_multi_process
@@ -50,12 +49,10 @@ class Compressed(Communicator):
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         if op == "max":
             return self._replicas.all_reduce(tensors, op)
-        sums = self._replicas.all_reduce([self._narrow(t) for t in tensors], "sum")
-        return [self._wide(total, tensor, op) for total, tensor in zip(sums, tensors)]
+        return self._compressed(self._replicas.all_reduce, tensors, op)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        sums = self._replicas.reduce_scatter([self._narrow(t) for t in tensors], "sum")
-        return [self._wide(total, tensor, op) for total, tensor in zip(sums, tensors)]
+        return self._compressed(self._replicas.reduce_scatter, tensors, op)
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self._replicas.all_gather(tensors)
@@ -63,16 +60,29 @@ class Compressed(Communicator):
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         return self._replicas.broadcast(tensors, root)
 
-    def _narrow(self, tensor: Tensor) -> Tensor:
-        dtype = self._dtype if dtype_of(tensor) in ("float32", "float64") else dtype_of(tensor)
-        divisor = self.num_replicas if self._divides else 1
-        return map_values(lambda value: ops.cast(value if divisor == 1 else value / divisor, dtype), tensor)
+    def _compressed(self, reduce: Callable[..., list[Tensor]], tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        divisor, factor = factors(op, self.num_replicas, self._divides)
 
-    def _wide(self, total: Tensor, tensor: Tensor, op: ReduceOp) -> Tensor:
-        factor: float = 1
-        if self._divides != (op == "mean"):
-            factor = self.num_replicas if self._divides else 1 / self.num_replicas
-        return map_values(lambda value: _times(ops.cast(value, dtype_of(tensor)), factor), total)
+        def narrow(tensor: Tensor) -> Tensor:
+            dtype = dtype_sent(dtype_of(tensor), self._dtype)
+            return map_values(lambda value: ops.cast(value if divisor == 1 else value / divisor, dtype), tensor)
+
+        def wide(total: Tensor, dtype: str) -> Tensor:
+            return map_values(lambda value: _times(ops.cast(value, dtype), factor), total)
+
+        return [wide(total, dtype_of(t)) for total, t in zip(reduce([narrow(t) for t in tensors], "sum"), tensors)]
+
+
+def dtype_sent(dtype: str, compression: str | None) -> str:
+    """In which dtype a tensor of this dtype travels."""
+    return compression if compression is not None and dtype in ("float32", "float64") else dtype
+
+
+def factors(op: ReduceOp, num_replicas: int, divides: bool) -> tuple[int, float]:
+    """By what each addend is divided before it is sent, and by what their sum is multiplied."""
+    if op == "mean":
+        return (num_replicas, 1) if divides else (1, 1 / num_replicas)
+    return (num_replicas, num_replicas) if divides else (1, 1)
 
 
 def _times(value: Tensor, factor: float) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Variable
+from keras_shardopt.backends.communicator import Communicator
 
 StateSharding = Literal["slices", "copies", "layout"]
 """Each replica is a process with slices of its own; each copy of a variable is a slice; or arrays lie over devices."""
@@ -113,10 +114,23 @@ class Placement:
         """
         return np.zeros((1, len(variables)), "uint64")
 
-    def broadcast_state(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
-        """Gives all processes the first one's values, bit for bit. Nothing to do where one process holds all replicas.
+    def broadcast_state(
+        self,
+        variables: Sequence[Variable],
+        optimizer_variables: Sequence[Variable],
+        replicas: Communicator | None = None,
+    ) -> float:
+        """Gives all processes, or those of some replicas, the first one's values of weights and state, bit for bit.
+
+        Nothing to do where one process holds all replicas. Before the first update they are given the `replicas`, each
+        a process, and seeds become equal, too.
+
+        Returns:
+            The factor for this replica's first gradients: 1 if all had equal weights before; else 0 where they were not
+            the first one's, and more than 1 elsewhere, so that the mean is one of gradients of what all now have.
 
         Raises:
             ValueError: on every process, if shapes or dtypes differ between them.
         """
-        del variables, optimizer_variables
+        del variables, optimizer_variables, replicas
+        return 1.0

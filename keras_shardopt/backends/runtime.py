@@ -18,7 +18,7 @@ class Runtime:
     A new backend writes `communicator` and `value_and_grad`. One that traces steps also writes `is_concrete`, `cond`
     and `raise_if`; if it rewrites Python for that, `no_autograph`; if assignments wait for the traced step to run,
     `init_scope`; if steps are pure functions, `updates_are_stateless`; if one program keeps per-replica gradients,
-    `map_replicas`. Only speed: `no_compile`, `version`, `copied`, `add_n`.
+    `map_replicas`. Only speed: `no_compile`, `version`, `add_n`.
     """
 
     def communicator(self, axis_name: str) -> Communicator:
@@ -116,37 +116,16 @@ class Runtime:
         """
         return None
 
-    def copied(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
-        """Copies of tensors, in the memory of `into` where that is given and each step runs in Python."""
-        return [ops.copy(ops.convert_to_tensor(tensor)) for tensor in tensors]
-
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
-        """Adds a tensor, or nothing, to each variable of this replica; where `starts` is true, to 0."""
+        """Adds a tensor, or nothing, to each variable of this replica; where `starts` is true, to 0.
+
+        Also to tensors, where Python runs in each step.
+        """
         for variable, value in zip(variables, values):
             # In one pass, and by assignment: a NaN times zero is a NaN.
             before = ops.convert_to_tensor(variable)
             first = ops.zeros_like(before) if value is None else value
             variable.assign(ops.where(starts, first, before if value is None else before + value))
-
-    def update_fused(self, optimizers: Sequence[Any], update: Callable[..., None], *args: Any) -> None:
-        """Calls `update(*args)`, in which these innermost optimizers may update in a faster way, equal to 1e-6."""
-        del optimizers
-        update(*args)
-
-    def buckets(
-        self,
-        replicas: Communicator,
-        variables: Sequence[Variable],
-        takes_mean: bool,
-        bucket_bytes: float,
-        compression: str | None,
-        check: Callable[[bool, float, float, int], None],
-    ) -> Any:
-        """What reduces gradients of these variables while a backward pass computes them; None where nothing does.
-
-        See `replica.torch_overlap.Buckets`. All processes must call it together.
-        """
-        del replicas, variables, takes_mean, bucket_bytes, compression, check
 
 
 def stopped(rule: str, replica: int, name: str | None) -> str:

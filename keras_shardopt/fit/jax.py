@@ -235,7 +235,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         all_rows = num_rows(data)
         size = batch_size_of(distribution)
         rows = _rows_of(jax.numpy.arange(size), all_rows, size)
-        with batch_shared(BatchShare(rows, all_rows, GlobalView(size, True, "under a `keras.distribution`"))):
+        with batch_shared(BatchShare(rows, all_rows, GlobalView(size, "under a `keras.distribution`"))):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     else:
         grads, found_inf, notes = grads

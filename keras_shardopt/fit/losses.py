@@ -24,8 +24,12 @@ from keras import ops
 from keras.src.losses import loss as keras_loss
 
 from keras_shardopt._typing import Tensor
+from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
+
+# Where it is seen whether a step divides its losses, of which these are.
+_dividing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.losses"})
 
 
 def share_losses(model: Any) -> None:
@@ -81,7 +85,7 @@ def _reduce_weighted_values(
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part)
-    return part.replicas.note_divided_loss(loss, adds_up) if part.losses_are_divided else loss
+    return _dividing.note_divided(loss, adds_up) if part.losses_are_divided and _dividing is not None else loss
 
 
 def _loss_of_whole_batch(

@@ -224,7 +224,7 @@ def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _print_on_chief(session: _Session, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    prints = session.ranks is None or session.ranks.is_chief
+    prints = session.ranks is None or session.ranks.replica_id == 0
     return real(*args, **kwargs) if prints else call_silently(real, *args, **kwargs)
 
 

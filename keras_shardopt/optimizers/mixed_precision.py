@@ -20,6 +20,7 @@ import keras
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.gradient_scope import reduction_is_claimed
 from keras_shardopt.models import optimizers_of
@@ -28,6 +29,9 @@ from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale, stored_scale, with_scaler
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper, empty_name_scope
+
+# Where Keras' own optimizers add up the gradients of replicas.
+_summing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.runtime"})
 
 _LOW = ("float16", "bfloat16")
 _LARGEST_FLOAT16 = 65504.0
@@ -239,12 +243,7 @@ class MixedPrecision(ScaledUpdate):
 
     def _share_of_penalty(self, variables: Sequence[Variable]) -> float:
         """What of the penalty each replica adds: the inner optimizer itself sums over TensorFlow's replicas."""
-        if reduction_is_claimed(self):
-            return 1.0
-        replicas = runtime.communicator("batch")
-        if replicas.inner_optimizers_sum:
-            return 1.0 / replicas.num_replicas
-        return 1.0
+        return 1.0 if _summing is None or reduction_is_claimed(self) else 1.0 / _summing.num_summed()
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`."""

@@ -24,13 +24,13 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.gradient_scope import hold_slices
-from keras_shardopt.backends.same_variables import check_same_variables, marks
+from keras_shardopt.backends.side_channel import SideChannel
 from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
 from keras_shardopt.sharding.partition import Piece
 from keras_shardopt.sharding.report import MemoryReport, item_size, plus, size_of
 from keras_shardopt.sharding.separability import are_elementwise, empty_shape, holds_weights, named_like, slots_of
-from keras_shardopt.update.all_reduce import Reduction, check_all_train, collective, global_gradients, rescaling
+from keras_shardopt.update.all_reduce import Reduction, collective, global_gradients, rescaling
 from keras_shardopt.update.nonfinite import first_not_finite, flags, nonfinite_source
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -266,30 +266,25 @@ class FlatShards:
         """Reduces gradients by position, each replica its slices. What is told, and who has which, goes to all."""
         indices = sorted(self._owners)
         mine_train = None if trained is None else [trained.get(i, False) for i in indices]
-        has = [*[grads.get(i) is not None for i in indices], *marks(mine_train), trains, not trains]
+        named = [self.variables[i] for i in indices]
+        channel = SideChannel(replicas, named, [grads.get(i) is not None for i in indices], mine_train, trains)
         slices: dict[int, Tensor | None] = {}
-        counts = None
+        sums = None
         for number, group in enumerate(self._groups):
             along = None
             if number == 0:
-                along = ops.convert_to_tensor(has, group.dtype)
-                along = along if told is None else ops.concatenate([along, told(group.dtype)])
+                along = channel.pack(group.dtype, None if told is None else told(group.dtype))
             mine, reduced = self._reduce_group(group, grads, along, replicas, op)
-            counts = reduced if number == 0 else counts
+            sums = reduced if number == 0 else sums
             slices |= mine
-        if counts is None:
+        if sums is None:
             return {}, None
-        counts, travelled = counts[: len(has)], None if told is None else counts[len(has) :]
-        may_look = replicas.is_cheap_to_read(counts) or not trains
-        if all(has[: len(indices)]) and not may_look:
-            return slices, travelled
-        found = ops.convert_to_numpy(ops.cast(counts, "float32"))
-        if may_look:
-            factor = self.num_replicas if op == "mean" else 1
-            check_all_train(trains, found[-2] * factor, found[-1] * factor, self.num_replicas)
-        named = [self.variables[i] for i in indices]
-        check_same_variables(mine_train, found[len(indices) : -2], named, replicas, may_look)
-        return {i: slices[i] if present else None for i, present in zip(indices, found > 0)}, travelled
+        heard, travelled = channel.unpack(sums, op)
+        if heard is not None:
+            heard.check_all_train()
+            heard.check_same_variables()
+            slices = {i: slices[i] if present else None for i, present in zip(indices, heard.present)}
+        return slices, None if told is None else travelled
 
     def _reduce_group(
         self,

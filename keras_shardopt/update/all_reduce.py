@@ -13,7 +13,7 @@ from keras import ops
 
 from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.backends.same_variables import check_same_variables, marks
+from keras_shardopt.backends.side_channel import SideChannel
 from keras_shardopt.numerics import (
     dtype_of,
     map_values,
@@ -142,39 +142,27 @@ def _reduce_some(
         for i, grad in zip(present, sums):
             result[i] = grad
         return result, None if flags is None else sums[-1]
-    # Each replica ran its own program: a branch taken on one and not on another leaves None where others have a
-    # gradient, and a list that is shorter on one replica pairs the wrong tensors or hangs. So all send zeros for
-    # None, and along with them which gradients they have, and which variables they train.
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
         return [], flags
-    told = [*[grad is not None for grad in grads], *marks(trained), trains, not trains]
-    num_told = len(told)
-    if replicas.is_group:
-        # Whether another group has failed, which the members of this one may find at different times.
-        told.append(replicas.is_cheap_to_read(filled[0]) and replicas.world.others_have_failed())
-    presence = ops.convert_to_tensor(told, dtype=filled[0].dtype)
-    if flags is not None:
-        presence = ops.concatenate([presence, ops.cast(flags, dtype_of(presence))])
-    *sums, counts = replicas.all_reduce([*filled, presence], op)
-    flags = None if flags is None else counts[len(told) :]
-    has_failed, counts = counts[num_told : len(told)], counts[:num_told]
-    may_look = replicas.is_cheap_to_read(counts) or not trains
-    if all(grad is not None for grad in grads) and not may_look:
+    # Whether another group has failed, which the members of this one may find at different times.
+    failed = [replicas.is_cheap_to_read(filled[0]) and replicas.world.others_have_failed()] if replicas.is_group else []
+    channel = SideChannel(replicas, variables, [grad is not None for grad in grads], trained, trains, failed)
+    *sums, told = replicas.all_reduce([*filled, channel.pack(dtype_of(filled[0]), flags)], op)
+    heard, told = channel.unpack(told, op)
+    flags = None if flags is None else told
+    if heard is None:
         return list(sums), flags
-    found = ops.convert_to_numpy(ops.cast(counts, "float32"))
-    if replicas.is_group and may_look and float(ops.convert_to_numpy(ops.cast(has_failed, "float32"))[0]) > 0:
+    if any(heard.more):
         raise_failure_of_others(replicas)
     try:
-        if may_look:
-            factor = replicas.num_replicas if op == "mean" else 1
-            check_all_train(trains, found[-2] * factor, found[-1] * factor, replicas.num_replicas)
-        check_same_variables(trained, found[len(grads) : -2], variables, replicas, may_look)
+        heard.check_all_train()
+        heard.check_same_variables()
     except ValueError as error:
         if replicas.is_group:
             replicas.world.say_failure(str(error), replicas.members[0])
         raise
-    return [grad if has else None for grad, has in zip(sums, found > 0)], flags
+    return [grad if has else None for grad, has in zip(sums, heard.present)], flags
 
 
 def raise_failure_of_others(replicas: Communicator) -> NoReturn:
@@ -199,20 +187,6 @@ def join_uneven_inputs(variables: Sequence[Variable], replicas: Communicator, nu
     if not replicas.is_spmd and not any(overwrites_variable(v) for v in variables):
         flags = ops.zeros((num_flags,)) if num_flags else None
         _reduce_some([None] * len(variables), variables, replicas, "sum", flags, trains=False)
-
-
-def check_all_train(trains: bool, num_training: float, num_ended: float, num_members: int) -> None:
-    """Raises ValueError where some replicas go on training and others have ended.
-
-    The numbers need not be exact: they may have been added up in half precision.
-    """
-    if (num_ended if trains else num_training) > 0:
-        does = "goes on" if trains else "has ended training"
-        raise ValueError(
-            "All replicas must make the same number of updates. "
-            f"Received: this one {does}, and only {round(num_training)} of {num_members} go on. Give all of them as "
-            "many batches, or call `keras_shardopt.prepare(model)`, after which the numbers need not be equal."
-        )
 
 
 def _scaled(grad: Tensor, factor: float) -> Tensor:

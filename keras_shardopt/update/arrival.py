@@ -87,12 +87,12 @@ class Arrival:
     def find(self, step: Step, comm: Communicator) -> GradientState:
         """How these gradients arrive: as was told, or as the replicas find it."""
         if self.told is not None:
-            for doubt in comm.objections(self.told) if self._options.gradients != "auto" else ():
+            for doubt in comm.evidence(self.told).doubts if self._options.gradients != "auto" else ():
                 self._warn_once(doubt)
             return self.told
         state = comm.gradient_state(step.grads, step.variables)
-        doubts = list(comm.doubts)
-        if not comm.has_seen_losses and self._last is GradientState.LOCAL_PRESCALED:
+        is_of_this_step, doubts = comm.evidence()
+        if not is_of_this_step and self._last is GradientState.LOCAL_PRESCALED:
             # Rather a function that was traced before, which is not seen again, than another kind of loss.
             state, doubts = GradientState.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
         self._last = state

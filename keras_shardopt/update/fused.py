@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends import for_backend
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.wrapping.chain import base_optimizers
+
+# Where there are kernels that update in one pass.
+_kernels = for_backend({"torch": "keras_shardopt.backends.torch.fused"})
 
 
 class FusedUpdate(Stage):
@@ -24,8 +27,12 @@ class FusedUpdate(Stage):
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
         """The stage, where the options ask for it."""
-        return [] if options.fused is False else [cls(lambda: base_optimizers(optimizer))]
+        return [] if options.fused is False or _kernels is None else [cls(lambda: base_optimizers(optimizer))]
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """The update, in one pass."""
-        runtime.update_fused(self._innermost(), proceed, step)
+        innermost = self._innermost()
+        if _kernels is not None and _kernels.may_fuse(innermost):
+            _kernels.fused(innermost, proceed, step)
+        else:
+            proceed(step)

@@ -50,7 +50,7 @@ class Peers:
         """Makes sure that these replicas may train, and start with equal weights and state.
 
         Returns:
-            The factor for this replica's gradients, as `Communicator.broadcast_from_rank_0` returns it.
+            The factor for this replica's gradients, as `Placement.broadcast_state` returns it.
 
         Raises:
             ValueError: on every replica, if they do not have the same optimizer and variables.
@@ -64,7 +64,7 @@ class Peers:
             return 1.0
         runtime.no_compile(self._warn_of_sums, comm.num_replicas)
         weights, state = optimizer._trainable_variables, optimizer._shared_variables
-        factor = self._members(comm).broadcast_from_rank_0(weights, state)
+        factor = placement.broadcast_state(weights, state, self._members(comm))
         self.started = comm
         return factor
 

@@ -8,15 +8,18 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
 from keras_shardopt.numerics import overwrites_variable
-from keras_shardopt.update.all_reduce import check_all_train, global_gradients, join_uneven_inputs
+from keras_shardopt.update.all_reduce import global_gradients, join_uneven_inputs
 from keras_shardopt.update.nonfinite import UNKNOWN, all_reduce_and_check, fail_among_all, num_flags
 from keras_shardopt.update.options import CrossShardOptions, check_groups
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Step
+
+# Where gradients can be reduced while the others are computed.
+_overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
 
 
 class AllReduce:
@@ -196,8 +199,8 @@ class OverlappedAllReduce(AllReduce):
                 return None
             self.buckets, self._among = None, comm
             variables = self._trainable()
-            if not any(map(overwrites_variable, variables)):
+            if _overlap is not None and not any(map(overwrites_variable, variables)):
                 takes_mean, num_bytes = self._options.reduction == "mean", self._options.bucket_mib * 2**20
                 compression = self._options.compression
-                self.buckets = runtime.buckets(comm, variables, takes_mean, num_bytes, compression, check_all_train)
+                self.buckets = _overlap.buckets_among(comm, variables, takes_mean, num_bytes, compression)
         return self.buckets

@@ -157,10 +157,9 @@ class Rollback:
         variables = list(self._assigned.values())
         values = [variable._value for variable in variables]
         if len(self._entries) == len(variables):
-            runtime.copied(values, into=[note.value for note in self._entries.values()])
+            runtime.add_n([note.value for note in self._entries.values()], values, True)
         else:
-            copies = runtime.copied(values)
-            self._entries = {id(v): _notes.made(v, copy) for v, copy in zip(variables, copies)}
+            self._entries = {id(v): _notes.made(v, ops.copy(value)) for v, value in zip(variables, values)}
         _notes.values.update(self._entries)
 
     def settled(self, model: Any, state: Any, result: Any) -> Any:
@@ -313,7 +312,7 @@ class _Notes(threading.local):  # TensorFlow's replicas are threads
         """Notes the value now."""
         # On JAX it may be that of a scope; elsewhere without autocast.
         now = variable.value if runtime.updates_are_stateless else variable._value
-        self.values[id(variable)] = self.made(variable, runtime.copied([now])[0])
+        self.values[id(variable)] = self.made(variable, ops.copy(ops.convert_to_tensor(now)))
 
     def made(self, variable: Variable, value: Tensor) -> _Note:
         """A note, which goes when the variable does."""

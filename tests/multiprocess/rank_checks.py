@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes, runtime
-from keras_shardopt.backends.same_variables import NUM_MARKS
+from keras_shardopt.backends.side_channel import NUM_MARKS
 from keras_shardopt.backends.torch import communicator as torch_communicator
 from keras_shardopt.backends.torch import placement as torch_placement
 from keras_shardopt.fit.scope import largest_difference

@@ -14,7 +14,7 @@ from support import checks, nonfinite, problem
 from support.checks import check, refused
 
 import keras_shardopt as ks
-from keras_shardopt.backends.same_variables import NUM_MARKS
+from keras_shardopt.backends.side_channel import NUM_MARKS
 from keras_shardopt.fit.scope import largest_difference
 
 warnings.filterwarnings("ignore")

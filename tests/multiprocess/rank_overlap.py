@@ -607,9 +607,8 @@ def planted_faults_are_seen(scope):
         reals[0](self, i, parameter)
         self._put = put
 
-    def as_a_sum(self, bucket_bytes):
-        self._takes_mean = False
-        return reals[1](self, bucket_bytes)
+    def as_a_sum(self, bucket_bytes, op, compression):
+        return reals[1](self, bucket_bytes, "sum", compression)
 
     for faults in ((before_it_is_there, reals[1]), (reals[0], as_a_sum)):
         kind._take, kind._laid_out = faults

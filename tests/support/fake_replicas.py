@@ -23,7 +23,6 @@ class FakeReplicas(Communicator):
         self._threads = world
         self.num_replicas = world.num_replicas
         self.replica_id = replica_id
-        self.is_chief = replica_id == 0
         self.is_spmd = world.is_spmd
         self.calls = []
 

@@ -34,9 +34,8 @@ def world_of(monkeypatch):
                 (GradientState.SUMMED, GradientState.GLOBAL),
             )
             (world.arrives,) = {*(local if world.arrives in local else reduced)} - {world.arrives}
-        for replicas in world.replicas:
-            factor = (every_argument.first_weights(row) or [1.0] * world.num_replicas)[replicas.replica_id]
-            replicas.broadcast_from_rank_0 = lambda *_, factor=factor: factor
+        factors = every_argument.first_weights(row) or [1.0] * world.num_replicas
+        monkeypatch.setattr(placement, "broadcast_state", lambda *given: factors[given[2].world.replica_id])
         asked = world.asked = []
 
         def replicas(axis_name):

@@ -71,7 +71,7 @@ FAULTS = [
     ),
     fault(
         "update/all_reduce.py",
-        "return [grad if has else None for grad, has in zip(sums, found > 0)], flags",
+        "return [grad if has else None for grad, has in zip(sums, heard.present)], flags",
         "return list(sums), flags",
         "unit/test_reduction.py::test_none_on_some_replicas_counts_as_zero_on_all",
     ),
@@ -154,14 +154,14 @@ FAULTS = [
     # Half precision on the way.
     fault(
         "backends/compression.py",
-        "divisor = self.num_replicas if self._divides else 1",
-        "divisor = self.world.num_replicas if self._divides else 1",
+        "factors(op, self.num_replicas, self._divides)",
+        "factors(op, self.world.num_replicas, self._divides)",
         "unit/test_compression.py::test_within_groups_the_divisor_is_their_size",
     ),
     fault(
         "backends/compression.py",
-        "divisor = self.num_replicas if self._divides else 1",
-        "divisor = self.num_replicas",
+        "return (num_replicas, num_replicas) if divides else (1, 1)",
+        "return (num_replicas, 1)",
         "unit/test_compression.py::test_the_error_is_bounded",
     ),
     # What replicas must have in common.

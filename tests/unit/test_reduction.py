@@ -4,7 +4,7 @@ import pytest
 from support.fake_replicas import FakeWorld
 
 from keras_shardopt.backends.communicator import GradientState, SingleReplica
-from keras_shardopt.backends.same_variables import marks
+from keras_shardopt.backends.side_channel import marks
 from keras_shardopt.update.all_reduce import global_gradients
 
 SHAPES = [(3, 2), (5,), ()]

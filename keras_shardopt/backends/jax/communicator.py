@@ -17,7 +17,6 @@ class MappedAxis(Communicator):
     def __init__(self, axis_name: str) -> None:
         self._axis = axis_name
         self.num_replicas = jax.lax.axis_size(axis_name)
-        self.is_chief = jax.process_index() == 0
         self.is_multi_process = spans_processes(self.num_replicas)
 
     @property

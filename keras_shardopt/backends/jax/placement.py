@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from keras_shardopt._typing import Variable
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.jax.communicator import batch_size_of
 from keras_shardopt.backends.jax.processes import processes
 from keras_shardopt.backends.placement import Layout, Placement
@@ -130,9 +131,14 @@ class JaxPlacement(Placement):
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._set_aside is None else _under(self._set_aside)
 
-    def broadcast_state(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
+    def broadcast_state(
+        self,
+        variables: Sequence[Variable],
+        optimizer_variables: Sequence[Variable],
+        replicas: Communicator | None = None,
+    ) -> float:
         if jax.process_count() == 1:
-            return
+            return 1.0
         for what, mine in (("model variables", variables), ("optimizer variables", optimizer_variables)):
             everyones = processes.gather_objects([(tuple(v.shape), str(v.dtype)) for v in mine])
             for process, theirs in enumerate(everyones):
@@ -152,6 +158,7 @@ class JaxPlacement(Placement):
             start += array.nbytes
             if new.tobytes() != array.tobytes():
                 variable._value = _on_the_devices_of(variable.value, new)
+        return 1.0
 
 
 placement = JaxPlacement()

@@ -48,8 +48,7 @@ class JaxRuntime(Runtime):
         if num_replicas == 1:
             return SingleReplica()
         # GSPMD: one program over the whole batch, which XLA divides among the devices.
-        is_chief = jax.process_index() == 0
-        return GlobalView(num_replicas, is_chief, "under a `keras.distribution`", spans_processes(num_replicas))
+        return GlobalView(num_replicas, "under a `keras.distribution`", spans_processes(num_replicas))
 
     def value_and_grad(
         self,

@@ -9,19 +9,18 @@ from typing import Any
 import tensorflow as tf
 
 from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 
 
 class ReplicaContext(Communicator):
     """The replicas of a strategy, seen from inside `strategy.run` (as in `model.fit`)."""
 
-    inner_optimizers_sum = True
+    _evidence = Evidence()
 
     def __init__(self, strategy: tf.distribute.Strategy, context: Any) -> None:
         self._context = context
         self.num_replicas = strategy.num_replicas_in_sync
-        self.is_chief = bool(strategy.extended.should_checkpoint)
         self.is_multi_process = _process_of(strategy.cluster_resolver)[0] > 1
         self._is_on_tpu = isinstance(strategy, (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy))
 
@@ -43,33 +42,14 @@ class ReplicaContext(Communicator):
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         seen = tf_losses.noted()
-        self.has_seen_losses = not seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED})
-        self.doubts = _doubts(seen)
         is_divided = tf_losses.DIVIDED in seen and not tf_losses.is_bare(variables, grads)
-        if tf_losses.BY_HAND in seen and not is_divided:
-            self.doubts = [_READ, *self.doubts]
+        doubts = [_READ] if tf_losses.BY_HAND in seen and not is_divided else []
+        is_of_this_step = not seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED})
+        self._evidence = Evidence(is_of_this_step, [*doubts, *_doubts(seen)])
         return GradientState.LOCAL_PRESCALED if is_divided else GradientState.LOCAL
 
-    def objections(self, gradient_state: GradientState) -> Sequence[str]:
-        seen = tf_losses.noted()
-        if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
-            return [_MIXTURE]
-        if gradient_state is GradientState.LOCAL and tf_losses.BY_NUMBER in seen:
-            return [
-                'Gradients are "local" where the loss is not divided by the number of replicas. Received: '
-                '`gradients="local"`, and a step that divides it, as the losses of Keras do, so that updates are as '
-                "many times too small. Leave `gradients` out, unless the step multiplies the loss by that number again."
-            ]
-        if gradient_state is GradientState.LOCAL_PRESCALED and tf_losses.UNDIVIDED in seen:
-            return [
-                'Gradients are "prescaled" where the loss is divided by the number of replicas. Received: '
-                '`gradients="prescaled"`, and a loss function that returns a scalar, which Keras does not divide, so '
-                "that updates are as many times too large. Leave `gradients` out."
-            ]
-        return ()
-
-    def note_divided_loss(self, loss: Tensor, adds_up: bool = False) -> Tensor:
-        return tf_losses.note_divided(loss, adds_up)
+    def evidence(self, told: GradientState | None = None) -> Evidence:
+        return self._evidence if told is None else Evidence(doubts=_objections(told))
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         tensors = list(tensors)
@@ -154,6 +134,26 @@ _READ = (
     '`CrossShard(..., gradients="local")` if that is right, and `CrossShard(..., gradients="prescaled")` if the step '
     "divides in another place."
 )
+
+
+def _objections(told: GradientState) -> Sequence[str]:
+    """What speaks against gradients that are said to arrive in this way."""
+    seen = tf_losses.noted()
+    if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
+        return [_MIXTURE]
+    if told is GradientState.LOCAL and tf_losses.BY_NUMBER in seen:
+        return [
+            'Gradients are "local" where the loss is not divided by the number of replicas. Received: '
+            '`gradients="local"`, and a step that divides it, as the losses of Keras do, so that updates are as '
+            "many times too small. Leave `gradients` out, unless the step multiplies the loss by that number again."
+        ]
+    if told is GradientState.LOCAL_PRESCALED and tf_losses.UNDIVIDED in seen:
+        return [
+            'Gradients are "prescaled" where the loss is divided by the number of replicas. Received: '
+            '`gradients="prescaled"`, and a loss function that returns a scalar, which Keras does not divide, so '
+            "that updates are as many times too large. Leave `gradients` out."
+        ]
+    return ()
 
 
 def _doubts(seen: set[str]) -> list[str]:

@@ -52,6 +52,11 @@ def keep_reduction_off(optimizers: Sequence[Any]) -> None:
         object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
 
+def num_summed() -> int:
+    """Over how many replicas Keras' own optimizers add up gradients that nobody has reduced before."""
+    return int(runtime.communicator("").num_replicas)
+
+
 class TensorFlowRuntime(Runtime):
     """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
 

@@ -52,7 +52,6 @@ class TorchProcessGroup(Communicator):
     def __init__(self) -> None:
         self.num_replicas = dist.get_world_size()
         self.replica_id = dist.get_rank()
-        self.is_chief = self.replica_id == 0
         # Weakly: a group that outlives `destroy_process_group` takes the interpreter down when it exits.
         self._default_group = weakref.ref(dist.group.WORLD)
         self._process_group: Any = None
@@ -196,6 +195,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
+        """See `Placement.broadcast_state`, of the ranks of this group."""
         weights = [_tensor(v) for v in variables]
         state = [_tensor(v) for v in optimizer_variables]
         others = self._model_and_seed_state(weights)

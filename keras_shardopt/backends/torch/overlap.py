@@ -22,7 +22,7 @@ import dataclasses
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable as _Autograd
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.backends.same_variables import NUM_MARKS, check_same_variables, marks
+from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
+from keras_shardopt.backends.compression import dtype_sent, factors
+from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import explaining_failures
-
-_NUM_FLAGS = NUM_MARKS + 5
-"""How many numbers travel beside those that say which gradients there are."""
+from keras_shardopt.numerics import dtype_of
 
 _MIN_BUCKETS = 4
 """Into how many buckets gradients are divided at least,"""
@@ -63,6 +63,10 @@ class _Bucket:
     results: dict[int, Tensor]
     """The same after the reduction, in the dtype of the variables: elsewhere where that is not what is sent."""
 
+    divisor: int
+    factor: float
+    """By what gradients are divided before they are sent, and their sum is multiplied."""
+
     num_missing: int = 0
     """How many of them are still to come."""
 
@@ -78,7 +82,6 @@ class Buckets:
         takes_mean: bool. Whether sums are divided by the number of ranks.
         bucket_bytes: float. How large buckets may be; a gradient that is larger has one of its own.
         compression: None, "float16" or "bfloat16": the dtype in which float32 and float64 are sent and added up.
-        check: gets whether this rank goes on, how many do (about), how many have ended, and how many there are.
     """
 
     def __init__(
@@ -88,26 +91,26 @@ class Buckets:
         takes_mean: bool,
         bucket_bytes: float,
         compression: str | None,
-        check: Callable[[bool, float, float, int], None],
     ) -> None:
         self._ranks = ranks
         self._num_ranks = int(ranks.num_replicas)
         self._variables = list(variables)
         self._places = {id(variable): i for i, variable in enumerate(self._variables)}
-        self._takes_mean = takes_mean
-        self._compression = None if compression is None else getattr(torch, compression)
         self._overlaps = True
-        self._check = check
-        self._buckets = self._laid_out(bucket_bytes)
+        self._buckets = self._laid_out(bucket_bytes, "mean" if takes_mean else "sum", compression)
         self._of = {i: bucket for bucket in self._buckets for i in bucket.places}
         flags = self._buckets[-1].flat
-        self._flags = flags[flags.numel() - len(self._variables) - _NUM_FLAGS :]
+        self._flags = flags[flags.numel() - self._num_flags :]
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._heard: list[tuple[dict[int, Any], int]] = []
         # How often gradients were taken from here: equal on all ranks, or one of them has left out an update.
         self._num_taken = 0
         self._forget()
+
+    @property
+    def _num_flags(self) -> int:
+        return len(self._variables) + NUM_FLAGS + 3
 
     def _begin(self) -> None:
         if self._num_sent % len(self._buckets):
@@ -133,7 +136,7 @@ class Buckets:
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of an optimizer makes its own
 
-    def _laid_out(self, bucket_bytes: float) -> list[_Bucket]:
+    def _laid_out(self, bucket_bytes: float, op: ReduceOp, compression: str | None) -> list[_Bucket]:
         tensors = [variable.value for variable in self._variables]
         # Of what is in the last one, nothing is sent early.
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -153,20 +156,19 @@ class Buckets:
         buckets = []
         for number, places in enumerate(groups):
             counts = [tensors[i].numel() for i in places]
-            more = len(tensors) + _NUM_FLAGS if number == len(groups) - 1 else 0
+            more = self._num_flags if number == len(groups) - 1 else 0
             like = tensors[places[0]]
-            wire = self._compression if self._is_compressed(like.dtype) else like.dtype
-            flat = torch.zeros(sum(counts) + more, dtype=wire, device=like.device)
+            sent = getattr(torch, dtype_sent(dtype_of(like), compression))
+            flat = torch.zeros(sum(counts) + more, dtype=sent, device=like.device)
             wide = flat[: sum(counts)]
             views = results = self._cut(wide, places, tensors)
-            if wire != like.dtype:
+            if sent != like.dtype:
                 wide = torch.zeros(sum(counts), dtype=like.dtype, device=like.device)
                 results = self._cut(wide, places, tensors)
-            buckets.append(_Bucket(places, flat, views, wide, results))
+            # A mean is divided on the way, which spares a pass; and a sum overflows only where the mean does.
+            divisor, factor = factors(op, self._num_ranks, divides=op == "mean" or sent != like.dtype)
+            buckets.append(_Bucket(places, flat, views, wide, results, divisor, factor))
         return buckets
-
-    def _is_compressed(self, dtype: torch.dtype) -> bool:
-        return self._compression is not None and dtype in (torch.float32, torch.float64)
 
     @staticmethod
     def _cut(flat: Tensor, places: Sequence[int], tensors: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -322,21 +324,17 @@ class Buckets:
     # -- what both do ----------------------------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
-        view = self._of[i].views[i]
+        bucket = self._of[i]
+        view = bucket.views[i]
         if grad is None or not self._counts:
             view.zero_()
         else:
             grad = grad.to_dense() if grad.is_sparse else grad
             grad = grad if weight == 1 else grad * weight
-            if self._divides(self._of[i]):
-                # On the way, which spares a pass; and the sum overflows only where the mean does.
-                torch.div(grad, self._num_ranks, out=view)
-            else:
+            if bucket.divisor == 1:
                 view.copy_(grad)
-
-    def _divides(self, bucket: _Bucket) -> bool:
-        """Whether gradients are divided before they are added up."""
-        return self._takes_mean or bucket.results is not bucket.views
+            else:
+                torch.div(grad, bucket.divisor, out=view)
 
     def _reduced_at_the_end(
         self,
@@ -366,9 +364,10 @@ class Buckets:
         self, present: list[bool], trained: Sequence[bool] | None, trains: bool = True
     ) -> list[Tensor | None] | None:
         """Sends what is not sent yet, and waits for all; None if some rank wants to do it all once more."""
-        is_odd = self._num_taken % 2
-        told = [*present, *marks(trained), trains, not trains, self._was_late, trains and is_odd, trains and not is_odd]
-        self._flags.copy_(torch.tensor(told, dtype=self._flags.dtype))
+        is_odd = self._num_taken % 2 == 1
+        more = [self._was_late, trains and is_odd, trains and not is_odd]
+        channel = SideChannel(self._ranks, self._variables, present, trained, trains, more)
+        self._flags.copy_(channel.pack(dtype_of(self._flags)))
         while self._num_sent < len(self._buckets):
             self._send()
         for number in range(len(self._under_way)):
@@ -376,31 +375,30 @@ class Buckets:
                 self._under_way[number].wait()
         self._under_way = []
         has = present
-        looks = self._ranks.is_cheap_to_read(self._flags)
-        if looks or not all(present) or self._was_late or not trains:
-            *counts, num_training, num_ended, num_late, num_odd, num_even = self._flags.float().tolist()
-            self._check(trains, num_training, num_ended, self._num_ranks)
+        heard, _ = channel.unpack(self._flags, "sum", must_look=self._was_late)
+        if heard is not None:
+            heard.check_all_train()
+            num_late, num_odd, num_even = heard.more
             if num_odd > 0 and num_even > 0:
                 raise ValueError(
                     "All replicas must make the same updates, in the same order. Received: gradients of other updates "
                     "on some ranks. Was an update left out on one rank, by an error that the program went on after?"
                 )
             if num_late > 0:
-                if num_late < self._num_ranks and not looks:  # then others do not look either, and go on
+                if num_late < self._num_ranks and not heard.all_look:  # then others do not look either, and go on
                     raise RuntimeError(
                         "On a GPU gradients that are sent must not change any more on some ranks only. Received: on "
                         f"{round(num_late)} of {self._num_ranks} ranks one that came or was changed afterwards, or a "
                         "backward pass that ended with an error. Use `CrossShard(..., overlap=False)`."
                     )
                 return None
-            counts, marked = counts[: len(present)], counts[len(present) :]
-            check_same_variables(trained, marked, self._variables, self._ranks, looks)
-            has = [count > 0 for count in counts]
+            heard.check_same_variables()
+            has = heard.present
         for bucket in self._buckets:
             if bucket.results is not bucket.views:
                 bucket.wide.copy_(bucket.flat[: bucket.wide.numel()])
-                if not self._takes_mean:
-                    bucket.wide.mul_(self._num_ranks)
+                if bucket.factor != 1:
+                    bucket.wide.mul_(bucket.factor)
         return [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
 
 
@@ -418,3 +416,17 @@ _STEP = inspect.unwrap(keras.Model.train_step).__code__
 def can_bucket(variables: Sequence[Variable]) -> bool:
     """Whether gradients of these variables can travel in buckets that are kept."""
     return all(v.value.dtype in _DTYPES and v.value.device.type in ("cpu", "cuda") for v in variables)
+
+
+@torch.compiler.disable
+def buckets_among(replicas: Any, variables: Sequence[Variable], *arguments: Any) -> Buckets | None:
+    """The buckets of these variables; None where they cannot be. All processes call it together.
+
+    Args:
+        replicas: a communicator.
+        variables: as of `Buckets`.
+        arguments: the further ones of `Buckets`.
+    """
+    if not isinstance(replicas, TorchProcessGroup) or not can_bucket(variables):
+        return None
+    return None if replicas.is_reduced_by_ddp(variables[0]) else Buckets(replicas, variables, *arguments)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.torch.communicator import (
     TorchProcessGroup,
@@ -50,11 +51,18 @@ class TorchPlacement(Placement):
             )
         return np.stack(everyones)
 
-    def broadcast_state(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> None:
-        replicas = runtime.communicator("")
-        if isinstance(replicas, TorchProcessGroup):
+    def broadcast_state(
+        self,
+        variables: Sequence[Variable],
+        optimizer_variables: Sequence[Variable],
+        replicas: Communicator | None = None,
+    ) -> float:
+        ranks = runtime.communicator("") if replicas is None else replicas
+        if not isinstance(ranks, TorchProcessGroup):
+            return 1.0
+        if replicas is None:
             tell("takes the weights of rank 0 in a callback (`SyncReplicas`, `BackupAndRestore`)")
-        replicas.broadcast_from_rank_0(variables, optimizer_variables)
+        return ranks.broadcast_from_rank_0(variables, optimizer_variables)
 
 
 placement = TorchPlacement()

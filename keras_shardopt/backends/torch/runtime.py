@@ -16,8 +16,6 @@ from keras_shardopt.backends.torch.communicator import (
     TorchProcessGroup,
     _tensor,
 )
-from keras_shardopt.backends.torch.fused import fused, may_fuse
-from keras_shardopt.backends.torch.overlap import Buckets, can_bucket
 
 
 class TorchRuntime(Runtime):
@@ -39,28 +37,6 @@ class TorchRuntime(Runtime):
         if self._ranks is None or not self._ranks.are_current():
             self._ranks = TorchProcessGroup()
         return self._ranks
-
-    def update_fused(self, optimizers: Sequence[Any], update: Callable[..., None], *args: Any) -> None:
-        if may_fuse(optimizers):
-            fused(optimizers, update, *args)
-        else:
-            update(*args)
-
-    @torch.compiler.disable
-    def buckets(
-        self,
-        replicas: Communicator,
-        variables: Sequence[Variable],
-        takes_mean: bool,
-        bucket_bytes: float,
-        compression: str | None,
-        check: Callable[[bool, float, float, int], None],
-    ) -> Any:
-        if not isinstance(replicas, TorchProcessGroup) or not can_bucket(variables):
-            return None
-        if replicas.is_reduced_by_ddp(variables[0]):
-            return None
-        return Buckets(replicas, variables, takes_mean, bucket_bytes, compression, check)
 
     def value_and_grad(
         self,
@@ -98,14 +74,6 @@ class TorchRuntime(Runtime):
 
     def version(self, variable: Variable) -> int | None:
         return int(_tensor(variable)._version)
-
-    @torch.no_grad()
-    def copied(self, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
-        if into is None:
-            return [tensor.clone() for tensor in tensors]
-        if into:
-            torch._foreach_copy_(into, tensors)
-        return into
 
     @torch.no_grad()
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: bool) -> None:
