@@ -27,7 +27,8 @@ from keras_shardopt.numerics import add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale, stored_scale, with_scaler
 from keras_shardopt.wrapping.chain import descendants
-from keras_shardopt.wrapping.wrapper import OptimizerWrapper, empty_name_scope
+from keras_shardopt.wrapping.slots import empty_name_scope
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _LOW = ("float16", "bfloat16")
 _LARGEST_FLOAT16 = 65504.0

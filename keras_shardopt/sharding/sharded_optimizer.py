@@ -12,6 +12,7 @@ from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
+from keras_shardopt.wrapping.stored_state import named_store
 from keras_shardopt.wrapping.wrapper import Observer, OptimizerWrapper, is_built_among_several
 
 _SAVE_TOGETHER = (
@@ -141,7 +142,7 @@ class ShardedState(OptimizerWrapper):
             super().save_own_variables(store)
             return
         processes.barrier("save", BARRIER_SECONDS, _SAVE_TOGETHER)
-        store = self._with_names(store)
+        store = named_store(self, store)
         for i, variable in enumerate(self._inner_state):
             store[str(i)] = self._stored_value(variable)
 

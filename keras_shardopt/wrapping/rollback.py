@@ -29,8 +29,10 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.models import layers_of, models_with, optimizers_of, override_method
+from keras_shardopt.wrapping.chain import Wrapping, descendants
+from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Rollback:
@@ -189,6 +191,37 @@ class Rollback:
                 value = after[snapshot] = ops.where(starts, value, state[2][snapshot])
             others[i] = ops.where(skipped, value, others[i])
         return logs, (weights, others, after, metrics)
+
+
+def rollback_of(optimizer: Any) -> Rollback | None:
+    """What puts back what skipped updates leave behind, for a wrapper that is just being built; None if none are.
+
+    That is the affair of the outermost wrapper: those further inside lose theirs.
+    """
+    chain = [optimizer, *descendants(optimizer)]
+    wrappers = [part for part in chain[1:] if isinstance(part, Wrapping)]
+    made = [part.__dict__["_rollback"] for part in wrappers if part.__dict__["_rollback"] is not None]
+    for part in wrappers:
+        part.__dict__["_rollback"] = None
+    if not any(map(leaves_out_updates, chain)):
+        return None
+    accumulating = next((part for part in chain if getattr(part, "_accumulates", False)), None)
+    accumulators = None if accumulating is None else accumulating._accumulators
+    # One from further inside may know neither the window nor, where state is divided, the model.
+    for rollback in made:
+        if rollback.variables and rollback.accumulators is accumulators:
+            return rollback
+    with empty_name_scope(), placement.colocate_with(next(iter(optimizer._trainable_variables), None)):
+        rollback = Rollback(optimizer, accumulators, getattr(accumulating, "add_variable", None))
+    if accumulators is not None:
+        accumulators.snapshots = rollback.snapshots
+    placement.place_state(rollback.snapshots)
+    return rollback
+
+
+def leaves_out_updates(optimizer: Any) -> bool:
+    """Whether it itself leaves out updates with gradients that are not finite."""
+    return getattr(optimizer, "_leaves_out_updates", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 
 class _Stamp:

@@ -7,27 +7,22 @@ underscore, so that their `help` shows what is for users.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.utils.tracking.DotNotTrackScope` - attributes set inside it are not taken for optimizer state.
-    `keras.src.backend.common.global_state` - holds "name_scope_stack", of which variable paths are made.
     `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
     `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - what the optimizer was built on.
     `Optimizer._iterations` - the update counter.
     `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
-    `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
     `keras.src.trainers.trainer`, `keras.src.optimizers.multi_optimizer` - the modules that ask whether an optimizer is
         a `LossScaleOptimizer`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import keras
 import numpy as np
-from keras.src.backend.common import global_state
 from keras.src.utils.tracking import DotNotTrackScope
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
@@ -41,22 +36,20 @@ from keras_shardopt.wrapping.chain import (
     get_optimizer,
     innermost,
     keys_on_the_way_in,
-    kind_of,
     shown,
 )
-from keras_shardopt.wrapping.rollback import Rollback, note_assignments
-from keras_shardopt.wrapping.slots import SlotAccess, without_counters, without_digits, without_numbers
+from keras_shardopt.wrapping.rollback import leaves_out_updates, note_assignments, rollback_of
+from keras_shardopt.wrapping.slots import SlotAccess
+from keras_shardopt.wrapping.slots import empty_name_scope as empty_name_scope
 from keras_shardopt.wrapping.stored_state import (
-    MOST_NAMES,
-    Loaded,
-    Named,
     WrapperState,
-    comparable_slot,
-    notes_in,
-    was_never_built,
+    assign_all,
+    load,
+    load_what_came_before,
+    named_store,
+    portable,
 )
 
-_TORCH_MODULE = "keras.src.backend.torch.optimizers."
 _ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
 
 
@@ -168,7 +161,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         self.__dict__["_observer"] = None
         self.__dict__["_rollback"] = None
         self.__dict__["_collects"] = False
-        if inner is not None and any(map(_leaves_out_updates, [inner, *descendants(inner)])):
+        if inner is not None and any(map(leaves_out_updates, [inner, *descendants(inner)])):
             note_assignments()
 
     # -- what a concrete wrapper fills in ------------------------------------------------------------------------
@@ -251,37 +244,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         runtime.disable_builtin_all_reduce(base_optimizers(self))
         self.built = True
         self._inner_is_built()
-        self._build_rollback()
-        if self.__dict__["_loaded"] is not None:
-            arrays, self.__dict__["_loaded"] = self.__dict__["_loaded"], None
-            with runtime.init_scope():
-                self.load_own_variables(arrays)
-        if self.__dict__["_loaded_own"] is not None:
-            arrays, self.__dict__["_loaded_own"] = self.__dict__["_loaded_own"], None
-            with runtime.init_scope():
-                self._saved_apart.load_own_variables(arrays)
-
-    def _build_rollback(self) -> None:
-        """Lets what a skipped update leaves behind be put back; that is the affair of the outermost wrapper."""
-        chain = [self, *descendants(self)]
-        made = []
-        for part in chain[1:]:
-            if isinstance(part, OptimizerWrapper) and part.__dict__["_rollback"] is not None:
-                made.append(part.__dict__["_rollback"])
-                part.__dict__["_rollback"] = None
-        if not any(map(_leaves_out_updates, chain)):
-            return
-        accumulating = next((part for part in chain if getattr(part, "_accumulates", False)), None)
-        accumulators = None if accumulating is None else accumulating._accumulators
-        # One from further inside may know neither the window nor, where state is divided, the model.
-        known = [rollback for rollback in made if rollback.variables and rollback.accumulators is accumulators]
-        if not known:
-            with empty_name_scope(), placement.colocate_with(next(iter(self._trainable_variables), None)):
-                known = [Rollback(self, accumulators, getattr(accumulating, "add_variable", None))]
-            if accumulators is not None:
-                accumulators.snapshots = known[0].snapshots
-            placement.place_state(known[0].snapshots)
-        self.__dict__["_rollback"] = known[0]
+        self.__dict__["_rollback"] = rollback_of(self)
+        load_what_came_before(self)
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
@@ -294,7 +258,21 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         """The state of the innermost optimizer, as it alone would have it, then that of the wrappers around it."""
         if "_inner" not in self.__dict__:
             return self._variables[:]
-        return [*self._inner_state, *self._wrapper_state, *self._observations]
+        wrappers = self._wrappers
+        own = [v for wrapper in wrappers for v in wrapper._variables]
+        # What an observer keeps for the time it watches is part of the state of a compiled step, but of no file.
+        watched = [(w, w.__dict__["_observer"]) for w in wrappers if w.__dict__["_observer"] is not None]
+        return [*self._inner_state, *own, *(v for wrapper, observer in watched for v in observer.variables_of(wrapper))]
+
+    @property
+    def _wrappers(self) -> list[OptimizerWrapper]:
+        """This one and those that it is right around, from the inside out."""
+        inner = self.inner
+        return [*(inner._wrappers if isinstance(inner, OptimizerWrapper) else []), self]
+
+    @property
+    def _inner_state(self) -> list[Variable]:
+        return list(self._wrappers[0].inner.variables)
 
     @property
     def _shared_variables(self) -> list[Variable]:
@@ -303,35 +281,12 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         apart = {id(v) for o in chain if isinstance(o, OptimizerWrapper) for v in o._replica_state}
         return [v for v in self.variables if id(v) not in apart]
 
-    @property
-    def _inner_state(self) -> list[Variable]:
-        inner = self.inner
-        return inner._inner_state if isinstance(inner, OptimizerWrapper) else list(inner.variables)
-
-    @property
-    def _wrapper_state(self) -> list[Variable]:
-        inner = self.inner
-        return [*(inner._wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self._variables]
-
-    @property
-    def _observations(self) -> list[Variable]:
-        """What an observer keeps for the time it watches: part of the state of a compiled step, but of no file."""
-        inner = self.inner
-        further = inner._observations if isinstance(inner, OptimizerWrapper) else []
-        observer = self.__dict__["_observer"]
-        return further if observer is None else [*further, *observer.variables_of(self)]
-
     def _observe(self, observer: Observer | None) -> None:
         """Lets `observer` see the gradients of each update as they arrive here and as they leave; None ends that.
 
         A compiled step must be compiled anew afterwards, because `variables` are more then, or fewer.
         """
         self.__dict__["_observer"] = observer
-
-    @property
-    def _stored_wrapper_state(self) -> list[Variable]:
-        inner = self.inner
-        return [*(inner._stored_wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self._lasting_state]
 
     def _position(self, variable: Variable) -> int:
         """The position of a trainable variable among those that the optimizer was built on."""
@@ -507,29 +462,16 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Assigns one array to each of `variables`."""
-        self._assign_all({str(i): weight for i, weight in enumerate(weights)}, self.variables)
+        if not self.built:
+            raise ValueError(
+                "The optimizer must be built before its weights can be set. "
+                f"Call `{type(self).__name__}.build(trainable_variables)` first."
+            )
+        assign_all(self, {str(i): weight for i, weight in enumerate(weights)}, self.variables)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the state just as the inner optimizer alone would, with a name beside each slot, and its class."""
-        self.inner.save_own_variables(self._with_names(store))
-
-    def _with_names(self, store: Any) -> Any:
-        """The store, so that it also notes what the arrays are that this optimizer writes to it."""
-        if isinstance(store, Named):
-            return store
-        return Named(store, self._slots_in_state(), kind_of(self) if self.built else None)
-
-    def _slots_in_state(self) -> dict[str, str]:
-        """Under the key of an array in files what it is: the variable in its layer, and the name of the slot."""
-        if not self.built:
-            return {}
-        variables = self._trainable_variables
-        # Layer and variable: models of the same layers may have other names.
-        paths = ["/".join(str(getattr(v, "path", v.name)).split("/")[-2:]) for v in variables]
-        path_of = {key: path for v, path in zip(variables, paths) for key in self._slot_keys(v)}
-        names = {id(slot): f"{path_of[key]} {name}" for key, name, slot in self._slots() if key in path_of}
-        state = enumerate(self._inner_state)
-        return {str(i): names[id(variable)] for i, variable in state if id(variable) in names}
+        self.inner.save_own_variables(named_store(self, store))
 
     def load_own_variables(self, store: Any) -> None:
         """Reads a state that this wrapper, or its inner optimizer alone, has written.
@@ -542,21 +484,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
                 innermost optimizer, which a wrapper notes in an HDF5 file. Numbers that Keras adds to names may
                 differ. Nothing is assigned then.
         """
-        if not list(store.keys()):
-            warnings.warn(f"The file holds no optimizer state; that of {self!r} stays as it is.", stacklevel=2)
-            return
-        if not self.built:
-            arrays = Loaded(store)
-            # An optimizer that was never built stores its rate and a counter at 0, and fits at once.
-            fresh = len(arrays) == len(self._inner_state) and not np.any(arrays.get("0", 0))
-            if not fresh:
-                self.__dict__["_loaded"] = arrays
-                return
-        elif len(self._inner_state) > 2 and was_never_built(store):
-            return  # `load_model` has built this one, and made it with the same rate
-        self._check_fits(store, self._inner_state)
-        self._check_names(store)
-        self._load_inner(store)
+        load(self, store)
 
     def _load_inner(self, store: Any) -> None:
         self.inner.load_own_variables(store)
@@ -581,69 +509,18 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         else:
             variable.assign(array)
 
-    def _assign_all(self, store: Any, variables: Sequence[Variable]) -> None:
-        if not self.built:
-            raise ValueError(
-                "The optimizer must be built before its weights can be set. "
-                f"Call `{type(self).__name__}.build(trainable_variables)` first."
-            )
-        self._check_fits(store, variables)
-        for i, variable in enumerate(variables):
-            self._assign_stored(variable, store[str(i)])
-
-    def _check_fits(self, store: Any, variables: Sequence[Variable]) -> None:
-        # Keras itself warns and goes on with a fresh optimizer, which nobody notices until the loss jumps.
-        if len(store.keys()) != len(variables):
-            raise ValueError(
-                f"The stored state must have {len(variables)} arrays, one for each of "
-                f"{[v.path for v in variables]}. Received: {len(store.keys())} arrays. "
-                "Was it saved with another optimizer or other trainable variables?"
-            )
-        for i, variable in enumerate(variables):
-            shape = tuple(np.shape(store[str(i)]))
-            expected = self._stored_shape(variable)
-            if expected is not None and shape != expected:
-                raise ValueError(
-                    f"The stored array of `{variable.path}` must have shape {expected}. "
-                    f"Received: shape {shape}. Was it saved with other trainable variables?"
-                )
-
-    def _check_names(self, store: Any) -> None:
-        """Refuses what names tell apart, where numbers and shapes agree."""
-        notes = notes_in(store)
-        mine, kind = self._slots_in_state(), kind_of(self)
-        # Files from before the class was noted have numbers of their own in names, also in those given by users.
-        comparable = without_counters if notes.kind else without_numbers
-        keys = [key for key in mine if key in notes.slots]
-        found, wanted = ([comparable_slot(names[key], comparable) for key in keys] for names in (notes.slots, mine))
-        differing = [key for key, one, other in zip(keys, found, wanted) if one != other]
-        # A program may count up names itself. The same names in another order are another architecture.
-        counted = [[comparable_slot(slot, without_digits) for slot in slots] for slots in (found, wanted)]
-        if counted[0] == counted[1] and sorted(found) != sorted(wanted):
-            differing = []
-        listed = [f"`{notes.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing[:MOST_NAMES]]
-        if self.built and notes.kind not in (None, kind):
-            listed = [f"state of `{notes.kind}` where this optimizer is `{kind}`", *listed]
-        if listed:
-            more = f" and {len(differing) - MOST_NAMES} more" if len(differing) > MOST_NAMES else ""
-            raise ValueError(
-                "The stored state must be that of the same variables and the same kind of optimizer. "
-                f"Received: {'; '.join(listed)}{more}. Was it saved with another optimizer, or were layers renamed? "
-                "`model.load_weights(..., skip_mismatch=True)` loads the rest."
-            )
-
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`. The inner optimizer is part of it."""
         return {
             "name": self.name,
-            "inner_optimizer": _portable(keras.saving.serialize_keras_object(self.inner)),
+            "inner_optimizer": portable(keras.saving.serialize_keras_object(self.inner)),
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
         """The reverse of `get_config`. `config` is left as it is."""
         config = dict(config)
-        inner = _portable(config.pop("inner_optimizer"))
+        inner = portable(config.pop("inner_optimizer"))
         return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
 
     def __repr__(self) -> str:
@@ -669,17 +546,6 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
-def _portable(config: Any) -> Any:
-    """Names torch's private optimizer classes by their public names, so that every backend can load the config."""
-    if isinstance(config, dict):
-        if str(config.get("module", "")).startswith(_TORCH_MODULE):
-            config = {**config, "module": "keras.optimizers", "registered_name": None}
-        return {key: _portable(value) for key, value in config.items()}
-    if isinstance(config, list):
-        return [_portable(value) for value in config]
-    return config
-
-
 def _caller_is_loss_scale_optimizer(method: str) -> bool:
     """Whether that method of a `keras.optimizers.LossScaleOptimizer` is running further out."""
     return _is_running(method, keras.optimizers.LossScaleOptimizer)
@@ -698,20 +564,3 @@ def _is_running(method: str, kind: Any) -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def _leaves_out_updates(optimizer: Any) -> bool:
-    if isinstance(optimizer, OptimizerWrapper):
-        return optimizer._leaves_out_updates
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-
-
-@contextlib.contextmanager
-def empty_name_scope() -> Iterator[None]:
-    """A scope in which the paths of variables do not depend on where they are made."""
-    stack = global_state.get_global_attribute("name_scope_stack")
-    global_state.set_global_attribute("name_scope_stack", [])
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("name_scope_stack", stack)
