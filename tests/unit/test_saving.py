@@ -397,7 +397,7 @@ def test_backups_of_state_in_parts(tmp_path, monkeypatch):
         backup.set_model(models[rank])
         backup.on_train_begin() if restore else backup.on_epoch_end(0)
 
-    from keras_shardopt.backends.active import placement, processes
+    from keras_shardopt.backends.active import placement
 
     # Threads share the random numbers and have no collectives of a framework.
     monkeypatch.setattr(placement, "broadcast_state", lambda variables, optimizer_variables: None)
