@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from keras import ops
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.gradient_scope import reduction_is_claimed
+from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.models import optimizers_of
 from keras_shardopt.numerics import add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
@@ -328,16 +328,13 @@ class _OnMaster(keras.regularizers.Regularizer):
         named = _updating.get()
         if named is not None:
             return any(optimizer is owner for optimizer in [named, *descendants(named)])
-        frame = sys._getframe(2)
-        while frame is not None:
-            model = frame.f_locals.get("self")
-            if isinstance(model, keras.Model) and getattr(model, "optimizer", None) is not None:
-                # Keras' own step uses this one; a step of the model's own may use any that it holds.
-                has_own_step = type(model).train_step is not keras.Model.train_step
-                held = optimizers_of(model) if has_own_step else [model.optimizer]
-                return any(optimizer is owner for each in held for optimizer in [each, *descendants(each)])
-            frame = frame.f_back  # type: ignore[assignment]
-        return True  # a loop of one's own
+        model = running_instance(keras.Model, condition=lambda model: getattr(model, "optimizer", None) is not None)
+        if model is None:
+            return True  # a custom training loop
+        # Keras' own step uses this one; a step of the model's own may use any that it holds.
+        has_own_step = type(model).train_step is not keras.Model.train_step
+        held = optimizers_of(model) if has_own_step else [model.optimizer]
+        return any(optimizer is owner for each in held for optimizer in [each, *descendants(each)])
 
     def get_config(self) -> dict[str, Any]:
         """That of the regulariser."""

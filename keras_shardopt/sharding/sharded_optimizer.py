@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_shardopt._typing import Variable
 from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
 from keras_shardopt.wrapping.stored_state import named_store
-from keras_shardopt.wrapping.wrapper import Observer, OptimizerWrapper, is_built_among_several
+from keras_shardopt.wrapping.wrapper import Observer, OptimizerWrapper
 
 _SAVE_TOGETHER = (
     "With `shard_state=True` each rank has a part of what `model.save`, `model.save_weights` and "
@@ -172,7 +174,8 @@ class ShardedState(OptimizerWrapper):
 
 
 def _refuse_several() -> None:
-    if is_built_among_several():
+    several = getattr(keras.optimizers, "MultiOptimizer", ())  # Keras before 3.15 has none
+    if running_instance(several, "build") is not None:
         raise ValueError(
             "`shard_state=True` cannot be inside a `MultiOptimizer`, which stores what each replica has by itself, and "
             "so a part of the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."

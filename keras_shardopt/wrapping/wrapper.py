@@ -17,7 +17,6 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
@@ -28,6 +27,7 @@ from keras.src.utils.tracking import DotNotTrackScope
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.arguments import with_article
 from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.keras_callers import caller_module, running_instance
 from keras_shardopt.wrapping.chain import (
     Wrapping,
     base_optimizers,
@@ -224,7 +224,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         if self.built:
             return
         variables = list(variables)
-        if _caller_is_loss_scale_optimizer("build"):  # where Keras' MultiOptimizer stands between it and us
+        if _is_in_loss_scaling("build"):  # where Keras' MultiOptimizer stands between it and us
             self._on_outer_loss_scaling()
         inside = self._variables_inside(variables)
         if self.inner.built and not _same(inside, self.inner._trainable_variables):
@@ -419,7 +419,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         # A LossScaleOptimizer assigns this to what it is put around, from its constructor, and `compile` calls that
         # constructor: there is no earlier moment. Not in the property's setter: on TensorFlow, Keras does not call
         # that where the old value is the new one.
-        if name == "loss_scale_factor" and "_inner" in self.__dict__ and _caller_is_loss_scale_optimizer("__init__"):
+        if name == "loss_scale_factor" and "_inner" in self.__dict__ and _is_in_loss_scaling("__init__"):
             self._on_outer_loss_scaling()
         super().__setattr__(name, value)
 
@@ -432,7 +432,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `_on_outer_loss_scaling` is
         called as ever, and refuses.
         """
-        if sys._getframe(1).f_globals.get("__name__") in _ASK_FOR_LOSS_SCALING and self._loss_is_scaled():
+        if caller_module() in _ASK_FOR_LOSS_SCALING and self._loss_is_scaled():
             return keras.optimizers.LossScaleOptimizer
         return type(self)
 
@@ -546,21 +546,6 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
-def _caller_is_loss_scale_optimizer(method: str) -> bool:
+def _is_in_loss_scaling(method: str) -> bool:
     """Whether that method of a `keras.optimizers.LossScaleOptimizer` is running further out."""
-    return _is_running(method, keras.optimizers.LossScaleOptimizer)
-
-
-def is_built_among_several() -> bool:
-    """Whether the `build` of a `keras.optimizers.MultiOptimizer` is running further out."""
-    return _is_running("build", getattr(keras.optimizers, "MultiOptimizer", ()))  # Keras before 3.15 has none
-
-
-def _is_running(method: str, kind: Any) -> bool:
-    frame = sys._getframe(3)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if frame.f_code.co_name == method and isinstance(caller, kind):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return running_instance(keras.optimizers.LossScaleOptimizer, method) is not None

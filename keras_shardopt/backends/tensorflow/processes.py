@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import datetime
 import pickle
-import sys
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_shardopt._typing import Variable
+from keras_shardopt.backends.keras_callers import caller_module
 from keras_shardopt.backends.processes import Processes, World
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import (
@@ -139,7 +139,7 @@ def _refuse_trainer(strategy: tf.distribute.Strategy) -> None:
 
 
 def _reduce_unless_for_trainer(strategy: tf.distribute.Strategy, *args: Any, **kwargs: Any) -> Any:
-    if sys._getframe(1).f_globals.get("__name__") == _KERAS_TRAINER:
+    if caller_module() == _KERAS_TRAINER:
         raise ValueError(
             "Keras' own `fit`, `evaluate`, `train_on_batch` and `test_on_batch` cannot run under a "
             "`MultiWorkerMirroredStrategy`: Keras reduces batches and metrics in ways that this strategy does not know "

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch.autograd import Variable as _Autograd
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.same_variables import NUM_MARKS, check_same_variables, marks
 from keras_shardopt.backends.torch.process_group import explaining_failures
 
@@ -187,8 +187,7 @@ class Buckets:
             return
         if not torch.is_tensor(loss) or not loss.requires_grad:
             return
-        frame = sys._getframe(2)
-        if frame.f_code is not _STEP or getattr(frame.f_locals.get("self"), "optimizer", None) is not optimizer:
+        if getattr(caller_instance(further_out=1, code=_STEP), "optimizer", None) is not optimizer:
             return
         mine = weakref.ref(self)
 
