@@ -82,7 +82,7 @@ class TwoPhases:
 
         grads = runtime.gradients(scaled, variables, self.axis_name)
         grads = unscaled_gradients(grads, variables, self.loss_scale)
-        self.__dict__["_computed"] = True
+        self._computed = True
         return list(zip(grads, variables))
 
     def minimize(self, loss: Callable[[], Tensor], var_list: Sequence[Variable] | None = None) -> Any:

@@ -29,7 +29,7 @@ class ShardedState(OptimizerWrapper):
 
     axis_name: str
     shard_state: bool
-    _shards: FlatShards | PaddedShards | None  # None where no state is divided, or by a layout
+    _shards: FlatShards | PaddedShards | None = None  # where no state is divided, or by a layout
 
     def _divided(self, variables: Sequence[Variable]) -> FlatShards | PaddedShards | None:
         """Who owns what, where each replica has state of its own."""
@@ -131,7 +131,7 @@ class ShardedState(OptimizerWrapper):
     def _saving_needs_all_replicas(self) -> bool:
         """Whether state is divided, so that what this process has is to be put together before it is stored."""
         is_laid_out = self.shard_state and placement.lays_out_state and processes.process()[0] > 1
-        return self.__dict__.get("_shards") is not None or is_laid_out
+        return self._shards is not None or is_laid_out
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the state just as the inner optimizer alone would. With divided state all replicas call it together.

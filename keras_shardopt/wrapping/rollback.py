@@ -199,10 +199,10 @@ def rollback_of(optimizer: Any) -> Rollback | None:
     That is the affair of the outermost wrapper: those further inside lose theirs.
     """
     chain = [optimizer, *descendants(optimizer)]
-    wrappers = [part for part in chain[1:] if isinstance(part, Wrapping)]
-    made = [part.__dict__["_rollback"] for part in wrappers if part.__dict__["_rollback"] is not None]
+    wrappers: list[Any] = [part for part in chain[1:] if isinstance(part, Wrapping)]
+    made = [part._rollback for part in wrappers if part._rollback is not None]
     for part in wrappers:
-        part.__dict__["_rollback"] = None
+        part._rollback = None
     if not any(map(leaves_out_updates, chain)):
         return None
     accumulating = next((part for part in chain if getattr(part, "_accumulates", False)), None)
@@ -266,7 +266,7 @@ def _is_step_of_keras(model: Any, state: Any, result: Any) -> bool:
 
 
 def _of(model: Any) -> Rollback | None:
-    found: Rollback | None = getattr(model.optimizer, "__dict__", {}).get("_rollback")
+    found: Rollback | None = getattr(model.optimizer, "_rollback", None)
     return found
 
 
@@ -276,8 +276,9 @@ def _stateless_train_step(model: Any, real: Callable[..., Any], state: Any, data
     if rollback is not None:
         return rollback.settled(model, state, result)
     for optimizer in optimizers_of(model):
-        if optimizer is not model.optimizer and vars(optimizer).get("_rollback") is not None:
-            vars(optimizer)["_rollback"]._warn("Received: a `train_step` with optimizers other than `model.optimizer`.")
+        other: Rollback | None = getattr(optimizer, "_rollback", None)
+        if optimizer is not model.optimizer and other is not None:
+            other._warn("Received: a `train_step` with optimizers other than `model.optimizer`.")
     return result
 
 

@@ -39,7 +39,7 @@ def load(optimizer: Any, store: Any) -> None:
         # An optimizer that was never built stores its rate and a counter at 0, and fits at once.
         fresh = len(arrays) == len(state) and not np.any(arrays.get("0", 0))
         if not fresh:
-            optimizer.__dict__["_loaded"] = arrays
+            optimizer._loaded = arrays
             return
     elif len(state) > 2 and _was_never_built(store):
         return  # `load_model` has built this one, and made it with the same rate
@@ -50,11 +50,11 @@ def load(optimizer: Any, store: Any) -> None:
 
 def load_what_came_before(optimizer: Any) -> None:
     """Assigns what was loaded before the optimizer was built."""
-    for name, target in (("_loaded", optimizer), ("_loaded_own", optimizer.__dict__["_saved_apart"])):
-        arrays, optimizer.__dict__[name] = optimizer.__dict__[name], None
+    for arrays, target in ((optimizer._loaded, optimizer), (optimizer._loaded_own, optimizer._saved_apart)):
         if arrays is not None:
             with runtime.init_scope():
                 target.load_own_variables(arrays)
+    optimizer._loaded = optimizer._loaded_own = None
 
 
 def assign_all(optimizer: Any, store: Any, variables: Sequence[Variable]) -> None:
@@ -221,7 +221,7 @@ class WrapperState(KerasSaveable):
         if not arrays:
             return
         if not optimizer.built:
-            optimizer.__dict__["_loaded_own"] = arrays
+            optimizer._loaded_own = arrays
             return
         assign_all(optimizer, arrays, self._variables())
 

@@ -38,7 +38,7 @@ from keras_shardopt.wrapping.chain import (
     keys_on_the_way_in,
     shown,
 )
-from keras_shardopt.wrapping.rollback import leaves_out_updates, note_assignments, rollback_of
+from keras_shardopt.wrapping.rollback import Rollback, leaves_out_updates, note_assignments, rollback_of
 from keras_shardopt.wrapping.slots import SlotAccess
 from keras_shardopt.wrapping.slots import empty_name_scope as empty_name_scope
 from keras_shardopt.wrapping.stored_state import (
@@ -58,12 +58,12 @@ def _of_innermost(name: str, default: Any) -> property:
 
     def read(self: OptimizerWrapper) -> Any:
         # The base class's constructor reads and writes these before there is an inner optimizer.
-        if "_inner" not in self.__dict__:
+        if not self._inner:
             return default
         return getattr(innermost(self), name, default)
 
     def write(self: OptimizerWrapper, value: Any) -> None:
-        if "_inner" in self.__dict__:
+        if self._inner:
             # From wrapper to wrapper, so that each one sees what is set from outside.
             inner = self.inner
             setattr(inner if isinstance(inner, OptimizerWrapper) else innermost(inner), name, value)
@@ -99,6 +99,12 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     built: bool
     name: str
     _trainable_variables: list[Variable]
+
+    _inner: tuple[Any, ...] = ()
+    """The inner optimizer, alone in a tuple; empty while the base class is constructed."""
+
+    _untracked: tuple[str, ...] = ("_inner", "_loaded", "_loaded_own")
+    """The attributes with variables, lists or dicts in them that Keras shall not take for state of this optimizer."""
 
     _needs_global_gradients: bool = False
     """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
@@ -152,15 +158,13 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         # The base class's counter and rate would be saved and shown, and never change.
         for variable in list(self._variables):
             self._untrack_variable(variable)
-        # A tuple, set past `__setattr__`: neither tracked as state nor walked by the saver as a child, so that
-        # the state is stored once, by us, exactly as the inner optimizer would store it.
-        self.__dict__["_inner"] = (inner,)
-        self.__dict__["_loaded"] = None
-        self.__dict__["_loaded_own"] = None
-        self.__dict__["_saved_apart"] = WrapperState(self)
-        self.__dict__["_observer"] = None
-        self.__dict__["_rollback"] = None
-        self.__dict__["_collects"] = False
+        # As the saver sees neither, the state is stored once, by us, exactly as the inner optimizer would store it.
+        self._inner = (inner,)
+        self._loaded = self._loaded_own = None  # what was loaded before it is built
+        self._saved_apart = WrapperState(self)
+        self._observer: Observer | None = None
+        self._rollback: Rollback | None = None
+        self._collects = False
         if inner is not None and any(map(leaves_out_updates, [inner, *descendants(inner)])):
             note_assignments()
 
@@ -181,8 +185,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Lets the inner optimizer update `variables` with gradients that are transformed already."""
-        if self.__dict__["_observer"] is not None:
-            self.__dict__["_observer"].before_update(self, grads, self._variables_inside(variables))
+        if self._observer is not None:
+            self._observer.before_update(self, grads, self._variables_inside(variables))
         # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
         # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
         variables = self._variables_inside(variables)
@@ -244,24 +248,24 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         runtime.disable_builtin_all_reduce(base_optimizers(self))
         self.built = True
         self._inner_is_built()
-        self.__dict__["_rollback"] = rollback_of(self)
+        self._rollback = rollback_of(self)
         load_what_came_before(self)
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
         """The wrapped optimizer."""
         # Not called `inner_optimizer`: Keras' callbacks would unwrap that one level, and miss the innermost.
-        return self.__dict__["_inner"][0]
+        return self._inner[0]
 
     @property
     def variables(self) -> list[Variable]:
         """The state of the innermost optimizer, as it alone would have it, then that of the wrappers around it."""
-        if "_inner" not in self.__dict__:
+        if not self._inner:
             return self._variables[:]
         wrappers = self._wrappers
         own = [v for wrapper in wrappers for v in wrapper._variables]
         # What an observer keeps for the time it watches is part of the state of a compiled step, but of no file.
-        watched = [(w, w.__dict__["_observer"]) for w in wrappers if w.__dict__["_observer"] is not None]
+        watched = [(w, w._observer) for w in wrappers if w._observer is not None]
         return [*self._inner_state, *own, *(v for wrapper, observer in watched for v in observer.variables_of(wrapper))]
 
     @property
@@ -286,7 +290,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
         A compiled step must be compiled anew afterwards, because `variables` are more then, or fewer.
         """
-        self.__dict__["_observer"] = observer
+        self._observer = observer
 
     def _position(self, variable: Variable) -> int:
         """The position of a trainable variable among those that the optimizer was built on."""
@@ -315,10 +319,10 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
                 f"Received: {len(grads)} gradients for {len(variables)} variables."
             )
         self._check_variables_are_known(variables)
-        if self.__dict__["_observer"] is not None:
-            self.__dict__["_observer"].before_transform(self, grads, variables)
+        if self._observer is not None:
+            self._observer.before_transform(self, grads, variables)
         grads = list(self.transform_gradients(grads, variables))
-        rollback = self.__dict__["_rollback"]
+        rollback = self._rollback
         if rollback is None:
             self.update_inner(grads, variables)
             return
@@ -416,10 +420,13 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return averages
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._untracked:
+            object.__setattr__(self, name, value)
+            return
         # A LossScaleOptimizer assigns this to what it is put around, from its constructor, and `compile` calls that
         # constructor: there is no earlier moment. Not in the property's setter: on TensorFlow, Keras does not call
         # that where the old value is the new one.
-        if name == "loss_scale_factor" and "_inner" in self.__dict__ and _is_in_loss_scaling("__init__"):
+        if name == "loss_scale_factor" and self._inner and _is_in_loss_scaling("__init__"):
             self._on_outer_loss_scaling()
         super().__setattr__(name, value)
 
@@ -437,7 +444,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return type(self)
 
     def _loss_is_scaled(self) -> bool:
-        chain = [self, *descendants(self)] if self.__dict__.get("_inner", (None,))[0] is not None else []
+        chain = [self, *descendants(self)] if self._inner and self._inner[0] is not None else []
         return any(
             o._scales_loss if isinstance(o, OptimizerWrapper) else isinstance(o, keras.optimizers.LossScaleOptimizer)
             for o in chain
@@ -458,7 +465,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         """
         chain = [self, *descendants(self)]
         kept = any(isinstance(o, OptimizerWrapper) and o._keeps_state for o in chain)
-        return self.__dict__["_saved_apart"] if kept else None
+        return self._saved_apart if kept else None
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Assigns one array to each of `variables`."""

@@ -128,7 +128,7 @@ class Buckets:
 
     # Not `weakref.finalize`, whose registry `torch.compile` would guard on.
     def __del__(self) -> None:
-        _let_go(self.__dict__.get("_heard", []))
+        _let_go(getattr(self, "_heard", []))
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of an optimizer makes its own
