@@ -316,7 +316,7 @@ class CrossShard(TwoPhases, ShardedState):
         started = self.peers.started
         if (
             started is not None
-            and started.are_current()
+            and self._runs_among(started)
             and not joins_uneven_inputs()
             and not reduction_is_claimed(self)
         ):
@@ -324,6 +324,13 @@ class CrossShard(TwoPhases, ShardedState):
         if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()
         super().finalize_variable_values(var_list)
+
+    def _runs_among(self, replicas: Any) -> bool:
+        """Whether these are still the replicas around the caller."""
+        try:
+            return self._communicator() is replicas
+        except ValueError:  # there are none any more
+            return False
 
     def _communicator(self) -> Any:
         return runtime.communicator(self.axis_name)
