@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.callbacks.nonfinite import reducers_in
 from keras_shardopt.models import layers_of, optimizers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard
@@ -191,14 +191,10 @@ _MOST_NAMES = 8
 def _standing_before(callback: keras.callbacks.Callback) -> list[Any]:
     """The callbacks before it in the list whose call is running."""
     # Keras tells a callback nothing about the list that it is in.
-    frame = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.callbacks.CallbackList):
-            places = [i for i, other in enumerate(caller.callbacks) if other is callback]
-            return list(caller.callbacks[: places[0]]) if places else []
-        frame = frame.f_back  # type: ignore[assignment]
-    return []
+    running = running_instance(keras.callbacks.CallbackList)
+    callbacks = [] if running is None else list(running.callbacks)
+    places = [i for i, other in enumerate(callbacks) if other is callback]
+    return callbacks[: places[0]] if places else []
 
 
 def _optimizer_variables(model: Any) -> list[Variable]:

@@ -387,12 +387,12 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
 
     # On the instances, past Keras' attribute tracking, for the time of the block.
     for part in parts:
-        part.__dict__["save_own_variables"] = functools.partial(gather, part)
+        object.__setattr__(part, "save_own_variables", functools.partial(gather, part))
     try:
         yield
     finally:
         for part in parts:
-            del part.__dict__["save_own_variables"]
+            object.__delattr__(part, "save_own_variables")
         for part in parts:
             if id(part) in waiting:
                 gather(part, NullStore())  # the others have begun already

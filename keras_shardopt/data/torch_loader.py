@@ -85,7 +85,8 @@ class PartOfStream:
     _part: Part
 
     def __init__(self, dataset: Any, part: Part) -> None:
-        self.__dict__.update(_dataset=dataset, _part=part)
+        object.__setattr__(self, "_dataset", dataset)
+        object.__setattr__(self, "_part", part)
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._dataset), self._part.index, None, self._part.num_parts)
@@ -93,7 +94,7 @@ class PartOfStream:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copying and pickling look for is ours
             raise AttributeError(name)
-        return getattr(self.__dict__["_dataset"], name)
+        return getattr(self._dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._dataset, name, value)

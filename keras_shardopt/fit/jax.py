@@ -38,6 +38,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt._typing import Tensor
 from keras_shardopt.backends.communicator import GlobalView
+from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects
 from keras_shardopt.fit.losses import share_losses
@@ -209,7 +210,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     distribution = keras.distribution.distribution()
     refuse_groups(reducers)  # perhaps of another `compile`
     stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
-    needs_local = any(reducer.needs_local_gradients for reducer in reducers)
+    needs_local = any(reducer.arrival.needs_local_gradients for reducer in reducers)
     if batch_size_of(distribution) == 1 or not (stacks or needs_local):
         return real(state, data)
     if not has_built_in_step(model):
@@ -238,7 +239,8 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     else:
         grads, found_inf, notes = grads
-        with reducers[0].resuming(Step(grads, model.trainable_variables, found_inf=found_inf, notes=notes)):
+        reduced = Step(grads, model.trainable_variables, found_inf=found_inf, notes=notes)
+        with claim_reduction(reducers), reducers[0].pipeline.resuming(reduced):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
     _, (_, _, metrics) = model.stateless_compute_loss(

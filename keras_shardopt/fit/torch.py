@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras_shardopt._typing import Tensor
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import SingleReplica
+from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import tell
 from keras_shardopt.fit.losses import mean_losses, share_losses
@@ -274,7 +274,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Keras does not say for which model this is: in the middle of one's `fit` a callback may run another.
-        self._model: Any = sys._getframe(1).f_locals.get("self")
+        self._model = caller_instance()
 
     def __iter__(self) -> Any:
         self._has_ended = False

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
@@ -141,7 +140,6 @@ class CrossShard(TwoPhases, ShardedState):
         if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
         self._computed = False
-        self._resumed: Step | None = None
         found = stages_of(options, self)
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
@@ -155,11 +153,6 @@ class CrossShard(TwoPhases, ShardedState):
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self._communicator, self.arrival.classify)
         note_made(self)
-
-    @property
-    def needs_local_gradients(self) -> bool:
-        """Whether it does something that needs each replica's own gradients, before they are reduced."""
-        return bool(self._options.needing_local_gradients())
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]
@@ -280,8 +273,7 @@ class CrossShard(TwoPhases, ShardedState):
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Makes the gradients global, and updates with them; when accumulating, at the end of a window."""
         if reduction_is_claimed(self):
-            resumed = Step((), ()) if self._resumed is None else self._resumed
-            step = resumed.replace(grads=grads, variables=variables, is_reduced=True)
+            step = self.pipeline.resumed.replace(grads=grads, variables=variables, is_reduced=True)
         else:
             weight = self.peers.ready(variables, self._communicator())
             if self._computed:
@@ -292,16 +284,6 @@ class CrossShard(TwoPhases, ShardedState):
     def _update(self, step: Step) -> None:
         with claim_reduction(descendants(self), None if self.group_assignment is None else self.axis_name):
             super().update_inner(step.grads, step.variables)
-
-    @contextlib.contextmanager
-    def resuming(self, step: Step) -> Iterator[None]:
-        """For trainers: gradients that come during the block were reduced by `pipeline.reduce`, which returned this."""
-        self._resumed = step
-        try:
-            with claim_reduction([self]):
-                yield
-        finally:
-            self._resumed = None
 
     @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -391,7 +373,7 @@ def _refuse_inside(optimizer: Any) -> None:
             "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate in "
             f"each micro-step. Received: inner_optimizer={optimizer!r}."
         )
-    if isinstance(optimizer, CrossShard) and optimizer.needs_local_gradients:
+    if isinstance(optimizer, CrossShard) and optimizer.arrival.needs_local_gradients:
         raise ValueError(
             "`group_assignment`, `replica_clipnorm`, `replica_transform` and `compression` need the gradients of each "
             f"replica, and inside another `CrossShard` they are global already. Received: inner_optimizer={optimizer!r}. "

@@ -38,20 +38,21 @@ class ScaledUpdate(OptimizerWrapper):
 
     _scaler: AutomaticLossScaler | None
     _static: float | None
+    _skipped: Variable | None
+    _untracked = (*OptimizerWrapper._untracked, "_scaler", "_skipped")
     _shard_unit = "element"
 
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
         super().__init__(inner_optimizer, name=name)
         if isinstance(scale, AutomaticLossScaler):
             _refuse_accumulation_inside(self)
-        # Past `__setattr__`: what is in it is added to the state below, and nothing else of it is state.
-        self.__dict__["_scaler"] = scale if isinstance(scale, AutomaticLossScaler) else None
-        self.__dict__["_static"] = None if isinstance(scale, AutomaticLossScaler) else scale
-        self.__dict__["_skipped"] = None
+        self._scaler = scale if isinstance(scale, AutomaticLossScaler) else None
+        self._static = None if isinstance(scale, AutomaticLossScaler) else scale
+        self._skipped = None
         if self._scaler is not None:
             # Now, as Keras makes its own counters, so that the scale can be read, and the loss scaled, before `build`.
             self._scaler.build(self._add_scalar)
-            self.__dict__["_skipped"] = self._add_scalar("skipped_steps", 0, "int")
+            self._skipped = self._add_scalar("skipped_steps", 0, "int")
         if self._leaves_out_updates:
             note_assignments()
 
@@ -70,7 +71,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]
-        return self.__dict__["_skipped"] is not None
+        return self._skipped is not None
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
@@ -101,7 +102,7 @@ class ScaledUpdate(OptimizerWrapper):
     @property
     def skipped_steps(self) -> Any:
         """How many updates an overflow has prevented so far: a scalar variable; 0 where none is prevented."""
-        return super().skipped_steps if self.__dict__["_skipped"] is None else self.__dict__["_skipped"]
+        return super().skipped_steps if self._skipped is None else self._skipped
 
     # -- the update ----------------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class ScaledUpdate(OptimizerWrapper):
             else map_values(functools.partial(self._unscaled, v, scale), grad)
             for grad, v in zip(grads, variables)
         ]
-        skipped = self.__dict__["_skipped"]
+        skipped = self._skipped
         if skipped is None:
             self._update_unscaled(unscaled, variables)
             return
@@ -168,7 +169,7 @@ class ScaledUpdate(OptimizerWrapper):
         replicas = runtime.communicator(axes[0] if axes else "batch")
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
         # user has said how they come, replicas may not know: what they hear from each other is right in any case.
-        is_said = any(reducer.__dict__["_gradient_state"] is not None for reducer in reducers)
+        is_said = any(reducer._gradient_state is not None for reducer in reducers)
         may_differ = is_said and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
             may_differ
@@ -279,7 +280,10 @@ class LossScaling(ScaledUpdate):
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
     for optimizer in descendants(outer):
-        if getattr(optimizer, "_makes_gradients_global", False) and getattr(optimizer, "_accumulates", False):
+        if (
+            getattr(optimizer, "_makes_gradients_global", False)
+            and getattr(optimizer, "accumulation", None) is not None
+        ):
             name = type(outer).__name__
             raise ValueError(
                 f"`{name}` must be inside a `CrossShard` that accumulates, not around it: replicas would have to agree "

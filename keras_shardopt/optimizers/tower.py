@@ -185,55 +185,50 @@ class Tower(OptimizerWrapper):
     _makes_gradients_global = True
 
     def __init__(self, optimizer_or_optimizer_fn: Any, name: str | None = None) -> None:
-        self.__dict__["_factory"] = None
-        self.__dict__["_is_in_loss_scaling"] = False
-        if callable(optimizer_or_optimizer_fn) and not isinstance(
-            optimizer_or_optimizer_fn, keras.optimizers.Optimizer
-        ):
-            self.__dict__["_factory"] = optimizer_or_optimizer_fn
-            inner = None
-        else:
-            inner = get_optimizer(optimizer_or_optimizer_fn, "Tower", "optimizer_or_optimizer_fn")
-        self._init_around(inner, name)
+        given, is_made = optimizer_or_optimizer_fn, isinstance(optimizer_or_optimizer_fn, keras.optimizers.Optimizer)
+        makes = callable(given) and not is_made
+        self._init_around(None if makes else get_optimizer(given, "Tower", "optimizer_or_optimizer_fn"), name)
+        self._factory = given if makes else None
+        self._is_in_loss_scaling = False
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
         """The wrapped optimizer, made now if it was given as a function."""
         _mark_used()
-        if self.__dict__["_factory"] is not None:
-            made = get_optimizer(self.__dict__["_factory"](), "Tower", "optimizer_or_optimizer_fn")
-            self.__dict__["_inner"], self.__dict__["_factory"] = (made,), None
-        return self.__dict__["_inner"][0]
+        if self._factory is not None:
+            made = get_optimizer(self._factory(), "Tower", "optimizer_or_optimizer_fn")
+            self._inner, self._factory = (made,), None
+        return self._inner[0]
 
     def __repr__(self) -> str:
         # To be shown is no use: it neither makes the optimizer nor counts for `has_been_used`.
-        factory = self.__dict__["_factory"]
-        inside = shown(self.__dict__["_inner"][0]) if factory is None else repr(factory)
+        factory = self._factory
+        inside = shown(self._inner[0]) if factory is None else repr(factory)
         return f"{type(self).__name__}({inside})"
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates, or inside `replicate` collects until the last tower."""
         replication = _replication()
         if replication is None:
-            self.__dict__["_collects"] = False
+            self._collects = False
             super().update_inner(grads, variables)
             return
         self._refuse_to_be_inside()
         call = replication.collect(self, grads, variables)
-        self.__dict__["_collects"] = call is None
+        self._collects = call is None
         if call is not None:
             super().update_inner(call.grads, call.variables)
 
     def _on_outer_loss_scaling(self) -> None:
         """Remembers it: to update without `replicate` is still right."""
-        self.__dict__["_is_in_loss_scaling"] = True
+        self._is_in_loss_scaling = True
         super()._on_outer_loss_scaling()
 
     def _refuse_to_be_inside(self) -> None:
         outer = None
         if reduction_is_claimed(self):
             outer = "CrossShard"
-        elif self.__dict__["_is_in_loss_scaling"]:
+        elif self._is_in_loss_scaling:
             outer = "LossScaleOptimizer"
         if outer is not None:
             raise ValueError(

@@ -71,6 +71,7 @@ class VariableClipping(OptimizerWrapper):
 
     _keys: list[tuple[Any, tuple[int, ...]]]
     _clip_dims: dict[Any, tuple[int, ...]]
+    _untracked = (*OptimizerWrapper._untracked, "_keys", "_clip_dims")
 
     def __init__(
         self,
@@ -83,9 +84,8 @@ class VariableClipping(OptimizerWrapper):
         max_norm = check.real("max_norm", max_norm, above=0, finite=False)
         super().__init__(inner_optimizer, name=name)
         self.max_norm = max_norm
-        # Past `__setattr__`: variables given as keys would be taken for state of the optimizer.
-        self.__dict__["_keys"] = pairs
-        self.__dict__["_clip_dims"] = {}
+        self._keys = pairs
+        self._clip_dims = {}
 
     @property
     def vars_to_clip_dims(self) -> dict[str, list[int]]:
@@ -97,7 +97,7 @@ class VariableClipping(OptimizerWrapper):
         if not self.built:
             clip_dims = self._resolved(list(variables))
             super().build(variables)
-            self.__dict__["_clip_dims"] = clip_dims
+            self._clip_dims = clip_dims
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates, then clips."""

@@ -19,8 +19,7 @@ from keras import ops
 
 from keras_shardopt._typing import Variable
 from keras_shardopt.numerics import overwrites_variable
-from keras_shardopt.wrapping.slots import slot_prefix
-from keras_shardopt.wrapping.wrapper import empty_name_scope
+from keras_shardopt.wrapping.slots import empty_name_scope, slot_prefix
 
 # From small to large, so that what is within a limit and what is beyond it both occur.
 _SCALES = (1e-3, 1.0, 30.0, 1e3, 1e6, 1.0)

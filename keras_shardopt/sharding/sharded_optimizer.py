@@ -11,11 +11,13 @@ import numpy as np
 from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GlobalView
+from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
 from keras_shardopt.wrapping.chain import innermost
-from keras_shardopt.wrapping.wrapper import Observer, OptimizerWrapper, is_built_among_several
+from keras_shardopt.wrapping.stored_state import named_store
+from keras_shardopt.wrapping.wrapper import Observer, OptimizerWrapper
 
 _SAVE_TOGETHER = (
     "With `shard_state=True` each rank has a part of what `model.save`, `model.save_weights` and "
@@ -29,7 +31,7 @@ class ShardedState(OptimizerWrapper):
 
     axis_name: str
     shard_state: bool
-    _shards: FlatShards | PaddedShards | None  # None where no state is divided, or by a layout
+    _shards: FlatShards | PaddedShards | None = None  # where no state is divided, or by a layout
 
     def _divided(self, variables: Sequence[Variable]) -> FlatShards | PaddedShards | None:
         """Who owns what, where each replica has state of its own."""
@@ -156,7 +158,7 @@ class ShardedState(OptimizerWrapper):
     def _saving_needs_all_replicas(self) -> bool:
         """Whether state is divided, so that what this process has is to be put together before it is stored."""
         is_laid_out = self._lays_out_state and processes.process()[0] > 1
-        return self.__dict__.get("_shards") is not None or is_laid_out
+        return self._shards is not None or is_laid_out
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the state just as the inner optimizer alone would. With divided state all replicas call it together.
@@ -169,7 +171,7 @@ class ShardedState(OptimizerWrapper):
             super().save_own_variables(store)
             return
         processes.barrier("save", BARRIER_SECONDS, _SAVE_TOGETHER)
-        store = self._with_names(store)
+        store = named_store(self, store)
         for i, variable in enumerate(self._inner_state):
             store[str(i)] = self._stored_value(variable)
 
@@ -224,7 +226,8 @@ _STRATEGIES: dict[str | None, Callable[..., FlatShards | PaddedShards | None]] =
 
 
 def _refuse_several() -> None:
-    if is_built_among_several():
+    several = getattr(keras.optimizers, "MultiOptimizer", ())  # Keras before 3.15 has none
+    if running_instance(several, "build") is not None:
         raise ValueError(
             "`shard_state=True` cannot be inside a `MultiOptimizer`, which stores what each replica has by itself, and "
             "so a part of the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."

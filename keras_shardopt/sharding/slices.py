@@ -500,7 +500,7 @@ def keep_exclusions(
             excluded |= {key(v) for v in inside_for([v for v in variables if leaf._var_key(v) in excluded])}
     known = {key(variable) for variable in variables}
     for wrapper in descendants(optimizer):
-        told = wrapper.__dict__.get("_excluded")
+        told = getattr(wrapper, "_excluded", None)
         if told is not None and told[0] is not None:
             mine = inside_for([v for v in told[0] if key(v) in known])
             wrapper.exclude_from_weight_decay(var_list=mine, var_names=told[1])

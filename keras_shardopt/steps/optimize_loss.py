@@ -162,7 +162,7 @@ def optimize_loss(
         _reducer_of(optimizer) is None,
         tf1_defaults=tf1_defaults,
     )
-    if skip_update_ph and not getattr(_reducer_of(built), "_accumulates", False):
+    if skip_update_ph and getattr(_reducer_of(built), "accumulation", None) is None:
         raise ValueError(
             "`skip_update_ph` needs `iter_size` > 1, or there is nothing to accumulate. "
             f"Received: iter_size={iter_size!r}. Leave `skip_update_ph` out."

@@ -51,6 +51,11 @@ class Arrival:
         self._warned: set[str] = set()
 
     @property
+    def needs_local_gradients(self) -> bool:
+        """Whether each replica's own gradients are needed, before they are reduced."""
+        return bool(self._needing)
+
+    @property
     def may_be_local(self) -> bool:
         """Whether each replica may have its own gradients, undivided."""
         return self._options.gradients in ("auto", "local") and self.told in (None, GradientState.LOCAL)
@@ -107,5 +112,6 @@ class Arrival:
             advice = _SUMMED_ADVICE
         else:
             received = f"gradients that are global already, with {num_replicas} replicas"
-            advice = _GLOBAL_ADVICE if self._options.group_assignment is None else _GROUPS_ADVICE
+            in_groups = "group_assignment" in self._needing[0]
+            advice = _GROUPS_ADVICE if in_groups else _GLOBAL_ADVICE
         raise ValueError(f"{rule} Received: {', '.join(self._needing)}, and {received}. {advice}")

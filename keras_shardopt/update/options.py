@@ -110,7 +110,8 @@ class CrossShardOptions:
 
     def needing_local_gradients(self) -> list[str]:
         """The arguments for which each replica's own gradients are needed, as `name=value`."""
-        names = ("group_assignment", "replica_clipnorm", "replica_transform", "compression")
+        names = ["replica_clipnorm", "replica_transform", "compression"]
+        names = ["group_assignment", *names] if len(self.group_assignment or ()) > 1 else names
         given = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None]
         needing = [stage for stage in self.stages if stage.needs_local_gradients]
         return [*given, *([f"stages={needing!r}"] if needing else [])]

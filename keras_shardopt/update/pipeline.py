@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from keras_shardopt._typing import Tensor
@@ -55,6 +56,8 @@ class Pipeline:
         self._update = update
         self._communicator = communicator
         self._classify = classify
+        self.resumed = Step((), ())
+        """What is known of gradients that come reduced."""
 
     def run(self, step: Step) -> None:
         """One call of `apply`."""
@@ -70,6 +73,15 @@ class Pipeline:
         for stage in self.stages:
             step = stage.local(step, comm)
         return self.reducer.reduce(step, comm)
+
+    @contextlib.contextmanager
+    def resuming(self, step: Step) -> Iterator[None]:
+        """For trainers: the gradients that come during the block are of this step, which `reduce` has returned."""
+        before, self.resumed = self.resumed, step
+        try:
+            yield
+        finally:
+            self.resumed = before
 
     def _reduce_and_commit(self, step: Step) -> None:
         if step.is_reduced:

@@ -44,7 +44,7 @@ class ReplicaTransform(Stage):
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Lets the function see the gradients of the replica's mean loss."""
-        return _changed(step, comm, self._loss_scale, transform=self._transform)
+        return _changed(step, comm, self._loss_scale, None, self._transform)
 
 
 class ReplicaClip(Stage):
@@ -68,16 +68,16 @@ class ReplicaClip(Stage):
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Clips them."""
-        return _changed(step, comm, self._loss_scale, clipnorm=self._clipnorm)
+        return _changed(step, comm, self._loss_scale, self._clipnorm, None)
 
 
-def _changed(step: Step, comm: Communicator, loss_scale: Callable[[], Any], **how: Any) -> Step:
+def _changed(step: Step, comm: Communicator, loss_scale: Callable[[], Any], *how: Any) -> Step:
     # There is no mean loss of no rows; what a transform makes of them counts for nothing in the reduction.
     rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
     unit = (loss_scale() if step.loss_scale is None else step.loss_scale) * rows
     assert step.gradient_state is not None
     arguments = (step.grads, step.variables, comm.num_replicas, step.gradient_state, unit)
-    return step.replace(grads=transformed_gradients(*arguments, **how))
+    return step.replace(grads=transformed_gradients(*arguments, *how))
 
 
 def transformed_gradients(

@@ -16,6 +16,12 @@ class Step:
     """Gradients on their way through one update, and what is known of them.
 
     Tensors in it may be traced, and belong to one replica: a stage closes over none of another's.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> step = ks.Step(grads=[None], variables=[None])
+        >>> step.replace(weight=0.5).weight
+        0.5
     """
 
     grads: Gradients
@@ -70,6 +76,17 @@ class Stage:
     """One feature of an update. A stage that overrides nothing does nothing.
 
     Every replica runs the same stages in the same order, so a stage may exchange tensors through `comm`.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> class Halve(ks.Stage):
+        ...     def commit(self, step, proceed):
+        ...         proceed(step.replace(grads=[grad / 2 for grad in step.grads]))
+        >>> optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), stages=[Halve()])
+        >>> weight = keras.Variable(3.0)
+        >>> optimizer.apply([keras.ops.convert_to_tensor(2.0)], [weight])
+        >>> float(keras.ops.convert_to_numpy(weight))
+        2.0
     """
 
     @property

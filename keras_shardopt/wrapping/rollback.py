@@ -30,8 +30,10 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends import for_backend
-from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.models import layers_of, models_with, optimizers_of, override_method
+from keras_shardopt.wrapping.chain import Wrapping, descendants
+from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Rollback:
@@ -192,6 +194,37 @@ class Rollback:
         return logs, (weights, others, after, metrics)
 
 
+def rollback_of(optimizer: Any) -> Rollback | None:
+    """What puts back what skipped updates leave behind, for a wrapper that is just being built; None if none are.
+
+    That is the affair of the outermost wrapper: those further inside lose theirs.
+    """
+    chain = [optimizer, *descendants(optimizer)]
+    wrappers: list[Any] = [part for part in chain[1:] if isinstance(part, Wrapping)]
+    made = [part._rollback for part in wrappers if part._rollback is not None]
+    for part in wrappers:
+        part._rollback = None
+    if not any(map(leaves_out_updates, chain)):
+        return None
+    accumulating = next((part for part in chain if getattr(part, "accumulation", None) is not None), None)
+    accumulators = None if accumulating is None else accumulating.accumulation
+    # One from further inside may know neither the window nor, where state is divided, the model.
+    for rollback in made:
+        if rollback.variables and rollback.accumulators is accumulators:
+            return rollback
+    with empty_name_scope(), placement.colocate_with(next(iter(optimizer._trainable_variables), None)):
+        rollback = Rollback(optimizer, accumulators, getattr(accumulating, "add_variable", None))
+    if accumulators is not None:
+        accumulators.snapshots = rollback.snapshots
+    placement.place(rollback.snapshots, "replicated")
+    return rollback
+
+
+def leaves_out_updates(optimizer: Any) -> bool:
+    """Whether it itself leaves out updates with gradients that are not finite."""
+    return getattr(optimizer, "_leaves_out_updates", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
+
+
 class _Stamp:
     """Holds what torch.compile must not look at, or it would compile anew for each number."""
 
@@ -249,7 +282,7 @@ def _is_step_of_keras(model: Any, state: Any, result: Any) -> bool:
 
 
 def _of(model: Any) -> Rollback | None:
-    found: Rollback | None = getattr(model.optimizer, "__dict__", {}).get("_rollback")
+    found: Rollback | None = getattr(model.optimizer, "_rollback", None)
     return found
 
 
@@ -259,8 +292,9 @@ def _stateless_train_step(model: Any, real: Callable[..., Any], state: Any, data
     if rollback is not None:
         return rollback.settled(model, state, result)
     for optimizer in optimizers_of(model):
-        if optimizer is not model.optimizer and vars(optimizer).get("_rollback") is not None:
-            vars(optimizer)["_rollback"]._warn("Received: a `train_step` with optimizers other than `model.optimizer`.")
+        other: Rollback | None = getattr(optimizer, "_rollback", None)
+        if optimizer is not model.optimizer and other is not None:
+            other._warn("Received: a `train_step` with optimizers other than `model.optimizer`.")
     return result
 
 

@@ -5,16 +5,19 @@ Hides that a slot is found by its name alone: `add_variable_from_reference` make
 Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
     `Optimizer.add_variable_from_reference` - names a slot of a variable by its path, an underscore and a suffix.
+    `keras.src.backend.common.global_state` - holds "name_scope_stack", of which variable paths are made.
     `keras.src.utils.naming.to_snake_case` - makes the name of a layer of its class; Keras then adds a number.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+from keras.src.backend.common import global_state
 from keras.src.utils.naming import to_snake_case
 
 from keras_shardopt._typing import Variable
@@ -109,3 +112,14 @@ def _automatic_names() -> list[str]:
     for kind in kinds:
         kinds.extend(type.__subclasses__(kind))
     return sorted({re.escape(to_snake_case(kind.__name__)) for kind in kinds} - {""}, key=len, reverse=True)
+
+
+@contextlib.contextmanager
+def empty_name_scope() -> Iterator[None]:
+    """A scope in which the paths of variables do not depend on where they are made."""
+    stack = global_state.get_global_attribute("name_scope_stack")
+    global_state.set_global_attribute("name_scope_stack", [])
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("name_scope_stack", stack)

@@ -7,32 +7,27 @@ underscore, so that their `help` shows what is for users.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.utils.tracking.DotNotTrackScope` - attributes set inside it are not taken for optimizer state.
-    `keras.src.backend.common.global_state` - holds "name_scope_stack", of which variable paths are made.
     `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
     `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - what the optimizer was built on.
     `Optimizer._iterations` - the update counter.
     `Optimizer._model_variables_moving_average` - the weights that `SwapEMAWeights` swaps in.
-    `keras.src.backend.torch.optimizers` - the module named in files that Keras' torch optimizers write.
     `keras.src.trainers.trainer`, `keras.src.optimizers.multi_optimizer` - the modules that ask whether an optimizer is
         a `LossScaleOptimizer`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import keras
 import numpy as np
-from keras.src.backend.common import global_state
 from keras.src.utils.tracking import DotNotTrackScope
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.arguments import with_article
 from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.keras_callers import caller_module, running_instance
 from keras_shardopt.wrapping.chain import (
     Wrapping,
     base_optimizers,
@@ -41,22 +36,20 @@ from keras_shardopt.wrapping.chain import (
     get_optimizer,
     innermost,
     keys_on_the_way_in,
-    kind_of,
     shown,
 )
-from keras_shardopt.wrapping.rollback import Rollback, note_assignments
-from keras_shardopt.wrapping.slots import SlotAccess, without_counters, without_digits, without_numbers
+from keras_shardopt.wrapping.rollback import Rollback, leaves_out_updates, note_assignments, rollback_of
+from keras_shardopt.wrapping.slots import SlotAccess
+from keras_shardopt.wrapping.slots import empty_name_scope as empty_name_scope
 from keras_shardopt.wrapping.stored_state import (
-    MOST_NAMES,
-    Loaded,
-    Named,
     WrapperState,
-    comparable_slot,
-    notes_in,
-    was_never_built,
+    assign_all,
+    load,
+    load_what_came_before,
+    named_store,
+    portable,
 )
 
-_TORCH_MODULE = "keras.src.backend.torch.optimizers."
 _ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
 
 
@@ -65,12 +58,12 @@ def _of_innermost(name: str, default: Any) -> property:
 
     def read(self: OptimizerWrapper) -> Any:
         # The base class's constructor reads and writes these before there is an inner optimizer.
-        if "_inner" not in self.__dict__:
+        if not self._inner:
             return default
         return getattr(innermost(self), name, default)
 
     def write(self: OptimizerWrapper, value: Any) -> None:
-        if "_inner" in self.__dict__:
+        if self._inner:
             # From wrapper to wrapper, so that each one sees what is set from outside.
             inner = self.inner
             setattr(inner if isinstance(inner, OptimizerWrapper) else innermost(inner), name, value)
@@ -106,6 +99,12 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     built: bool
     name: str
     _trainable_variables: list[Variable]
+
+    _inner: tuple[Any, ...] = ()
+    """The inner optimizer, alone in a tuple; empty while the base class is constructed."""
+
+    _untracked: tuple[str, ...] = ("_inner", "_loaded", "_loaded_own")
+    """The attributes with variables, lists or dicts in them that Keras shall not take for state of this optimizer."""
 
     _needs_global_gradients: bool = False
     """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
@@ -159,16 +158,14 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         # The base class's counter and rate would be saved and shown, and never change.
         for variable in list(self._variables):
             self._untrack_variable(variable)
-        # A tuple, set past `__setattr__`: neither tracked as state nor walked by the saver as a child, so that
-        # the state is stored once, by us, exactly as the inner optimizer would store it.
-        self.__dict__["_inner"] = (inner,)
-        self.__dict__["_loaded"] = None
-        self.__dict__["_loaded_own"] = None
-        self.__dict__["_saved_apart"] = WrapperState(self)
-        self.__dict__["_observer"] = None
-        self.__dict__["_rollback"] = None
-        self.__dict__["_collects"] = False
-        if inner is not None and any(map(_leaves_out_updates, [inner, *descendants(inner)])):
+        # As the saver sees neither, the state is stored once, by us, exactly as the inner optimizer would store it.
+        self._inner = (inner,)
+        self._loaded = self._loaded_own = None  # what was loaded before it is built
+        self._saved_apart = WrapperState(self)
+        self._observer: Observer | None = None
+        self._rollback: Rollback | None = None
+        self._collects = False
+        if inner is not None and any(map(leaves_out_updates, [inner, *descendants(inner)])):
             note_assignments()
 
     # -- what a concrete wrapper fills in ------------------------------------------------------------------------
@@ -188,8 +185,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Lets the inner optimizer update `variables` with gradients that are transformed already."""
-        if self.__dict__["_observer"] is not None:
-            self.__dict__["_observer"].before_update(self, grads, self._variables_inside(variables))
+        if self._observer is not None:
+            self._observer.before_update(self, grads, self._variables_inside(variables))
         # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
         # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
         variables = self._variables_inside(variables)
@@ -231,7 +228,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         if self.built:
             return
         variables = list(variables)
-        if _caller_is_loss_scale_optimizer("build"):  # where Keras' MultiOptimizer stands between it and us
+        if _is_in_loss_scaling("build"):  # where Keras' MultiOptimizer stands between it and us
             self._on_outer_loss_scaling()
         inside = self._variables_inside(variables)
         if self.inner.built and not _same(inside, self.inner._trainable_variables):
@@ -250,50 +247,35 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         placement.place(self.variables, "replicated")
         self.built = True
         self._inner_is_built()
-        self._build_rollback()
-        if self.__dict__["_loaded"] is not None:
-            arrays, self.__dict__["_loaded"] = self.__dict__["_loaded"], None
-            with runtime.init_scope():
-                self.load_own_variables(arrays)
-        if self.__dict__["_loaded_own"] is not None:
-            arrays, self.__dict__["_loaded_own"] = self.__dict__["_loaded_own"], None
-            with runtime.init_scope():
-                self._saved_apart.load_own_variables(arrays)
-
-    def _build_rollback(self) -> None:
-        """Lets what a skipped update leaves behind be put back; that is the affair of the outermost wrapper."""
-        chain = [self, *descendants(self)]
-        made = []
-        for part in chain[1:]:
-            if isinstance(part, OptimizerWrapper) and part.__dict__["_rollback"] is not None:
-                made.append(part.__dict__["_rollback"])
-                part.__dict__["_rollback"] = None
-        if not any(map(_leaves_out_updates, chain)):
-            return
-        accumulating = next((part for part in chain if getattr(part, "accumulation", None) is not None), None)
-        accumulators = None if accumulating is None else accumulating.accumulation
-        # One from further inside may know neither the window nor, where state is divided, the model.
-        known = [rollback for rollback in made if rollback.variables and rollback.accumulators is accumulators]
-        if not known:
-            with empty_name_scope(), placement.colocate_with(next(iter(self._trainable_variables), None)):
-                known = [Rollback(self, accumulators, getattr(accumulating, "add_variable", None))]
-            if accumulators is not None:
-                accumulators.snapshots = known[0].snapshots
-            placement.place(known[0].snapshots, "replicated")
-        self.__dict__["_rollback"] = known[0]
+        self._rollback = rollback_of(self)
+        load_what_came_before(self)
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
         """The wrapped optimizer."""
         # Not called `inner_optimizer`: Keras' callbacks would unwrap that one level, and miss the innermost.
-        return self.__dict__["_inner"][0]
+        return self._inner[0]
 
     @property
     def variables(self) -> list[Variable]:
         """The state of the innermost optimizer, as it alone would have it, then that of the wrappers around it."""
-        if "_inner" not in self.__dict__:
+        if not self._inner:
             return self._variables[:]
-        return [*self._inner_state, *self._wrapper_state, *self._observations]
+        wrappers = self._wrappers
+        own = [v for wrapper in wrappers for v in wrapper._variables]
+        # What an observer keeps for the time it watches is part of the state of a compiled step, but of no file.
+        watched = [(w, w._observer) for w in wrappers if w._observer is not None]
+        return [*self._inner_state, *own, *(v for wrapper, observer in watched for v in observer.variables_of(wrapper))]
+
+    @property
+    def _wrappers(self) -> list[OptimizerWrapper]:
+        """This one and those that it is right around, from the inside out."""
+        inner = self.inner
+        return [*(inner._wrappers if isinstance(inner, OptimizerWrapper) else []), self]
+
+    @property
+    def _inner_state(self) -> list[Variable]:
+        return list(self._wrappers[0].inner.variables)
 
     @property
     def _shared_variables(self) -> list[Variable]:
@@ -302,35 +284,12 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         apart = {id(v) for o in chain if isinstance(o, OptimizerWrapper) for v in o._replica_state}
         return [v for v in self.variables if id(v) not in apart]
 
-    @property
-    def _inner_state(self) -> list[Variable]:
-        inner = self.inner
-        return inner._inner_state if isinstance(inner, OptimizerWrapper) else list(inner.variables)
-
-    @property
-    def _wrapper_state(self) -> list[Variable]:
-        inner = self.inner
-        return [*(inner._wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self._variables]
-
-    @property
-    def _observations(self) -> list[Variable]:
-        """What an observer keeps for the time it watches: part of the state of a compiled step, but of no file."""
-        inner = self.inner
-        further = inner._observations if isinstance(inner, OptimizerWrapper) else []
-        observer = self.__dict__["_observer"]
-        return further if observer is None else [*further, *observer.variables_of(self)]
-
     def _observe(self, observer: Observer | None) -> None:
         """Lets `observer` see the gradients of each update as they arrive here and as they leave; None ends that.
 
         A compiled step must be compiled anew afterwards, because `variables` are more then, or fewer.
         """
-        self.__dict__["_observer"] = observer
-
-    @property
-    def _stored_wrapper_state(self) -> list[Variable]:
-        inner = self.inner
-        return [*(inner._stored_wrapper_state if isinstance(inner, OptimizerWrapper) else []), *self._lasting_state]
+        self._observer = observer
 
     def _position(self, variable: Variable) -> int:
         """The position of a trainable variable among those that the optimizer was built on."""
@@ -359,10 +318,10 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
                 f"Received: {len(grads)} gradients for {len(variables)} variables."
             )
         self._check_variables_are_known(variables)
-        if self.__dict__["_observer"] is not None:
-            self.__dict__["_observer"].before_transform(self, grads, variables)
+        if self._observer is not None:
+            self._observer.before_transform(self, grads, variables)
         grads = list(self.transform_gradients(grads, variables))
-        rollback = self.__dict__["_rollback"]
+        rollback = self._rollback
         if rollback is None:
             self.update_inner(grads, variables)
             return
@@ -460,10 +419,13 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return averages
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._untracked:
+            object.__setattr__(self, name, value)
+            return
         # A LossScaleOptimizer assigns this to what it is put around, from its constructor, and `compile` calls that
         # constructor: there is no earlier moment. Not in the property's setter: on TensorFlow, Keras does not call
         # that where the old value is the new one.
-        if name == "loss_scale_factor" and "_inner" in self.__dict__ and _caller_is_loss_scale_optimizer("__init__"):
+        if name == "loss_scale_factor" and self._inner and _is_in_loss_scaling("__init__"):
             self._on_outer_loss_scaling()
         super().__setattr__(name, value)
 
@@ -476,12 +438,12 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `_on_outer_loss_scaling` is
         called as ever, and refuses.
         """
-        if sys._getframe(1).f_globals.get("__name__") in _ASK_FOR_LOSS_SCALING and self._loss_is_scaled():
+        if caller_module() in _ASK_FOR_LOSS_SCALING and self._loss_is_scaled():
             return keras.optimizers.LossScaleOptimizer
         return type(self)
 
     def _loss_is_scaled(self) -> bool:
-        chain = [self, *descendants(self)] if self.__dict__.get("_inner", (None,))[0] is not None else []
+        chain = [self, *descendants(self)] if self._inner and self._inner[0] is not None else []
         return any(
             o._scales_loss if isinstance(o, OptimizerWrapper) else isinstance(o, keras.optimizers.LossScaleOptimizer)
             for o in chain
@@ -502,33 +464,20 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         """
         chain = [self, *descendants(self)]
         kept = any(isinstance(o, OptimizerWrapper) and o._keeps_state for o in chain)
-        return self.__dict__["_saved_apart"] if kept else None
+        return self._saved_apart if kept else None
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Assigns one array to each of `variables`."""
-        self._assign_all({str(i): weight for i, weight in enumerate(weights)}, self.variables)
+        if not self.built:
+            raise ValueError(
+                "The optimizer must be built before its weights can be set. "
+                f"Call `{type(self).__name__}.build(trainable_variables)` first."
+            )
+        assign_all(self, {str(i): weight for i, weight in enumerate(weights)}, self.variables)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the state just as the inner optimizer alone would, with a name beside each slot, and its class."""
-        self.inner.save_own_variables(self._with_names(store))
-
-    def _with_names(self, store: Any) -> Any:
-        """The store, so that it also notes what the arrays are that this optimizer writes to it."""
-        if isinstance(store, Named):
-            return store
-        return Named(store, self._slots_in_state(), kind_of(self) if self.built else None)
-
-    def _slots_in_state(self) -> dict[str, str]:
-        """Under the key of an array in files what it is: the variable in its layer, and the name of the slot."""
-        if not self.built:
-            return {}
-        variables = self._trainable_variables
-        # Layer and variable: models of the same layers may have other names.
-        paths = ["/".join(str(getattr(v, "path", v.name)).split("/")[-2:]) for v in variables]
-        path_of = {key: path for v, path in zip(variables, paths) for key in self._slot_keys(v)}
-        names = {id(slot): f"{path_of[key]} {name}" for key, name, slot in self._slots() if key in path_of}
-        state = enumerate(self._inner_state)
-        return {str(i): names[id(variable)] for i, variable in state if id(variable) in names}
+        self.inner.save_own_variables(named_store(self, store))
 
     def load_own_variables(self, store: Any) -> None:
         """Reads a state that this wrapper, or its inner optimizer alone, has written.
@@ -541,21 +490,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
                 innermost optimizer, which a wrapper notes in an HDF5 file. Numbers that Keras adds to names may
                 differ. Nothing is assigned then.
         """
-        if not list(store.keys()):
-            warnings.warn(f"The file holds no optimizer state; that of {self!r} stays as it is.", stacklevel=2)
-            return
-        if not self.built:
-            arrays = Loaded(store)
-            # An optimizer that was never built stores its rate and a counter at 0, and fits at once.
-            fresh = len(arrays) == len(self._inner_state) and not np.any(arrays.get("0", 0))
-            if not fresh:
-                self.__dict__["_loaded"] = arrays
-                return
-        elif len(self._inner_state) > 2 and was_never_built(store):
-            return  # `load_model` has built this one, and made it with the same rate
-        self._check_fits(store, self._inner_state)
-        self._check_names(store)
-        self._load_inner(store)
+        load(self, store)
 
     def _load_inner(self, store: Any) -> None:
         self.inner.load_own_variables(store)
@@ -580,69 +515,18 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         else:
             variable.assign(array)
 
-    def _assign_all(self, store: Any, variables: Sequence[Variable]) -> None:
-        if not self.built:
-            raise ValueError(
-                "The optimizer must be built before its weights can be set. "
-                f"Call `{type(self).__name__}.build(trainable_variables)` first."
-            )
-        self._check_fits(store, variables)
-        for i, variable in enumerate(variables):
-            self._assign_stored(variable, store[str(i)])
-
-    def _check_fits(self, store: Any, variables: Sequence[Variable]) -> None:
-        # Keras itself warns and goes on with a fresh optimizer, which nobody notices until the loss jumps.
-        if len(store.keys()) != len(variables):
-            raise ValueError(
-                f"The stored state must have {len(variables)} arrays, one for each of "
-                f"{[v.path for v in variables]}. Received: {len(store.keys())} arrays. "
-                "Was it saved with another optimizer or other trainable variables?"
-            )
-        for i, variable in enumerate(variables):
-            shape = tuple(np.shape(store[str(i)]))
-            expected = self._stored_shape(variable)
-            if expected is not None and shape != expected:
-                raise ValueError(
-                    f"The stored array of `{variable.path}` must have shape {expected}. "
-                    f"Received: shape {shape}. Was it saved with other trainable variables?"
-                )
-
-    def _check_names(self, store: Any) -> None:
-        """Refuses what names tell apart, where numbers and shapes agree."""
-        notes = notes_in(store)
-        mine, kind = self._slots_in_state(), kind_of(self)
-        # Files from before the class was noted have numbers of their own in names, also in those given by users.
-        comparable = without_counters if notes.kind else without_numbers
-        keys = [key for key in mine if key in notes.slots]
-        found, wanted = ([comparable_slot(names[key], comparable) for key in keys] for names in (notes.slots, mine))
-        differing = [key for key, one, other in zip(keys, found, wanted) if one != other]
-        # A program may count up names itself. The same names in another order are another architecture.
-        counted = [[comparable_slot(slot, without_digits) for slot in slots] for slots in (found, wanted)]
-        if counted[0] == counted[1] and sorted(found) != sorted(wanted):
-            differing = []
-        listed = [f"`{notes.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing[:MOST_NAMES]]
-        if self.built and notes.kind not in (None, kind):
-            listed = [f"state of `{notes.kind}` where this optimizer is `{kind}`", *listed]
-        if listed:
-            more = f" and {len(differing) - MOST_NAMES} more" if len(differing) > MOST_NAMES else ""
-            raise ValueError(
-                "The stored state must be that of the same variables and the same kind of optimizer. "
-                f"Received: {'; '.join(listed)}{more}. Was it saved with another optimizer, or were layers renamed? "
-                "`model.load_weights(..., skip_mismatch=True)` loads the rest."
-            )
-
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`. The inner optimizer is part of it."""
         return {
             "name": self.name,
-            "inner_optimizer": _portable(keras.saving.serialize_keras_object(self.inner)),
+            "inner_optimizer": portable(keras.saving.serialize_keras_object(self.inner)),
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
         """The reverse of `get_config`. `config` is left as it is."""
         config = dict(config)
-        inner = _portable(config.pop("inner_optimizer"))
+        inner = portable(config.pop("inner_optimizer"))
         return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
 
     def __repr__(self) -> str:
@@ -668,49 +552,6 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
-def _portable(config: Any) -> Any:
-    """Names torch's private optimizer classes by their public names, so that every backend can load the config."""
-    if isinstance(config, dict):
-        if str(config.get("module", "")).startswith(_TORCH_MODULE):
-            config = {**config, "module": "keras.optimizers", "registered_name": None}
-        return {key: _portable(value) for key, value in config.items()}
-    if isinstance(config, list):
-        return [_portable(value) for value in config]
-    return config
-
-
-def _caller_is_loss_scale_optimizer(method: str) -> bool:
+def _is_in_loss_scaling(method: str) -> bool:
     """Whether that method of a `keras.optimizers.LossScaleOptimizer` is running further out."""
-    return _is_running(method, keras.optimizers.LossScaleOptimizer)
-
-
-def is_built_among_several() -> bool:
-    """Whether the `build` of a `keras.optimizers.MultiOptimizer` is running further out."""
-    return _is_running("build", getattr(keras.optimizers, "MultiOptimizer", ()))  # Keras before 3.15 has none
-
-
-def _is_running(method: str, kind: Any) -> bool:
-    frame = sys._getframe(3)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if frame.f_code.co_name == method and isinstance(caller, kind):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _leaves_out_updates(optimizer: Any) -> bool:
-    if isinstance(optimizer, OptimizerWrapper):
-        return optimizer._leaves_out_updates
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-
-
-@contextlib.contextmanager
-def empty_name_scope() -> Iterator[None]:
-    """A scope in which the paths of variables do not depend on where they are made."""
-    stack = global_state.get_global_attribute("name_scope_stack")
-    global_state.set_global_attribute("name_scope_stack", [])
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("name_scope_stack", stack)
+    return running_instance(keras.optimizers.LossScaleOptimizer, method) is not None

@@ -215,7 +215,7 @@ def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
     if fault == "not cleared":
         monkeypatch.setattr(runtime, "add_n", _not_cleared)
     else:
-        monkeypatch.setattr(accumulation.Accumulators, "_mean", _not_divided)
+        monkeypatch.setattr(accumulation.Accumulation, "_mean", _not_divided)
     with pytest.raises(AssertionError):
         accumulating.check("momentum", 2, *trained("momentum", 1, 2))
 

@@ -80,6 +80,22 @@ class ClippedAdam(Adam):
         super().update(weights, reference_cross_shard.clipped(grads, self.limit)[0])
 
 
+class Passing(ks.Stage):
+    """Hands everything on, and notes a number where replicas have gradients of their own."""
+
+    needs_local_gradients = False
+
+    def collect(self, step, proceed):
+        proceed(step.replace())
+
+    def local(self, step, comm):
+        return step.replace(notes={**step.notes, "one": keras.ops.ones(())})
+
+    def commit(self, step, proceed):
+        assert all(tuple(note.shape) == () for note in step.notes.values())
+        proceed(step.replace(notes={}))
+
+
 LEVELS = {
     "inner_optimizer": list(INNERS),
     "reduction": ["mean", "sum"],
@@ -95,6 +111,7 @@ LEVELS = {
     "fused": ["auto", False],
     "overlap": ["auto", False],
     "bucket_mib": [25.0, 1e-4],
+    "stages": [(), "passing"],
     "axis_name": ["batch", "rows"],
     "name": [None, "mine"],
     # Not arguments: what is trained, and where.
@@ -197,6 +214,7 @@ def cross_shard(row):
     given["group_assignment"] = None if row["group_assignment"] is None else GROUPS
     given["gradients"] = row["gradients"][0]
     given["replica_transform"] = None if row["replica_transform"] is None else limited
+    given["stages"] = () if row["stages"] == () else [Passing()]
     return ks.CrossShard(**given)
 
 

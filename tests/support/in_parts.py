@@ -10,6 +10,7 @@ import numpy as np
 from support.patience import patient
 
 from keras_shardopt.backends.active import processes
+from keras_shardopt.wrapping.stored_state import named_store
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -25,7 +26,7 @@ class InParts(OptimizerWrapper):
             variable.assign(self._part(keras.ops.convert_to_numpy(variable)))
 
     def save_own_variables(self, store):
-        store = self._with_names(store)
+        store = named_store(self, store)
         here = {id(v) for v in self._slots_here()}
         for i, variable in enumerate(self._inner_state):
             mine = np.array(keras.ops.convert_to_numpy(variable))

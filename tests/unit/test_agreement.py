@@ -60,6 +60,7 @@ CASES = {
         "fused": ({}, "auto", False),
         "overlap": ({}, "auto", False),
         "bucket_mib": ({}, 25.0, 5.0),
+        "stages": ({}, (), [ks.GradientNoise()]),
         "axis_name": ({}, "batch", "rows"),
     },
     ks.GradientClipping: {**COMMON, "inner_optimizer": INNER, "clip_gradients": ({}, 1.0, 2.0)},

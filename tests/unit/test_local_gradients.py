@@ -9,7 +9,6 @@ from support.fake_replicas import FakeWorld, reduced
 
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import GradientState
-from keras_shardopt.optimizers import cross_shard
 from keras_shardopt.update import reducers, replica_transform
 
 SHAPES = [(3, 2), (5,), ()]
@@ -140,7 +139,7 @@ def _groups_forgotten(grads, variables, replicas, reduction, gradient_state, *_)
     ],
 )
 def test_a_planted_fault_turns_the_checks_red(name, fault, monkeypatch):
-    monkeypatch.setattr(cross_shard, name, fault)
+    monkeypatch.setattr(reducers if name == "global_gradients" else replica_transform, name, fault)
     with pytest.raises(AssertionError):
         test_every_way_of_arriving_with_groups_and_clipping(
             GradientState.LOCAL_PRESCALED, 4, [[0, 1], [2, 3]], "mean", CLIPNORM, monkeypatch
@@ -200,14 +199,14 @@ def test_alone_a_replica_is_clipped_however_its_gradients_arrive(gradient_state,
 @pytest.mark.parametrize("argument", NEEDS_LOCAL)
 def test_inside_another_cross_shard_it_is_refused(argument):
     inner = ks.CrossShard("sgd", **{argument: NEEDS_LOCAL[argument]})
-    assert inner.needs_local_gradients
+    assert inner.arrival.needs_local_gradients
     around = [inner]
     if hasattr(keras.optimizers, "MultiOptimizer"):
         around.append(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner, {})))
     for optimizer in around:
         with pytest.raises(ValueError, match="Give these arguments to the outer `CrossShard`"):
             ks.CrossShard(optimizer)
-    assert not ks.CrossShard("sgd").needs_local_gradients
+    assert not ks.CrossShard("sgd").arrival.needs_local_gradients
 
 
 def test_gradients_pass_where_the_reduction_is_claimed():

@@ -199,7 +199,7 @@ FAULTS = [
         "unit/test_larc.py::test_norms_are_of_the_unscaled_loss",
     ),
     fault(
-        "wrapping/wrapper.py",
+        "wrapping/stored_state.py",
         "if expected is not None and shape != expected:",
         "if False:",
         "unit/test_loading.py::test_state_of_another_optimizer",

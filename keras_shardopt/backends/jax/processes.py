@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from keras_shardopt.backends.jax.communicator import batch_size_of, spans_processes
+from keras_shardopt.backends.keras_callers import is_running
 from keras_shardopt.backends.processes import Processes, World, gather_pickled
 
 
@@ -145,16 +145,13 @@ class _OverProcesses(keras.distribution.DataParallel):
     @property
     def auto_shard_dataset(self) -> bool:
         # The first thing that `predict` asks; later it has taken the weights out of the model.
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_name == "predict" and frame.f_globals.get("__name__") == _KERAS_TRAINER:
-                raise RuntimeError(
-                    "`predict` cannot run over several processes: Keras would read outputs on devices of other "
-                    f"processes. Received: a distribution over {jax.process_count()} processes. Use a copy of the "
-                    "model in one process: `weights = model.get_weights()`, close `data_parallel()`, then "
-                    "`copy = keras.models.clone_model(model)`, `copy.set_weights(weights)` and `copy.predict(x)`."
-                )
-            frame = frame.f_back  # type: ignore[assignment]
+        if is_running("predict", _KERAS_TRAINER):
+            raise RuntimeError(
+                "`predict` cannot run over several processes: Keras would read outputs on devices of other "
+                f"processes. Received: a distribution over {jax.process_count()} processes. Use a copy of the "
+                "model in one process: `weights = model.get_weights()`, close `data_parallel()`, then "
+                "`copy = keras.models.clone_model(model)`, `copy.set_weights(weights)` and `copy.predict(x)`."
+            )
         return False  # each process feeds its own rows
 
 

@@ -13,7 +13,6 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
+
+from keras_shardopt.backends.keras_callers import caller_module, running_instance
 
 DIVIDED = "divided"
 """A loss that counts as it should where gradients are summed: divided by the number of replicas, or a plain sum."""
@@ -127,13 +128,8 @@ def carried() -> Callable[[], None]:
 
 def model_of_step() -> keras.Model | None:
     """The model whose method the step is that calls this; None in a custom training loop."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        model = frame.f_locals.get("self")
-        if isinstance(model, keras.Model):
-            return model
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    model: keras.Model | None = running_instance(keras.Model)
+    return model
 
 
 _reduce_in_keras = keras_loss.reduce_values
@@ -292,7 +288,7 @@ _num_replicas: Any = tf.distribute.Strategy.num_replicas_in_sync
 
 def _num_replicas_in_sync(strategy: Any) -> int:
     # A step that reads this number divides by it. TensorFlow and Keras read it for purposes of their own.
-    if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _OF_OTHERS:
+    if caller_module().partition(".")[0] not in _OF_OTHERS:
         note(DIVIDED)
         note(BY_HAND)
     return int(_num_replicas.fget(strategy))

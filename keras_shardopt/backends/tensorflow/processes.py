@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import sys
 import types
 import weakref
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_shardopt.backends.keras_callers import caller_module
 from keras_shardopt.backends.processes import Processes, World, gather_pickled
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import (
@@ -132,7 +132,7 @@ def _refuse_trainer(strategy: tf.distribute.Strategy) -> None:
 
 
 def _reduce_unless_for_trainer(strategy: tf.distribute.Strategy, *args: Any, **kwargs: Any) -> Any:
-    if sys._getframe(1).f_globals.get("__name__") == _KERAS_TRAINER:
+    if caller_module() == _KERAS_TRAINER:
         raise ValueError(
             "Keras' own `fit`, `evaluate`, `train_on_batch` and `test_on_batch` cannot run under a "
             "`MultiWorkerMirroredStrategy`: Keras reduces batches and metrics in ways that this strategy does not know "

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from torch.autograd import Variable as _Autograd
 
 from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.compression import dtype_sent, factors
+from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import explaining_failures
@@ -131,7 +131,7 @@ class Buckets:
 
     # Not `weakref.finalize`, whose registry `torch.compile` would guard on.
     def __del__(self) -> None:
-        _let_go(self.__dict__.get("_heard", []))
+        _let_go(getattr(self, "_heard", []))
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of an optimizer makes its own
@@ -189,8 +189,7 @@ class Buckets:
             return
         if not torch.is_tensor(loss) or not loss.requires_grad:
             return
-        frame = sys._getframe(2)
-        if frame.f_code is not _STEP or getattr(frame.f_locals.get("self"), "optimizer", None) is not optimizer:
+        if getattr(caller_instance(further_out=1, code=_STEP), "optimizer", None) is not optimizer:
             return
         mine = weakref.ref(self)
 

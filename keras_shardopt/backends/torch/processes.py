@@ -20,6 +20,7 @@ import torch.distributed as dist
 from keras.src.utils import rng_utils
 
 from keras_shardopt.backends.communicator import SingleReplica
+from keras_shardopt.backends.keras_callers import caller_function
 from keras_shardopt.backends.processes import Processes, World
 from keras_shardopt.backends.torch.process_group import (
     close_group,
@@ -92,8 +93,7 @@ class TorchProcesses(Processes):
     def gather_objects(self, value: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):
             return [value]
-        caller = sys._getframe(1).f_code.co_name
-        return gather_objects(value, _CALLS.get(caller, "exchanges values"))
+        return gather_objects(value, _CALLS.get(caller_function(), "exchanges values"))
 
 
 processes = TorchProcesses()
