@@ -53,8 +53,8 @@ class Communicator(abc.ABC):
     All replicas make the same calls in the same order. Results have the order of the arguments.
 
     A new backend writes `num_replicas`, `replica_id`, `gradient_state`, `all_reduce` and `all_gather`; `is_spmd` and
-    `is_multi_process` where replicas are processes; `split` and `members` where groups take more than the default does;
-    `evidence` where it can tell whether losses were divided. Only speed: `reduce_scatter` and `broadcast`.
+    `is_multi_process` where replicas are processes; `split` and `members` where groups take more than the default does.
+    Only speed: `reduce_scatter` and `broadcast`.
     """
 
     num_replicas: int
@@ -104,11 +104,6 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         """Tells how these gradients arrive."""
-
-    def evidence(self, told: GradientState | None = None) -> Evidence:
-        """What supports the last answer of `gradient_state`, or what speaks against the state that the user `told`."""
-        del told
-        return Evidence()
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
