@@ -48,9 +48,13 @@ class Evidence(NamedTuple):
 
 
 class Communicator(abc.ABC):
-    """Facts about the replicas of the running program, and moves of tensor lists between them.
+    """The replicas around the caller: facts about them, and collectives on lists of tensors.
 
-    All replicas make the same calls in the same order. The result lists have the order of the argument.
+    All replicas make the same calls in the same order. Results have the order of the arguments.
+
+    A new backend writes `num_replicas`, `replica_id`, `gradient_state`, `all_reduce` and `all_gather`; `is_spmd` and
+    `is_multi_process` where replicas are processes; `split` and `members` where groups take more than the default does.
+    Only speed: `reduce_scatter` and `broadcast`.
     """
 
     num_replicas: int
@@ -62,9 +66,6 @@ class Communicator(abc.ABC):
     is_spmd: bool = True
     """Whether one program (traced once) serves all replicas, so that a `None` gradient is `None` on all of them."""
 
-    is_global_view: bool = False
-    """Whether there is one of each variable here, however many replicas hold copies or parts of it."""
-
     is_multi_process: bool = False
     """Whether some of the replicas are in other processes, which then make the same calls."""
 
@@ -73,13 +74,8 @@ class Communicator(abc.ABC):
 
     @property
     def world(self) -> Communicator:
-        """The communicator of all replicas, that this one was split from."""
+        """The communicator of all replicas, that this one was split from; itself if it is that."""
         return self if self._world is None else self._world
-
-    @property
-    def is_group(self) -> bool:
-        """Whether these are the replicas of one group only."""
-        return self._world is not None
 
     @property
     def members(self) -> Any:
@@ -92,7 +88,7 @@ class Communicator(abc.ABC):
         """The communicator of this replica's own group, as `MPI_Comm_split` makes it.
 
         In it `num_replicas` and `replica_id` count the members of the group, and no collective leaves it. The rest
-        (`gradient_state`, failures that are said) stays that of all replicas, with their ids.
+        (`gradient_state`) stays that of all replicas.
 
         Args:
             groups: lists of replica ids, of one size, that together name every replica once; the same on all replicas,
@@ -105,35 +101,9 @@ class Communicator(abc.ABC):
         group.num_replicas = len(groups[0])
         return group
 
-    def say_failure(self, words: str, first_member: int) -> None:
-        """Lets other groups find an error of the one that begins with this replica; all of its members say it."""
-        del words, first_member
-
-    def others_have_failed(self) -> bool:
-        """Whether another group has said an error that this replica has not taken yet."""
-        return False
-
-    def take_failure(self) -> str:
-        """The last error that another group has said, or nothing."""
-        return ""
-
-    def are_current(self) -> bool:
-        """Whether these replicas can still be spoken to."""
-        return True
-
-    def is_cheap_to_read(self, tensor: Tensor) -> bool:
-        """Whether its values can be read without waiting for a device, or breaking a compiled step apart."""
-        del tensor
-        return True
-
     @abc.abstractmethod
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         """Tells how these gradients arrive."""
-
-    def evidence(self, told: GradientState | None = None) -> Evidence:
-        """What supports the last answer of `gradient_state`, or what speaks against the state that the user `told`."""
-        del told
-        return Evidence()
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
@@ -186,7 +156,6 @@ class GlobalView(Communicator):
     """
 
     replica_id = 0
-    is_global_view = True
 
     def __init__(self, num_replicas: int, place: str, is_multi_process: bool = False) -> None:
         self.num_replicas = num_replicas

@@ -29,9 +29,8 @@ class Compressed(Communicator):
         self.num_replicas = replicas.num_replicas
         self.replica_id = replicas.replica_id
         self.is_spmd = replicas.is_spmd
-        self.is_global_view = replicas.is_global_view
         self.is_multi_process = replicas.is_multi_process
-        self._world = replicas.world if replicas.is_group else None
+        self._world = None if replicas.world is replicas else replicas.world
 
     @property
     def members(self) -> Any:
@@ -39,9 +38,6 @@ class Compressed(Communicator):
 
     def split(self, groups: Groups) -> Communicator:
         return Compressed(self._replicas.split(groups), self._dtype, self._divides)
-
-    def is_cheap_to_read(self, tensor: Tensor) -> bool:
-        return self._replicas.is_cheap_to_read(tensor)
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         return self._replicas.gradient_state(grads, variables)

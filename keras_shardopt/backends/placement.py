@@ -24,7 +24,7 @@ class Placement:
     A new backend with several replicas writes `before_build` and `check`, which refuse what would train wrongly in
     silence, and `fingerprints`. If one program holds all copies of a variable, it also writes `replica_values` and
     `assign_replica_values`; if variables are made in a scope, `colocate_with` and `outside_strategy`; if arrays lie
-    over devices, `place` and `full_value`; if processes hold copies, `broadcast_state` and `reading_is_collective`.
+    over devices, `place`; if processes hold copies, `broadcast_state`.
     `state_sharding` says which way of dividing optimizer state works. Nothing here is only speed.
     """
 
@@ -90,15 +90,6 @@ class Placement:
         """Assigns an array to each copy in this process, or one to all, outside of a step and in this process alone."""
         (array,) = arrays
         variable.assign(array)
-
-    def full_value(self, variable: Variable) -> np.ndarray:
-        """All of a variable. All processes call it together where they hold parts."""
-        return ops.convert_to_numpy(variable)
-
-    def reading_is_collective(self, variables: Sequence[Variable]) -> bool:
-        """Whether all processes must read the values of these variables together."""
-        del variables
-        return False
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         """A number for each replica's copy of each variable. All processes call it together, with the same result.

@@ -18,7 +18,8 @@ class Runtime:
     A new backend writes `communicator` and `value_and_grad`. One that traces steps also writes `is_concrete`, `cond`
     and `raise_if`; if it rewrites Python for that, `no_autograph`; if assignments wait for the traced step to run,
     `init_scope`; if steps are pure functions, `updates_are_stateless`; if one program keeps per-replica gradients,
-    `map_replicas`. Only speed: `no_compile`, `version`, `add_n`.
+    `map_replicas`. Only speed: `no_compile`,
+    `is_cheap_to_read`, `version`, `add_n`.
     """
 
     def communicator(self, axis_name: str) -> Communicator:
@@ -108,6 +109,11 @@ class Runtime:
     def no_compile(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls `function(*args)` outside of what is being compiled, where such a thing is possible."""
         return function(*args)
+
+    def is_cheap_to_read(self, tensor: Tensor) -> bool:
+        """Whether values can be read without waiting for a device, or breaking a compiled step apart."""
+        del tensor
+        return True
 
     def version(self, variable: Variable) -> int | None:
         """A number that each assignment changes, read without waiting for a device.

@@ -24,6 +24,7 @@ import keras
 from keras.src.saving import saving_lib
 
 from keras_shardopt import arguments as check
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.models import optimizers_of
@@ -215,7 +216,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
         check.flag("overwrite", overwrite)
         if is_chief():
             path = _local_path(filepath, suffixes)
-            in_parts = needs_all(model) or placement.reading_is_collective(model.variables)
+            in_parts = needs_all(model) or _is_read_together(model)
             if in_parts and method == "save" and not path.endswith(".keras"):
                 raise ValueError(
                     "`filepath` must end in '.keras' where replicas hold parts of what is saved, of which Keras' older "
@@ -244,9 +245,17 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
             file.discard()
 
 
+# Where a variable can be one whose value all processes find together.
+_together = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
+
+
+def _is_read_together(model: Any) -> bool:
+    return _together is not None and bool(_together.reading_is_collective(model.variables))
+
+
 def _take_part(model: Any, method: str, path: str | None) -> None:
     """What each process has to do for a file at `path`, which is the chief's; None on the others."""
-    if placement.reading_is_collective(model.variables):
+    if _is_read_together(model):
         # All read in the order in which Keras saves, and into a file of their own: nothing that happens to the chief's
         # can come in between.
         with tempfile.TemporaryDirectory() as folder:

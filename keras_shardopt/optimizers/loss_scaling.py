@@ -17,7 +17,7 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.backends.communicator import GlobalView, GradientState
 from keras_shardopt.backends.gradient_scope import differing_along, holds_slices, reduction_is_claimed
 from keras_shardopt.numerics import dtype_of, in_float32, map_values, overwrites_variable
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
@@ -170,7 +170,7 @@ class ScaledUpdate(OptimizerWrapper):
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
         # user has said how they come, replicas may not know: what they hear from each other is right in any case.
         is_said = any(reducer._gradient_state is not None for reducer in reducers)
-        may_differ = is_said and replicas.num_replicas > 1 and not replicas.is_global_view
+        may_differ = is_said and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
             may_differ
             or not replicas.is_spmd

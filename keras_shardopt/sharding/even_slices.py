@@ -237,7 +237,7 @@ class PaddedShards:
         """The whole of this state."""
         if self.is_divided(variable):
             return self._joined(self._slots[id(variable)], variable)
-        return placement.full_value(variable)
+        return ops.convert_to_numpy(variable)
 
     def assign_stored(self, variable: Variable, array: Any) -> None:
         """Gives each replica its part of a whole state."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.backends.active import placement, processes, runtime
-from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.communicator import Communicator, GlobalView
 from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
@@ -58,7 +58,7 @@ class ShardedState(OptimizerWrapper):
         """Raises ValueError where these replicas cannot hold the parts that there are, or lay them out."""
         if self._shards is not None:
             self._shards.check(comm)
-        elif self.shard_state and comm.num_replicas > 1 and not comm.is_global_view:
+        elif self.shard_state and comm.num_replicas > 1 and not isinstance(comm, GlobalView):
             raise ValueError(
                 "`shard_state=True` on JAX is a layout of arrays under a `keras.distribution`, and inside `shard_map` "
                 f"and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "

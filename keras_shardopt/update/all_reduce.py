@@ -7,11 +7,13 @@ gradient arrives. It knows no framework, so a fake with any number of replicas t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from keras import ops
 
 from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.side_channel import SideChannel
 from keras_shardopt.numerics import (
@@ -146,7 +148,10 @@ def _reduce_some(
     if not filled:
         return [], flags
     # Whether another group has failed, which the members of this one may find at different times.
-    failed = [replicas.is_cheap_to_read(filled[0]) and replicas.world.others_have_failed()] if replicas.is_group else []
+    failed = []
+    if replicas.world is not replicas:
+        ranks = _ranks_of(replicas)
+        failed = [runtime.is_cheap_to_read(filled[0]) and ranks is not None and ranks.others_have_failed()]
     channel = SideChannel(replicas, variables, [grad is not None for grad in grads], trained, trains, failed)
     *sums, told = replicas.all_reduce([*filled, channel.pack(dtype_of(filled[0]), flags)], op)
     heard, told = channel.unpack(told, op)
@@ -159,15 +164,28 @@ def _reduce_some(
         heard.check_all_train()
         heard.check_same_variables()
     except ValueError as error:
-        if replicas.is_group:
-            replicas.world.say_failure(str(error), replicas.members[0])
+        ranks = _ranks_of(replicas)
+        if ranks is not None:
+            ranks.say_failure(str(error), replicas.members[0])
         raise
     return [grad if has else None for grad, has in zip(sums, heard.present)], flags
 
 
 def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     """Raises the ValueError that the replicas of another group have raised."""
-    raise ValueError(replicas.world.take_failure() or "All groups must train. Received: an error in another one.")
+    ranks = _ranks_of(replicas)
+    words = "" if ranks is None else ranks.take_failure()
+    raise ValueError(words or "All groups must train. Received: an error in another one.")
+
+
+# Where the replicas of other groups are somewhere else when those of one fail.
+_ranks = for_backend({"torch": "keras_shardopt.backends.torch.communicator"})
+
+
+def _ranks_of(group: Communicator) -> Any:
+    """All ranks, where the members of a group can tell those of others of an error; None elsewhere."""
+    world = group.world
+    return world if world is not group and _ranks is not None and isinstance(world, _ranks.TorchProcessGroup) else None
 
 
 def join_uneven_inputs(variables: Sequence[Variable], replicas: Communicator, num_flags: int = 0) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
 from keras_shardopt.update.options import GRADIENT_STATES, CrossShardOptions, check_groups
 from keras_shardopt.update.step import Step
 
@@ -26,6 +27,15 @@ _DIVIDED_BEFORE = (
     'that was traced before does not show. Use `CrossShard(..., gradients="prescaled")` if it is, and an optimizer of '
     'its own, with `gradients="local"`, for a loss that is the mean over the rows of one replica.'
 )
+
+
+# Where it is seen whether a step divides its losses.
+_losses = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
+
+
+def _evidence_of(comm: Communicator, told: GradientState | None = None) -> Evidence:
+    found: Evidence = Evidence() if _losses is None else _losses.evidence_of(comm, told)
+    return found
 
 
 class Arrival:
@@ -87,11 +97,11 @@ class Arrival:
     def find(self, step: Step, comm: Communicator) -> GradientState:
         """How these gradients arrive: as was told, or as the replicas find it."""
         if self.told is not None:
-            for doubt in comm.evidence(self.told).doubts if self._options.gradients != "auto" else ():
+            for doubt in _evidence_of(comm, self.told).doubts if self._options.gradients != "auto" else ():
                 self._warn_once(doubt)
             return self.told
         state = comm.gradient_state(step.grads, step.variables)
-        is_of_this_step, doubts = comm.evidence()
+        is_of_this_step, doubts = _evidence_of(comm)
         if not is_of_this_step and self._last is GradientState.LOCAL_PRESCALED:
             # Rather a function that was traced before, which is not seen again, than another kind of loss.
             state, doubts = GradientState.LOCAL_PRESCALED, [_DIVIDED_BEFORE]

@@ -179,7 +179,7 @@ def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tup
     """
     found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
     (found,) = replicas.all_reduce([found], "max")
-    if not replicas.is_spmd and replicas.is_cheap_to_read(found) and found[0] > 1:
+    if not replicas.is_spmd and runtime.is_cheap_to_read(found) and found[0] > 1:
         raise_failure_of_others(replicas)
     return found[0] > 0, found[1]
 
@@ -218,25 +218,25 @@ def all_reduce_and_check(
     def mine(dtype: str) -> Tensor:
         return flags(found, world.replica_id, num_variables, world.num_replicas, dtype)
 
-    travels = found is not None and not replicas.is_group
+    travels = found is not None and replicas.world is replicas
     failure = None
     try:
         reduced, told = global_gradients_and_flags(
             grads, variables, replicas, reduction, gradient_state, mine if travels else None, trained
         )
     except ValueError as error:
-        if not replicas.is_group or replicas.is_spmd:
+        if replicas.world is replicas or replicas.is_spmd:
             raise
         failure, reduced, told = error, list(grads), None  # other groups wait below
     # Also of the sum, which may overflow where no term does.
     position = first_not_finite(reduced, variables)
-    if replicas.is_group:
+    if replicas.world is not replicas:
         sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")
         fails = ops.full((1,), float(failure is not None), "float32")
         (everyones,) = world.all_reduce([ops.concatenate([mine("float32"), sum_overflows, fails])], "max")
         if failure is not None:
             raise failure
-        if not replicas.is_spmd and replicas.is_cheap_to_read(everyones) and everyones[-1] > 0:
+        if not replicas.is_spmd and runtime.is_cheap_to_read(everyones) and everyones[-1] > 0:
             raise_failure_of_others(replicas)
         told, position = everyones[:-2], ops.cast(everyones[-2], "int32")
     if told is None:

@@ -68,6 +68,13 @@ class Peers:
         self.started = comm
         return factor
 
+    def have_started(self) -> bool:
+        """Whether the replicas that started together are still those around the caller."""
+        try:
+            return self.started is not None and runtime.communicator(self._optimizer.axis_name) is self.started
+        except ValueError:  # there are none any more
+            return False
+
     def check(self, comm: Communicator | None = None) -> None:
         """Makes sure, once, that the processes train the same with the same optimizer. All must call it together.
 

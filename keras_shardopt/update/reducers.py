@@ -76,7 +76,7 @@ class AllReduce:
         """Sends zeros, and that there are no more gradients, as if it were one more update."""
         members = self.members(comm)
         flags = num_flags(len(self._trainable()), comm.num_replicas)
-        flags = flags if self._checks_finite and not members.is_group else 0
+        flags = flags if self._checks_finite and members.world is members else 0
         if self._options.compression is not None:
             members = Compressed(members, self._options.compression, divides=True)
         self._join(members, flags)
@@ -99,7 +99,7 @@ class AllReduce:
         try:
             return step.replace(grads=global_gradients(*arguments, trained))
         except ValueError:
-            if members.is_group and self._decides_with_all and not members.is_spmd:
+            if members.world is not members and self._decides_with_all and not members.is_spmd:
                 fail_among_all(members.world)
             raise
 

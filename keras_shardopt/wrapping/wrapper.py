@@ -26,6 +26,7 @@ from keras.src.utils.tracking import DotNotTrackScope
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.arguments import with_article
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.keras_callers import caller_module, running_instance
 from keras_shardopt.wrapping.chain import (
@@ -49,6 +50,9 @@ from keras_shardopt.wrapping.stored_state import (
     named_store,
     portable,
 )
+
+# Where processes can hold parts of one array.
+_parts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
 
@@ -505,7 +509,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         inner = self.inner
         if isinstance(inner, OptimizerWrapper):
             return inner._stored_value(variable)
-        return placement.full_value(variable)
+        return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
 
     def _assign_stored(self, variable: Variable, array: Any) -> None:
         """Takes from what a file has for it what this replica holds."""

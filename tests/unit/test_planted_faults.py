@@ -361,7 +361,7 @@ FAULTS = [
     ),
     fault(
         "checkpoint/backup.py",
-        "part._restart_window()",
+        "accumulation.reset()",
         "pass",
         "unit/test_backup.py::test_an_unfinished_window_of_micro_steps_begins_anew_with_a_warning",
     ),

@@ -86,12 +86,6 @@ class JaxPlacement(Placement):
         axis_name: str | None = distribution.batch_dim_name
         return axis_name
 
-    def full_value(self, variable: Variable) -> np.ndarray:
-        value = variable.value
-        if value.is_fully_addressable or value.is_fully_replicated:
-            return super().full_value(variable)
-        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
-
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
         value = variable.value
         shards = value.addressable_shards
@@ -269,6 +263,14 @@ def _words(value: Any) -> Any:
         return value.reshape(-1).astype("uint32")
     bits = {1: "uint8", 2: "uint16"}.get(value.dtype.itemsize, "uint32")
     return jax.lax.bitcast_convert_type(value, bits).reshape(-1).astype("uint32")
+
+
+def full_value(variable: Variable) -> np.ndarray:
+    """All of a variable. All processes call it together where they hold parts."""
+    value = variable.value
+    if value.is_fully_addressable or value.is_fully_replicated:
+        return keras.ops.convert_to_numpy(variable)
+    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
 
 def bytes_per_device(variable: Variable) -> list[int]:

@@ -16,7 +16,7 @@ from keras_shardopt.backends.tensorflow import losses as tf_losses
 class ReplicaContext(Communicator):
     """The replicas of a strategy, seen from inside `strategy.run` (as in `model.fit`)."""
 
-    _evidence = Evidence()
+    evidence = Evidence()
 
     def __init__(self, strategy: tf.distribute.Strategy, context: Any) -> None:
         self._context = context
@@ -45,11 +45,8 @@ class ReplicaContext(Communicator):
         is_divided = tf_losses.DIVIDED in seen and not tf_losses.is_bare(variables, grads)
         doubts = [_READ] if tf_losses.BY_HAND in seen and not is_divided else []
         is_of_this_step = not seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED})
-        self._evidence = Evidence(is_of_this_step, [*doubts, *_doubts(seen)])
+        self.evidence = Evidence(is_of_this_step, [*doubts, *_doubts(seen)])
         return GradientState.LOCAL_PRESCALED if is_divided else GradientState.LOCAL
-
-    def evidence(self, told: GradientState | None = None) -> Evidence:
-        return self._evidence if told is None else Evidence(doubts=_objections(told))
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         tensors = list(tensors)
@@ -134,6 +131,13 @@ _READ = (
     '`CrossShard(..., gradients="local")` if that is right, and `CrossShard(..., gradients="prescaled")` if the step '
     "divides in another place."
 )
+
+
+def evidence_of(replicas: Communicator, told: GradientState | None = None) -> Evidence:
+    """What supports the last answer of `gradient_state`, or what speaks against the state that the user `told`."""
+    if not isinstance(replicas, ReplicaContext):
+        return Evidence()
+    return replicas.evidence if told is None else Evidence(doubts=_objections(told))
 
 
 def _objections(told: GradientState) -> Sequence[str]:

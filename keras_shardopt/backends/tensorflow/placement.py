@@ -189,17 +189,19 @@ class TensorFlowPlacement(Placement):
         mine = np.stack([row.numpy() for row in rows]).astype("uint64")
         return np.concatenate(gather(strategy, mine))
 
-    def reading_is_collective(self, variables: Sequence[Variable]) -> bool:
-        values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
-        return any(
-            value.synchronization is tf.VariableSynchronization.ON_READ
-            and _process_of(value.distribute_strategy.cluster_resolver)[0] > 1
-            for value in values
-            if hasattr(value, "distribute_strategy")
-        )
-
 
 placement = TensorFlowPlacement()
+
+
+def reading_is_collective(variables: Sequence[Variable]) -> bool:
+    """Whether all processes must read the values of these variables together."""
+    values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    return any(
+        value.synchronization is tf.VariableSynchronization.ON_READ
+        and _process_of(value.distribute_strategy.cluster_resolver)[0] > 1
+        for value in values
+        if hasattr(value, "distribute_strategy")
+    )
 
 
 @tf.function(jit_compile=True, reduce_retracing=False)

@@ -105,9 +105,6 @@ class TorchProcessGroup(Communicator):
         """Lets go of the groups, which are destroyed together with that of all ranks."""
         self._parts.clear()
 
-    def is_cheap_to_read(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-
     @torch.compiler.disable
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         ddp = self._ddp_owner(_tensor(variables[0]))

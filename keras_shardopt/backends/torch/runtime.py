@@ -72,6 +72,9 @@ class TorchRuntime(Runtime):
     def is_concrete(self, value: Any) -> bool:
         return not torch.compiler.is_compiling()
 
+    def is_cheap_to_read(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
     def version(self, variable: Variable) -> int | None:
         return int(_tensor(variable)._version)
 
