@@ -175,17 +175,13 @@ class CheckReplicas(keras.callbacks.Callback):
             if (where := _disagreeing_replicas(column, group))
         ]
         if found:
-            more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
             raise RuntimeError(
                 "All replicas must have the same weights and optimizer state, bit for bit. "
                 f"Received, after {self._num_batches} batches of this `fit`: another value of "
-                f"{'; of '.join(found[:_MOST_NAMES])}{more}. "
+                f"{check.listed(found, '; of ')}. "
                 "Is every gradient reduced, does any replica change variables by itself, is the memory sound? "
                 "Go on from the last checkpoint; `keras_shardopt.callbacks.SyncReplicas` starts all replicas equal."
             )
-
-
-_MOST_NAMES = 8
 
 
 def _standing_before(callback: keras.callbacks.Callback) -> list[Any]:

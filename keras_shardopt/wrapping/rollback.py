@@ -199,7 +199,7 @@ def rollback_of(optimizer: Any) -> Rollback | None:
     That is the affair of the outermost wrapper: those further inside lose theirs.
     """
     chain = [optimizer, *descendants(optimizer)]
-    wrappers: list[Any] = [part for part in chain[1:] if isinstance(part, Wrapping)]
+    wrappers = [part for part in chain[1:] if isinstance(part, Wrapping)]
     made = [part._rollback for part in wrappers if part._rollback is not None]
     for part in wrappers:
         part._rollback = None
