@@ -12,10 +12,10 @@ from keras_shardopt import arguments as check
 from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_instance
+from keras_shardopt.backends.models import layers_of, optimizers_of
 from keras_shardopt.callbacks.nonfinite import reducers_in
-from keras_shardopt.models import layers_of, optimizers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard
-from keras_shardopt.wrapping.chain import descendants
+from keras_shardopt.wrapping.chain import descendants, shared_variables
 
 
 class SyncReplicas(keras.callbacks.Callback):
@@ -194,7 +194,7 @@ def _standing_before(callback: keras.callbacks.Callback) -> list[Any]:
 
 
 def _optimizer_variables(model: Any) -> list[Variable]:
-    return [v for o in optimizers_of(model) for v in getattr(o, "_shared_variables", o.variables)]
+    return [v for o in optimizers_of(model) for v in shared_variables(o)]
 
 
 def _compared(model: Any) -> list[Variable]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_shardopt.models import optimizers_in_step
+from keras_shardopt.backends.models import optimizers_in_step
 
 
 def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

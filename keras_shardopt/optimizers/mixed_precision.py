@@ -22,7 +22,7 @@ from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.gradient_scope import reduction_is_claimed
 from keras_shardopt.backends.keras_callers import running_instance
-from keras_shardopt.models import optimizers_in_step
+from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.numerics import LARGEST_FLOAT16, add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate

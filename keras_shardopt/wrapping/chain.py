@@ -150,6 +150,11 @@ def refuse_local_gradients(outer: Wrapping, inner: Any) -> None:
         refuse_local_gradients(outer, optimizer)
 
 
+def shared_variables(optimizer: Any) -> list[Variable]:
+    """The variables of an optimizer that are equal on all replicas."""
+    return list(getattr(optimizer, "_shared_variables", optimizer.variables))
+
+
 def scales_loss(optimizer: Any) -> bool:
     """Whether it itself scales the loss and unscales the gradients."""
     return getattr(optimizer, "_scales_loss", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))

@@ -22,6 +22,7 @@ from keras.src.utils import rng_utils
 from keras_shardopt._typing import Variable
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.keras_callers import caller_function
+from keras_shardopt.backends.models import models_with
 from keras_shardopt.backends.processes import Processes, World
 from keras_shardopt.backends.torch.communicator import (
     TorchProcessGroup,
@@ -35,7 +36,6 @@ from keras_shardopt.backends.torch.process_group import (
 )
 from keras_shardopt.backends.torch.random_numbers import draw_apart, note_seed
 from keras_shardopt.backends.torch.runtime import runtime
-from keras_shardopt.models import models_with
 
 
 class TorchProcesses(Processes):
