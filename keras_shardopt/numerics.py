@@ -31,6 +31,9 @@ def map_values(function: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
     return function(grad)
 
 
+LARGEST_FLOAT16 = 65504.0
+
+
 def add(first: Tensor, second: Tensor, variable: Variable) -> Tensor:
     """The sum of two gradients of a variable; sparse ones are joined, so that rows may be listed several times."""
     if is_sparse(first) and is_sparse(second):

@@ -3,6 +3,9 @@
 A *replica* is one worker that sees its own data. `communicator` says who the replicas are and moves tensors between
 them, `runtime` is about tracing and control flow, `placement` about where variables live, `processes` about the
 programs that hold the replicas. `active` has those of the framework that runs Keras.
+
+What Keras itself does not say is found out here too: `models` knows which models live and which optimizers they hold,
+`keras_callers` who is calling.
 """
 
 from __future__ import annotations

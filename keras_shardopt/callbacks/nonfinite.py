@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_shardopt.models import optimizers_of
+from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 
 

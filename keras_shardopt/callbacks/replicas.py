@@ -12,10 +12,10 @@ from keras_shardopt import arguments as check
 from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_instance
+from keras_shardopt.backends.models import layers_of, optimizers_of
 from keras_shardopt.callbacks.nonfinite import reducers_in
-from keras_shardopt.models import layers_of, optimizers_of
 from keras_shardopt.optimizers.cross_shard import CrossShard
-from keras_shardopt.wrapping.chain import descendants
+from keras_shardopt.wrapping.chain import descendants, shared_variables
 
 
 class SyncReplicas(keras.callbacks.Callback):
@@ -175,17 +175,13 @@ class CheckReplicas(keras.callbacks.Callback):
             if (where := _disagreeing_replicas(column, group))
         ]
         if found:
-            more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
             raise RuntimeError(
                 "All replicas must have the same weights and optimizer state, bit for bit. "
                 f"Received, after {self._num_batches} batches of this `fit`: another value of "
-                f"{'; of '.join(found[:_MOST_NAMES])}{more}. "
+                f"{check.listed(found, '; of ')}. "
                 "Is every gradient reduced, does any replica change variables by itself, is the memory sound? "
                 "Go on from the last checkpoint; `keras_shardopt.callbacks.SyncReplicas` starts all replicas equal."
             )
-
-
-_MOST_NAMES = 8
 
 
 def _standing_before(callback: keras.callbacks.Callback) -> list[Any]:
@@ -198,7 +194,7 @@ def _standing_before(callback: keras.callbacks.Callback) -> list[Any]:
 
 
 def _optimizer_variables(model: Any) -> list[Variable]:
-    return [v for o in optimizers_of(model) for v in getattr(o, "_shared_variables", o.variables)]
+    return [v for o in optimizers_of(model) for v in shared_variables(o)]
 
 
 def _compared(model: Any) -> list[Variable]:

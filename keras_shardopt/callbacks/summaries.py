@@ -10,8 +10,7 @@ import keras
 
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.fit.overrides import has_built_in_step
-from keras_shardopt.models import optimizers_of
+from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.summaries.event_file import checked_log_dir
 from keras_shardopt.summaries.recorder import Recorder
 from keras_shardopt.summaries.tags import checked_summaries, dynamic_loss_scale, rates
@@ -205,7 +204,7 @@ class TrainingSummaries(keras.callbacks.Callback):
 
 def _by_prefix(model: Any) -> dict[str, Any]:
     """The optimizers that may update a model, by what their tags begin with: nothing where there is one only."""
-    held = [model.optimizer] if has_built_in_step(model) else optimizers_of(model)
+    held = optimizers_in_step(model)
     if len(held) == 1:
         return {"": held[0]}
     names = {id(value): name for name, value in vars(model).items()}

@@ -26,6 +26,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt._typing import Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
     gather_despite_errors,
@@ -35,11 +36,9 @@ from keras_shardopt.checkpoint.saving import (
     raise_together,
     saved_together,
 )
-from keras_shardopt.models import optimizers_of
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.update.accumulation import Accumulation
-from keras_shardopt.wrapping.chain import kind_of
-from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+from keras_shardopt.wrapping.chain import kind_of, shared_variables
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -331,7 +330,7 @@ def _variables_of(optimizer: Any) -> list[Variable]:
     if _is_stored_whole(optimizer):  # what no file holds: how many steps were skipped
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
-    return optimizer._shared_variables if isinstance(optimizer, OptimizerWrapper) else list(optimizer.variables)
+    return shared_variables(optimizer)
 
 
 def _accumulating(model: Any) -> list[Accumulation]:

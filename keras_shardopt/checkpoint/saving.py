@@ -26,8 +26,8 @@ from keras.src.saving import saving_lib
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.checkpoint.atomic_file import Unfinished
-from keras_shardopt.models import optimizers_of
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 

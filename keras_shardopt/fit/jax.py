@@ -41,9 +41,9 @@ from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects
+from keras_shardopt.backends.models import has_built_in_step, layers_of, override_method
 from keras_shardopt.fit.losses import share_losses
-from keras_shardopt.fit.overrides import call_silently, has_built_in_step, num_rows, reducers_in, refuse_groups
-from keras_shardopt.models import layers_of, override_method
+from keras_shardopt.fit.overrides import call_silently, num_rows, reducers_in, refuse_groups
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
 

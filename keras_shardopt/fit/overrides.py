@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_shardopt.models import optimizers_of
+from keras_shardopt.backends.models import optimizers_in_step
 
 
 def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -29,14 +29,13 @@ def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reducers_in(model: Any, reducers_of: Callable[[Any], list[Any]]) -> list[Any]:
-    """Each `CrossShard` that updates the model, as far as that is known: Keras' own step uses `model.optimizer` only.
+    """Each `CrossShard` that updates the model, as far as that is known.
 
     Args:
         model: a `keras.Model`.
         reducers_of: finds each `CrossShard` that an optimizer consists of, from the outside in.
     """
-    optimizers = [getattr(model, "optimizer", None)] if has_built_in_step(model) else optimizers_of(model)
-    return [reducer for optimizer in optimizers for reducer in reducers_of(optimizer)]
+    return [reducer for optimizer in optimizers_in_step(model) for reducer in reducers_of(optimizer)]
 
 
 def refuse_groups(reducers: Sequence[Any]) -> None:
@@ -47,11 +46,6 @@ def refuse_groups(reducers: Sequence[Any]) -> None:
                 "`model` must be trained by all replicas together, and with `group_assignment` the groups train apart. "
                 f"Received: {cross_shard!r}. Train it without `prepare`, on equal parts of each batch."
             )
-
-
-def has_built_in_step(model: Any) -> bool:
-    """Whether the model trains with Keras' own `train_step`."""
-    return type(model).train_step is keras.Model.train_step
 
 
 def num_rows(data: Any) -> Any:

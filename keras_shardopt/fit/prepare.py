@@ -9,9 +9,9 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes
+from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.fit import TRAINERS
 from keras_shardopt.fit.overrides import reducers_in, refuse_groups
-from keras_shardopt.models import optimizers_of
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.made import note_made
 

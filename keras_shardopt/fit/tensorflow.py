@@ -15,12 +15,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_shardopt.backends.models import has_built_in_step, optimizers_of, override_method
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.placement import check_made_inside, check_mirrored, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.fit.losses import own_additional_losses, share_losses
-from keras_shardopt.fit.overrides import has_built_in_step, num_rows, reducers_in, refuse_groups
-from keras_shardopt.models import optimizers_of, override_method
+from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 

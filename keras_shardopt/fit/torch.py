@@ -36,11 +36,11 @@ from keras_shardopt._typing import Tensor
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.keras_callers import caller_instance
+from keras_shardopt.backends.models import optimizers_of, override_method
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import tell
 from keras_shardopt.fit.losses import mean_losses, share_losses
 from keras_shardopt.fit.overrides import arguments_of, call_silently, num_rows, reducers_in, refuse_groups
-from keras_shardopt.models import optimizers_of, override_method
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, joining_uneven_inputs
 
 

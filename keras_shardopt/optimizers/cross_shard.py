@@ -235,8 +235,9 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
-        if self.peers.have_started() and not joins_uneven_inputs() and not reduction_is_claimed(self):
-            self.pipeline.reducer.finish(self.peers.started)
+        comm = self.peers.still_started()
+        if comm is not None and not joins_uneven_inputs() and not reduction_is_claimed(self):
+            self.pipeline.reducer.finish(comm)
         if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()
         super().finalize_variable_values(var_list)

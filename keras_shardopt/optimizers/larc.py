@@ -10,11 +10,9 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import dense, dtype_of, in_float32, norm, overwrites_variable
+from keras_shardopt.numerics import LARGEST_FLOAT16, dense, dtype_of, in_float32, norm, overwrites_variable
 from keras_shardopt.wrapping.chain import leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
-
-_LARGEST_FLOAT16 = 65504.0
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -131,7 +129,7 @@ class LARC(OptimizerWrapper):
         factor = self._ratio(wide, variable, loss_scale)
         if self.faithful:
             if dtype_of(variable) == "float16":
-                factor = ops.minimum(factor, ops.full_like(factor, _LARGEST_FLOAT16))
+                factor = ops.minimum(factor, ops.full_like(factor, LARGEST_FLOAT16))
             return ops.cast(factor, dtype_of(variable)) * ops.cast(wide, dtype_of(variable))
         return ops.cast(wide * factor, dtype_of(variable))
 

@@ -36,13 +36,17 @@ class ScaledUpdate(OptimizerWrapper):
         name: str or None.
     """
 
+    _scale_argument: str
+    """What the constructor of the concrete wrapper calls the scale."""
+
     _scaler: AutomaticLossScaler | None
     _static: float | None
     _skipped: Variable | None
-    _untracked = (*OptimizerWrapper._untracked, "_scaler", "_skipped")
     _shard_unit = "element"
 
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
+        if scale is not None:
+            scale = _checked_scale(scale, self._scale_argument)
         super().__init__(inner_optimizer, name=name)
         if isinstance(scale, AutomaticLossScaler):
             _refuse_accumulation_inside(self)
@@ -191,6 +195,22 @@ class ScaledUpdate(OptimizerWrapper):
             f"Leave the `LossScaleOptimizer` out; `model.compile(optimizer=...)` needs none around it either."
         )
 
+    def get_config(self) -> dict[str, Any]:
+        """See `keras.optimizers.Optimizer.get_config`."""
+        stored = self._static if self._scaler is None else keras.saving.serialize_keras_object(self._scaler)
+        return {**super().get_config(), self._scale_argument: stored}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
+        """The reverse of `get_config`. `config` is left as it is."""
+        stored = config.get(cls._scale_argument)
+        if isinstance(stored, dict):
+            config = {**config, cls._scale_argument: keras.saving.deserialize_keras_object(stored)}
+        return super().from_config(config, custom_objects)
+
+    def _repr_arguments(self) -> str:
+        return f", {self._scale_argument}={self._scaler or self._static!r}"
+
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class LossScaling(ScaledUpdate):
@@ -244,6 +264,8 @@ class LossScaling(ScaledUpdate):
         LogMax sees too small ones. Micikevicius et al., "Mixed Precision Training", 2018.
     """
 
+    _scale_argument = "loss_scaling"
+
     def __init__(
         self,
         inner_optimizer: Any,
@@ -263,19 +285,7 @@ class LossScaling(ScaledUpdate):
             except (TypeError, ValueError) as error:
                 rule = "`loss_scaling` and `loss_scaling_params` must make an `AutomaticLossScaler`."
                 raise type(error)(f"{rule} {error}") from None
-        super().__init__(inner_optimizer, checked_scale(loss_scaling, "loss_scaling"), name)
-
-    def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`."""
-        return {**super().get_config(), "loss_scaling": stored_scale(self)}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
-        """The reverse of `get_config`. `config` is left as it is."""
-        return super().from_config(with_scaler(config, "loss_scaling"), custom_objects)
-
-    def _repr_arguments(self) -> str:
-        return f", loss_scaling={self._scaler or self._static!r}"
+        super().__init__(inner_optimizer, loss_scaling, name)
 
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
@@ -293,7 +303,7 @@ def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
             )
 
 
-def checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:
+def _checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:
     """A scale that a constructor was given under the name `argument`: a float > 0 or a scaler."""
     if isinstance(scale, AutomaticLossScaler):
         return scale
@@ -304,16 +314,3 @@ def checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:
             f"`{argument}=AutomaticLossScaler('Backoff')`."
         )
     return check.real(argument, scale, above=0)
-
-
-def stored_scale(optimizer: ScaledUpdate) -> Any:
-    """The scale as it goes into a config."""
-    return optimizer._static if optimizer._scaler is None else keras.saving.serialize_keras_object(optimizer._scaler)
-
-
-def with_scaler(config: dict[str, Any], argument: str) -> dict[str, Any]:
-    """The config with the scale as the constructor takes it."""
-    stored = config.get(argument)
-    if not isinstance(stored, dict):
-        return config
-    return {**config, argument: keras.saving.deserialize_keras_object(stored)}

@@ -23,19 +23,17 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.gradient_scope import reduction_is_claimed
 from keras_shardopt.backends.keras_callers import running_instance
-from keras_shardopt.models import optimizers_of
-from keras_shardopt.numerics import add, dtype_of, in_float32
+from keras_shardopt.backends.models import optimizers_in_step
+from keras_shardopt.numerics import LARGEST_FLOAT16, add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
-from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale, stored_scale, with_scaler
+from keras_shardopt.optimizers.loss_scaling import ScaledUpdate
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
-from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 # Where Keras' own optimizers add up the gradients of replicas.
 _summing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.runtime"})
 
 _LOW = ("float16", "bfloat16")
-_LARGEST_FLOAT16 = 65504.0
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -97,6 +95,7 @@ class MixedPrecision(ScaledUpdate):
     _needs_global_gradients = True
 
     _takes_penalties = True
+    _scale_argument = "loss_scale"
 
     _masters: Mapping[Any, tuple[Variable, Variable]] = {}
     """The low-precision variables and their masters, by the key of the variable."""
@@ -104,7 +103,6 @@ class MixedPrecision(ScaledUpdate):
     _excluded: tuple[list[Variable] | None, Sequence[str] | None] | None = None
     _loss_came_before_build = False
     _penalties_are_in_the_loss = False
-    _untracked = (*ScaledUpdate._untracked, "_masters", "_excluded")
 
     def __init__(
         self,
@@ -112,8 +110,7 @@ class MixedPrecision(ScaledUpdate):
         loss_scale: float | AutomaticLossScaler | None = None,
         name: str | None = None,
     ) -> None:
-        scale = None if loss_scale is None else checked_scale(loss_scale, "loss_scale")
-        super().__init__(inner_optimizer, scale, name)
+        super().__init__(inner_optimizer, loss_scale, name)
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
@@ -254,20 +251,6 @@ class MixedPrecision(ScaledUpdate):
         if self.use_ema:
             self._write_back()
 
-    # -- saving --------------------------------------------------------------------------------------------------
-
-    def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`."""
-        return {**super().get_config(), "loss_scale": stored_scale(self)}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
-        """The reverse of `get_config`. `config` is left as it is."""
-        return super().from_config(with_scaler(config, "loss_scale"), custom_objects)
-
-    def _repr_arguments(self) -> str:
-        return f", loss_scale={self._scaler or self._static!r}"
-
 
 @contextlib.contextmanager
 def bfloat16_scope() -> Iterator[None]:
@@ -333,10 +316,8 @@ class _OnMaster(keras.regularizers.Regularizer):
         model = running_instance(keras.Model, condition=lambda model: getattr(model, "optimizer", None) is not None)
         if model is None:
             return True  # a custom training loop
-        # Keras' own step uses this one; a step of the model's own may use any that it holds.
-        has_own_step = type(model).train_step is not keras.Model.train_step
-        held = optimizers_of(model) if has_own_step else [model.optimizer]
-        return any(optimizer is owner for each in held for optimizer in [each, *descendants(each)])
+        used = optimizers_in_step(model)
+        return any(optimizer is owner for each in used for optimizer in [each, *descendants(each)])
 
     def get_config(self) -> dict[str, Any]:
         """That of the regulariser."""
@@ -348,7 +329,7 @@ def _rounded(master: Tensor, dtype: str) -> Tensor:
     """The master in the dtype of its variable."""
     if dtype == "float16":
         # Not the infinite ones: they shall be seen.
-        clamped = ops.clip(master, -_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+        clamped = ops.clip(master, -LARGEST_FLOAT16, LARGEST_FLOAT16)
         master = ops.where(ops.isfinite(master), clamped, master)
     return ops.cast(master, dtype)
 

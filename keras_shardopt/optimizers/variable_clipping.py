@@ -71,7 +71,6 @@ class VariableClipping(OptimizerWrapper):
 
     _keys: list[tuple[Any, tuple[int, ...]]]
     _clip_dims: dict[Any, tuple[int, ...]]
-    _untracked = (*OptimizerWrapper._untracked, "_keys", "_clip_dims")
 
     def __init__(
         self,

@@ -23,11 +23,18 @@ from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.gradient_scope import hold_slices
 from keras_shardopt.numerics import dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, size_of
-from keras_shardopt.sharding.separability import first_state, holds_weights, named_like, slots_of
-from keras_shardopt.sharding.slices import are_elementwise_inside, check_number, flattened, keep_exclusions
+from keras_shardopt.sharding.separability import (
+    are_elementwise_inside,
+    first_state,
+    holds_weights,
+    keep_exclusions,
+    named_like,
+)
+from keras_shardopt.sharding.slices import check_number, flattened
 from keras_shardopt.update.all_reduce import Reduction, global_gradients
 from keras_shardopt.update.nonfinite import all_reduce_and_check
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
+from keras_shardopt.wrapping.slots import slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 

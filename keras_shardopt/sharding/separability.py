@@ -3,6 +3,9 @@
 Three runs on small variables say it. One updates each of them whole; one updates each cut in two; two more update only
 every other one, beside empty variables. Where the parts get what the whole gets, a variable may be cut. Where each gets
 the same without the others, whole variables may be given to different replicas. Otherwise neither is right.
+
+Private names of Keras touched here (test_private_names.py holds them):
+    `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, before the optimizer is built.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,8 +21,9 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt._typing import Variable
-from keras_shardopt.numerics import overwrites_variable
-from keras_shardopt.wrapping.slots import empty_name_scope, slot_prefix
+from keras_shardopt.numerics import dtype_of, overwrites_variable
+from keras_shardopt.wrapping.chain import base_optimizers, descendants
+from keras_shardopt.wrapping.slots import empty_name_scope, slots_of
 
 # From small to large, so that what is within a limit and what is beyond it both occur.
 _SCALES = (1e-3, 1.0, 30.0, 1e3, 1e6, 1.0)
@@ -94,6 +98,44 @@ def _is_as_small_ones(optimizer: Any, mold: _Probe, slot_names: Sequence[str]) -
     values = np.zeros(_large_shape(mold.variable), "float32")
     run = _Run(optimizer, [[(mold.variable, values, [])]], num_steps=0)
     return run.slots_are_shaped[0] and run.slot_names[0] == slot_names and not any(run.shared_shapes)
+
+
+def are_elementwise_inside(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
+    """Whether all that is inside may update each variable in parts; see `are_elementwise`."""
+    leaf = base_optimizers(optimizer)[0]
+    units = {wrapper._shard_unit for wrapper in descendants(optimizer) if wrapper is not leaf}
+    found = are_elementwise(leaf, variables)
+    if any(wrapper._takes_penalties for wrapper in descendants(optimizer) if wrapper is not leaf):
+        _refuse_penalties(variables)
+    if "variable" in units:
+        return [False] * len(found)
+    return [cuttable and v.constraint is None for cuttable, v in zip(found, variables)]
+
+
+def _refuse_penalties(variables: Sequence[Variable]) -> None:
+    penalised = [v.path for v in variables if getattr(v, "regularizer", None) and dtype_of(v).endswith("float16")]
+    if penalised:
+        raise ValueError(
+            "With `shard_state=True`, `MixedPrecision` cannot take the gradients of penalties over, as only one rank "
+            f"has a variable's master. Received: regularizers of {penalised}. Use weight decay, or `shard_state=False`."
+        )
+
+
+def keep_exclusions(
+    optimizer: Any, variables: Sequence[Variable], inside_for: Callable[[Sequence[Variable]], list[Variable]]
+) -> None:
+    """Lets those inside who were told to leave out variables leave out what stands for them."""
+    key = optimizer._var_key
+    for leaf in base_optimizers(optimizer):
+        excluded = getattr(leaf, "_exclude_from_weight_decay", None)
+        if excluded:
+            excluded |= {key(v) for v in inside_for([v for v in variables if leaf._var_key(v) in excluded])}
+    known = {key(variable) for variable in variables}
+    for wrapper in descendants(optimizer):
+        told = getattr(wrapper, "_excluded", None)
+        if told is not None and told[0] is not None:
+            mine = inside_for([v for v in told[0] if key(v) in known])
+            wrapper.exclude_from_weight_decay(var_list=mine, var_names=told[1])
 
 
 def holds_weights(optimizer: Any, variables: Sequence[Variable]) -> bool:
@@ -192,7 +234,7 @@ class _Run:
 
     def _look_at_state(self, fresh: Any, made: Sequence[Sequence[Variable]], flat: Sequence[Variable]) -> None:
         """Which state belongs to which part, by its name, as `SlotAccess` finds it."""
-        owned = slots_of(fresh, flat)
+        owned = list(slots_of(fresh, flat))
         names: list[list[str]] = [[] for _ in flat]
         slots: list[list[Variable]] = [[] for _ in flat]
         shaped = [True] * len(flat)
@@ -209,24 +251,6 @@ class _Run:
         self._slots = [list(zip(*slots[start:stop])) for start, stop in ranges]
         self.slot_names = [each[0] for each in self.names_of_parts]
         self.slots_are_shaped = [all(shaped[start:stop]) for start, stop in ranges]
-
-
-def slots_of(optimizer: Any, variables: Sequence[Variable]) -> list[tuple[int, str, Variable]]:
-    """The state of an optimizer that belongs to a variable: its position, the state's name and the state itself."""
-    prefixes: dict[str, list[int]] = {}
-    for position, variable in enumerate(variables):
-        prefixes.setdefault(slot_prefix(variable), []).append(position)
-    num_seen: dict[str, int] = {}
-    found = []
-    for slot in optimizer.variables:
-        matching = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
-        if matching:
-            prefix = max(matching, key=len)
-            sharing = prefixes[prefix]
-            place = num_seen.get(slot.name, 0)
-            num_seen[slot.name] = place + 1
-            found.append((sharing[min(place, len(sharing) - 1)], slot.name[len(prefix) :], slot))
-    return found
 
 
 def _made(like: Variable, values: np.ndarray) -> Variable:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.backends.active import placement, processes, runtime
@@ -16,8 +15,8 @@ from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
 from keras_shardopt.wrapping.chain import innermost
-from keras_shardopt.wrapping.stored_state import named_store
-from keras_shardopt.wrapping.wrapper import Observer, OptimizerWrapper
+from keras_shardopt.wrapping.stored_state import DividedState, assign_all, named_store, stored_value
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _SAVE_TOGETHER = (
     "With `shard_state=True` each rank has a part of what `model.save`, `model.save_weights` and "
@@ -130,7 +129,7 @@ class ShardedState(OptimizerWrapper):
             )
         return super().get_slot(variable, name)
 
-    def _observe(self, observer: Observer | None) -> None:
+    def _observe(self, observer: Any) -> None:
         """See `OptimizerWrapper._observe`.
 
         Raises:
@@ -173,31 +172,17 @@ class ShardedState(OptimizerWrapper):
         processes.barrier("save", BARRIER_SECONDS, _SAVE_TOGETHER)
         store = named_store(self, store)
         for i, variable in enumerate(self._inner_state):
-            store[str(i)] = self._stored_value(variable)
+            store[str(i)] = stored_value(self, variable)
+
+    @property
+    def _divided_state(self) -> DividedState | None:
+        return super()._divided_state if self._shards is None else self._shards
 
     def _load_inner(self, store: Any) -> None:
         if self._shards is None:
             super()._load_inner(store)
-            return
-        for i, variable in enumerate(self._inner_state):
-            self._assign_stored(variable, store[str(i)])
-
-    def _stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """See `OptimizerWrapper.stored_shape`."""
-        return super()._stored_shape(variable) if self._shards is None else self._shards.stored_shape(variable)
-
-    def _stored_value(self, variable: Variable) -> np.ndarray:
-        """See `OptimizerWrapper.full_value`."""
-        if self._shards is None:
-            return super()._stored_value(variable)
-        return self._shards.stored(variable)
-
-    def _assign_stored(self, variable: Variable, array: Any) -> None:
-        """See `OptimizerWrapper.assign_stored`."""
-        if self._shards is None:
-            super()._assign_stored(variable, array)
         else:
-            self._shards.assign_stored(variable, array)
+            assign_all(self, store, self._inner_state)
 
 
 def _own_slices(optimizer: ShardedState, variables: Sequence[Variable]) -> FlatShards | None:

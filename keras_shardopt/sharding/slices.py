@@ -5,7 +5,6 @@ variable: this replica's slice of it, the variable itself where the replica owns
 where others own it. So it keeps the same list of state on every replica, and that of the whole is theirs joined.
 
 Private names of Keras touched here (test_private_names.py holds them):
-    `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, before the optimizer is built.
     `Optimizer._use_weight_decay` - whether a variable decays.
     `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
 """
@@ -29,10 +28,17 @@ from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
 from keras_shardopt.sharding.partition import Piece
 from keras_shardopt.sharding.report import MemoryReport, item_size, plus, size_of
-from keras_shardopt.sharding.separability import are_elementwise, empty_shape, holds_weights, named_like, slots_of
+from keras_shardopt.sharding.separability import (
+    are_elementwise_inside,
+    empty_shape,
+    holds_weights,
+    keep_exclusions,
+    named_like,
+)
 from keras_shardopt.update.all_reduce import Reduction, collective, global_gradients, rescaling
 from keras_shardopt.update.nonfinite import first_not_finite, flags, nonfinite_source
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
+from keras_shardopt.wrapping.slots import slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 BARRIER_SECONDS = 60.0
@@ -94,7 +100,7 @@ class FlatShards:
         # By the id of a state variable, what is known of it when the inner optimizer is built.
         self._slots: dict[int, int] = {}
         self._apart: set[int] = set()
-        self._keep_exclusions(optimizer)
+        keep_exclusions(optimizer, self.variables, self.inside)
 
     # -- stand-ins -----------------------------------------------------------------------------------------------
 
@@ -118,9 +124,6 @@ class FlatShards:
     def inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """What stands inside for these variables."""
         return [self.stand_ins[self._positions[self._key(variable)]] for variable in variables]
-
-    def _keep_exclusions(self, optimizer: Any) -> None:
-        keep_exclusions(optimizer, self.variables, self.inside)
 
     def bind_state(self, optimizer: Any) -> None:
         """Looks at the state, now that the inner optimizers are built."""
@@ -489,23 +492,6 @@ class FlatShards:
         return MemoryReport(held, whole, replicated)
 
 
-def keep_exclusions(
-    optimizer: Any, variables: Sequence[Variable], inside_for: Callable[[Sequence[Variable]], list[Variable]]
-) -> None:
-    """Lets those inside who were told to leave out variables leave out what stands for them."""
-    key = optimizer._var_key
-    for leaf in base_optimizers(optimizer):
-        excluded = getattr(leaf, "_exclude_from_weight_decay", None)
-        if excluded:
-            excluded |= {key(v) for v in inside_for([v for v in variables if leaf._var_key(v) in excluded])}
-    known = {key(variable) for variable in variables}
-    for wrapper in descendants(optimizer):
-        told = getattr(wrapper, "_excluded", None)
-        if told is not None and told[0] is not None:
-            mine = inside_for([v for v in told[0] if key(v) in known])
-            wrapper.exclude_from_weight_decay(var_list=mine, var_names=told[1])
-
-
 def check_number(replicas: Communicator, num_replicas: int) -> None:
     """Raises ValueError unless there are as many replicas as when the state was divided."""
     if replicas.num_replicas != num_replicas:
@@ -541,27 +527,6 @@ def _groups(variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas
         is_lopsided = chunk * num_replicas > _MAX_IMBALANCE * sum(sizes) + num_replicas
         groups.append(Bucket(dtype, pieces, chunk, is_lopsided))
     return groups
-
-
-def are_elementwise_inside(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
-    """Whether all that is inside may update each variable in parts; see `are_elementwise`."""
-    leaf = base_optimizers(optimizer)[0]
-    units = {wrapper._shard_unit for wrapper in descendants(optimizer) if wrapper is not leaf}
-    found = are_elementwise(leaf, variables)
-    if any(wrapper._takes_penalties for wrapper in descendants(optimizer) if wrapper is not leaf):
-        _refuse_penalties(variables)
-    if "variable" in units:
-        return [False] * len(found)
-    return [cuttable and v.constraint is None for cuttable, v in zip(found, variables)]
-
-
-def _refuse_penalties(variables: Sequence[Variable]) -> None:
-    penalised = [v.path for v in variables if getattr(v, "regularizer", None) and dtype_of(v).endswith("float16")]
-    if penalised:
-        raise ValueError(
-            "With `shard_state=True`, `MixedPrecision` cannot take the gradients of penalties over, as only one rank "
-            f"has a variable's master. Received: regularizers of {penalised}. Use weight decay, or `shard_state=False`."
-        )
 
 
 def check_can_shard(optimizer: Any) -> None:

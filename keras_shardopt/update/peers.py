@@ -68,12 +68,13 @@ class Peers:
         self.started = comm
         return factor
 
-    def have_started(self) -> bool:
-        """Whether the replicas that started together are still those around the caller."""
+    def still_started(self) -> Communicator | None:
+        """The replicas that started together, if these are still those around the caller."""
         try:
-            return self.started is not None and runtime.communicator(self._optimizer.axis_name) is self.started
+            is_current = self.started is not None and runtime.communicator(self._optimizer.axis_name) is self.started
         except ValueError:  # there are none any more
-            return False
+            is_current = False
+        return self.started if is_current else None
 
     def check(self, comm: Communicator | None = None) -> None:
         """Makes sure, once, that the processes train the same with the same optimizer. All must call it together.

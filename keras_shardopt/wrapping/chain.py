@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
@@ -16,6 +16,31 @@ class Wrapping:
     built: bool
     inner: Any
     _variables_inside: Any
+    _rollback: Any
+
+    _needs_global_gradients: bool = False
+    """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
+
+    _makes_gradients_global: bool = False
+    """Whether the gradients inside it are those of all replicas, or all towers, together."""
+
+    _keeps_state: bool = False
+    """Whether it has variables of its own, besides those of the inner optimizer."""
+
+    _skips_overflows: bool = False
+    """Whether it leaves out updates with gradients that are not finite."""
+
+    _shard_unit: Literal["element", "variable"] | None = None
+    """What of the gradients it must see to be right: all of some elements, or of some variables; None: all of all."""
+
+    _takes_penalties: bool = False
+    """Whether it adds the gradients of regularizers itself."""
+
+    _scales_loss: bool = False
+    """Whether it scales the loss and unscales the gradients itself."""
+
+    _leaves_out_updates: bool = False
+    """Whether it itself leaves out updates with gradients that are not finite, for whatever reason."""
 
 
 def innermost(optimizer: Any) -> Any:
@@ -111,6 +136,28 @@ def get_optimizer(identifier: Any, caller: str, argument: str = "inner_optimizer
             f"Received: {argument}={identifier!r}. "
             f"Use for example `{caller}('adam')`, or pass the optimizer itself."
         ) from error
+
+
+def refuse_local_gradients(outer: Wrapping, inner: Any) -> None:
+    """Raises ValueError if something inside makes gradients global, which `outer` needs to be so already."""
+    if isinstance(inner, Wrapping) and inner._makes_gradients_global:
+        name, other = type(outer).__name__, type(inner).__name__
+        raise ValueError(
+            f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one part of the batch "
+            f"only. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
+        )
+    for optimizer in children(inner):
+        refuse_local_gradients(outer, optimizer)
+
+
+def shared_variables(optimizer: Any) -> list[Variable]:
+    """The variables of an optimizer that are equal on all replicas."""
+    return list(getattr(optimizer, "_shared_variables", optimizer.variables))
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Whether it itself scales the loss and unscales the gradients."""
+    return getattr(optimizer, "_scales_loss", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 
 def shown(optimizer: Any) -> str:

@@ -31,7 +31,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.models import layers_of, models_with, optimizers_of, override_method
+from keras_shardopt.backends.models import layers_of, models_with, optimizers_of, override_method
 from keras_shardopt.wrapping.chain import Wrapping, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
 
@@ -200,7 +200,7 @@ def rollback_of(optimizer: Any) -> Rollback | None:
     That is the affair of the outermost wrapper: those further inside lose theirs.
     """
     chain = [optimizer, *descendants(optimizer)]
-    wrappers: list[Any] = [part for part in chain[1:] if isinstance(part, Wrapping)]
+    wrappers = [part for part in chain[1:] if isinstance(part, Wrapping)]
     made = [part._rollback for part in wrappers if part._rollback is not None]
     for part in wrappers:
         part._rollback = None

@@ -64,19 +64,26 @@ class SlotAccess:
     def _slots(self) -> Iterator[tuple[Any, str, Variable]]:
         """Key of the variable, name and state, for all state that was made like a trainable variable."""
         for optimizer in self._optimizers_with_slots():
-            # Variables may share a path; their slots are made in their order. The longest prefix is the right one:
-            # "a_b_momentum" belongs to "a/b", also where there is an "a".
-            prefixes: dict[str, list[Any]] = {}
-            for variable in getattr(optimizer, "_trainable_variables", []):
-                prefixes.setdefault(slot_prefix(variable), []).append(variable)
-            num_seen: dict[str, int] = {}
-            for slot in optimizer.variables:
-                matching = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
-                if matching:
-                    sharing = prefixes[max(matching, key=len)]
-                    variable = sharing[min(num_seen.get(slot.name, 0), len(sharing) - 1)]
-                    num_seen[slot.name] = num_seen.get(slot.name, 0) + 1
-                    yield optimizer._var_key(variable), slot.name[len(max(matching, key=len)) :], slot
+            variables = getattr(optimizer, "_trainable_variables", [])
+            for position, name, slot in slots_of(optimizer, variables):
+                yield optimizer._var_key(variables[position]), name, slot
+
+
+def slots_of(optimizer: Any, variables: Sequence[Variable]) -> Iterator[tuple[int, str, Variable]]:
+    """The state of an optimizer that belongs to a variable: its position, the state's name and the state itself."""
+    # Variables may share a path; their slots are made in their order. The longest prefix is the right one:
+    # "a_b_momentum" belongs to "a/b", also where there is an "a".
+    prefixes: dict[str, list[int]] = {}
+    for position, variable in enumerate(variables):
+        prefixes.setdefault(slot_prefix(variable), []).append(position)
+    num_seen: dict[str, int] = {}
+    for slot in optimizer.variables:
+        matching = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
+        if matching:
+            prefix = max(matching, key=len)
+            sharing, place = prefixes[prefix], num_seen.get(slot.name, 0)
+            num_seen[slot.name] = place + 1
+            yield sharing[min(place, len(sharing) - 1)], slot.name[len(prefix) :], slot
 
 
 def slot_prefix(variable: Variable) -> str:

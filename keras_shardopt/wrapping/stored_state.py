@@ -14,18 +14,36 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import keras
 import numpy as np
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from keras_shardopt._typing import Variable
+from keras_shardopt.arguments import listed
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.wrapping.chain import kind_of
 from keras_shardopt.wrapping.slots import without_counters, without_digits, without_numbers
 
-_MOST_NAMES = 4
+# Where processes can hold parts of one array.
+_parts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
+
 _TORCH_MODULE = "keras.src.backend.torch.optimizers."
+
+
+class DividedState(Protocol):
+    """State of which each replica holds a part."""
+
+    def stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
+        """The shape of the whole; None where only another replica knows it."""
+
+    def stored(self, variable: Variable) -> np.ndarray:
+        """The whole, which all replicas call for together."""
+
+    def assign_stored(self, variable: Variable, array: Any) -> None:
+        """Takes this replica's part of the whole."""
 
 
 def load(optimizer: Any, store: Any) -> None:
@@ -60,8 +78,17 @@ def load_what_came_before(optimizer: Any) -> None:
 def assign_all(optimizer: Any, store: Any, variables: Sequence[Variable]) -> None:
     """Assigns each variable its array, if all of them fit."""
     _check_fits(optimizer, store, variables)
+    divided = optimizer._divided_state
     for i, variable in enumerate(variables):
-        optimizer._assign_stored(variable, store[str(i)])
+        variable.assign(store[str(i)]) if divided is None else divided.assign_stored(variable, store[str(i)])
+
+
+def stored_value(optimizer: Any, variable: Variable) -> np.ndarray:
+    """What a file has for a variable of the state. Where replicas hold parts of it, all of them call this together."""
+    divided: DividedState | None = optimizer._divided_state
+    if divided is not None:
+        return divided.stored(variable)
+    return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
 
 
 def named_store(optimizer: Any, store: Any) -> Any:
@@ -92,9 +119,10 @@ def _check_fits(optimizer: Any, store: Any, variables: Sequence[Variable]) -> No
             f"{[v.path for v in variables]}. Received: {len(store.keys())} arrays. "
             "Was it saved with another optimizer or other trainable variables?"
         )
+    divided = optimizer._divided_state
     for i, variable in enumerate(variables):
         shape = tuple(np.shape(store[str(i)]))
-        expected = optimizer._stored_shape(variable)
+        expected = tuple(variable.shape) if divided is None else divided.stored_shape(variable)
         if expected is not None and shape != expected:
             raise ValueError(
                 f"The stored array of `{variable.path}` must have shape {expected}. "
@@ -115,14 +143,13 @@ def _check_names(optimizer: Any, store: Any) -> None:
     counted = [[_comparable_slot(slot, without_digits) for slot in slots] for slots in (found, wanted)]
     if counted[0] == counted[1] and sorted(found) != sorted(wanted):
         differing = []
-    listed = [f"`{notes.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing[:_MOST_NAMES]]
+    received = [f"`{notes.slots[key]}` where this optimizer has `{mine[key]}`" for key in differing]
     if optimizer.built and notes.kind not in (None, kind):
-        listed = [f"state of `{notes.kind}` where this optimizer is `{kind}`", *listed]
-    if listed:
-        more = f" and {len(differing) - _MOST_NAMES} more" if len(differing) > _MOST_NAMES else ""
+        received = [f"state of `{notes.kind}` where this optimizer is `{kind}`", *received]
+    if received:
         raise ValueError(
             "The stored state must be that of the same variables and the same kind of optimizer. "
-            f"Received: {'; '.join(listed)}{more}. Was it saved with another optimizer, or were layers renamed? "
+            f"Received: {listed(received)}. Was it saved with another optimizer, or were layers renamed? "
             "`model.load_weights(..., skip_mismatch=True)` loads the rest."
         )
 
@@ -212,7 +239,7 @@ class WrapperState(KerasSaveable):
         """Writes them."""
         # Not before it is built, as some variables are made only then; until then all have their start values.
         for i, variable in enumerate(self._variables() if self._optimizer.built else []):
-            store[str(i)] = self._optimizer._stored_value(variable)
+            store[str(i)] = stored_value(self._optimizer, variable)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads them. A file of the inner optimizer alone has none, and changes nothing here."""

@@ -6,7 +6,6 @@ constructor, and is never subclassed; to vary it, wrap it. What else this packag
 underscore, so that their `help` shows what is for users.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.utils.tracking.DotNotTrackScope` - attributes set inside it are not taken for optimizer state.
     `Optimizer._variables`, `_untrack_variable` - the base class's own variables.
     `Optimizer._trainable_variables`, `_trainable_variables_indices`, `_var_key` - what the optimizer was built on.
     `Optimizer._iterations` - the update counter.
@@ -17,32 +16,32 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import keras
-import numpy as np
-from keras.src.utils.tracking import DotNotTrackScope
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.arguments import with_article
-from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.keras_callers import caller_module, running_instance
 from keras_shardopt.wrapping.chain import (
     Wrapping,
     base_optimizers,
-    children,
     descendants,
     get_optimizer,
     innermost,
     keys_on_the_way_in,
+    refuse_local_gradients,
+    scales_loss,
     shown,
 )
 from keras_shardopt.wrapping.rollback import Rollback, leaves_out_updates, note_assignments, rollback_of
 from keras_shardopt.wrapping.slots import SlotAccess
 from keras_shardopt.wrapping.slots import empty_name_scope as empty_name_scope
 from keras_shardopt.wrapping.stored_state import (
+    DividedState,
     WrapperState,
     assign_all,
     load,
@@ -50,9 +49,6 @@ from keras_shardopt.wrapping.stored_state import (
     named_store,
     portable,
 )
-
-# Where processes can hold parts of one array.
-_parts = for_backend({"jax": "keras_shardopt.backends.jax.placement"})
 
 _ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
 
@@ -75,19 +71,6 @@ def _of_innermost(name: str, default: Any) -> property:
     return property(read, write)
 
 
-class Observer(Protocol):
-    """Who sees the gradients of updates without changing them."""
-
-    def before_transform(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Called before the wrapper transforms the gradients. Assigns its own variables only."""
-
-    def before_update(self, wrapper: OptimizerWrapper, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Called with the gradients that the inner optimizer will see, and the variables that it will update."""
-
-    def variables_of(self, wrapper: OptimizerWrapper) -> list[Variable]:
-        """The variables of its own that travel with the state of this wrapper."""
-
-
 class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     """Delegates to an inner optimizer, after giving a subclass the chance to change the gradients.
 
@@ -105,34 +88,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     _trainable_variables: list[Variable]
 
     _inner: tuple[Any, ...] = ()
-    """The inner optimizer, alone in a tuple; empty while the base class is constructed."""
-
-    _untracked: tuple[str, ...] = ("_inner", "_loaded", "_loaded_own")
-    """The attributes with variables, lists or dicts in them that Keras shall not take for state of this optimizer."""
-
-    _needs_global_gradients: bool = False
-    """Whether it looks at gradients, so that what makes them global belongs around it and not inside it."""
-
-    _makes_gradients_global: bool = False
-    """Whether the gradients inside it are those of all replicas, or all towers, together."""
-
-    _keeps_state: bool = False
-    """Whether it has variables of its own, besides those of the inner optimizer."""
-
-    _skips_overflows: bool = False
-    """Whether it leaves out updates with gradients that are not finite."""
-
-    _shard_unit: Literal["element", "variable"] | None = None
-    """What of the gradients it must see to be right: all of some elements, or of some variables; None: all of all."""
-
-    _takes_penalties: bool = False
-    """Whether it adds the gradients of regularizers itself."""
-
-    _scales_loss: bool = False
-    """Whether it scales the loss and unscales the gradients itself."""
-
-    _leaves_out_updates: bool = False
-    """Whether it itself leaves out updates with gradients that are not finite, for whatever reason."""
+    """The inner optimizer; empty while the base class is constructed."""
 
     @property
     def _saving_needs_all_replicas(self) -> bool:
@@ -153,7 +109,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
         inner = get_optimizer(inner_optimizer, type(self).__name__)
         if self._needs_global_gradients:
-            _refuse_local_gradients(self, inner)
+            refuse_local_gradients(self, inner)
         self._init_around(inner, name)
 
     def _init_around(self, inner: Any, name: str | None) -> None:
@@ -162,11 +118,10 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         # The base class's counter and rate would be saved and shown, and never change.
         for variable in list(self._variables):
             self._untrack_variable(variable)
-        # As the saver sees neither, the state is stored once, by us, exactly as the inner optimizer would store it.
         self._inner = (inner,)
         self._loaded = self._loaded_own = None  # what was loaded before it is built
         self._saved_apart = WrapperState(self)
-        self._observer: Observer | None = None
+        self._observer: Any = None  # a `summaries.observer.Observer`
         self._rollback: Rollback | None = None
         self._collects = False
         if inner is not None and any(map(leaves_out_updates, [inner, *descendants(inner)])):
@@ -189,13 +144,16 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Lets the inner optimizer update `variables` with gradients that are transformed already."""
+        variables = self._variables_inside(variables)
         if self._observer is not None:
-            self._observer.before_update(self, grads, self._variables_inside(variables))
+            self._observer.before_update(self, grads, variables)
         # Under JAX an `apply` that holds a condition (LossScaleOptimizer) assigns traced values to variables
         # from inside a branch, which JAX forbids. `stateless_apply` is written for it, for all variables at once.
-        variables = self._variables_inside(variables)
         if runtime.updates_are_stateless and _same(variables, self.inner._trainable_variables):
-            self._update_inner_statelessly(grads)
+            state = self.inner.variables
+            new = self.inner.stateless_apply([v.value for v in state], grads, [v.value for v in variables])
+            for variable, value in zip([*variables, *state], itertools.chain(*new)):
+                variable.assign(value)
         else:
             self.inner.apply(grads, variables)
 
@@ -245,9 +203,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
             # Tracking stays on: Adafactor counts on it for variables that it does not use.
             with empty_name_scope():
                 self.inner.build(inside)
-        with DotNotTrackScope():  # or the weights of the model would become variables of the optimizer
-            self._trainable_variables = variables
-            self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
+        self._trainable_variables = variables
+        self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         placement.place(self.variables, "replicated")
         self.built = True
         self._inner_is_built()
@@ -288,7 +245,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         apart = {id(v) for o in chain if isinstance(o, OptimizerWrapper) for v in o._replica_state}
         return [v for v in self.variables if id(v) not in apart]
 
-    def _observe(self, observer: Observer | None) -> None:
+    def _observe(self, observer: Any) -> None:
         """Lets `observer` see the gradients of each update as they arrive here and as they leave; None ends that.
 
         A compiled step must be compiled anew afterwards, because `variables` are more then, or fewer.
@@ -332,12 +289,6 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         before = runtime.no_compile(rollback.begin, self)
         self.update_inner(grads, variables)
         runtime.no_compile(rollback.settle, self, before)
-
-    def _update_inner_statelessly(self, grads: Gradients) -> None:
-        weights, state = self.inner._trainable_variables, self.inner.variables
-        new_weights, new_state = self.inner.stateless_apply([v.value for v in state], grads, [v.value for v in weights])
-        for variable, value in zip([*weights, *state], [*new_weights, *new_state]):
-            variable.assign(value)
 
     @runtime.no_autograph
     def apply_gradients(self, grads_and_vars: Any) -> Any:
@@ -423,7 +374,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return averages
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._untracked:
+        if name.startswith("_"):  # past Keras' tracking: what is state is added as such
             object.__setattr__(self, name, value)
             return
         # A LossScaleOptimizer assigns this to what it is put around, from its constructor, and `compile` calls that
@@ -442,16 +393,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `_on_outer_loss_scaling` is
         called as ever, and refuses.
         """
-        if caller_module() in _ASK_FOR_LOSS_SCALING and self._loss_is_scaled():
-            return keras.optimizers.LossScaleOptimizer
-        return type(self)
-
-    def _loss_is_scaled(self) -> bool:
-        chain = [self, *descendants(self)] if self._inner and self._inner[0] is not None else []
-        return any(
-            o._scales_loss if isinstance(o, OptimizerWrapper) else isinstance(o, keras.optimizers.LossScaleOptimizer)
-            for o in chain
-        )
+        asks = caller_module() in _ASK_FOR_LOSS_SCALING and any(self._inner)
+        is_scaled = asks and any(map(scales_loss, [self, *descendants(self)]))
+        return keras.optimizers.LossScaleOptimizer if is_scaled else type(self)
 
     def __dir__(self) -> list[str]:
         # The saver walks what is listed here, and would store the inner optimizer's state once more.
@@ -496,28 +440,14 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         """
         load(self, store)
 
+    @property
+    def _divided_state(self) -> DividedState | None:
+        """What knows the whole of the state, where each replica holds a part of it."""
+        inner = self.inner
+        return inner._divided_state if isinstance(inner, OptimizerWrapper) else None
+
     def _load_inner(self, store: Any) -> None:
         self.inner.load_own_variables(store)
-
-    def _stored_shape(self, variable: Variable) -> tuple[int, ...] | None:
-        """The shape that a file has for a variable of the state; None where only another replica knows it."""
-        inner = self.inner
-        return inner._stored_shape(variable) if isinstance(inner, OptimizerWrapper) else tuple(variable.shape)
-
-    def _stored_value(self, variable: Variable) -> np.ndarray:
-        """What a file has for it. Where replicas hold parts of it, all of them call this together."""
-        inner = self.inner
-        if isinstance(inner, OptimizerWrapper):
-            return inner._stored_value(variable)
-        return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
-
-    def _assign_stored(self, variable: Variable, array: Any) -> None:
-        """Takes from what a file has for it what this replica holds."""
-        inner = self.inner
-        if isinstance(inner, OptimizerWrapper):
-            inner._assign_stored(variable, array)
-        else:
-            variable.assign(array)
 
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`. The inner optimizer is part of it."""
@@ -539,17 +469,6 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     def _repr_arguments(self) -> str:
         """The other constructor arguments, as `", key=value"`."""
         return ""
-
-
-def _refuse_local_gradients(outer: OptimizerWrapper, inner: Any) -> None:
-    if isinstance(inner, OptimizerWrapper) and inner._makes_gradients_global:
-        name, other = type(outer).__name__, type(inner).__name__
-        raise ValueError(
-            f"`{name}` must be inside `{other}`, not around it: outside it sees the gradients of one part of the batch "
-            f"only. Received: inner_optimizer={shown(inner)}. Use `{other}({name}(inner_optimizer, ...))`."
-        )
-    for optimizer in children(inner):
-        _refuse_local_gradients(outer, optimizer)
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

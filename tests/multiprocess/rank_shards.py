@@ -527,7 +527,7 @@ def the_checks_can_fail(scope):
     for where, name, nothing, make, prepare in (
         (memory, "assign_slices", lambda variable, slices: None, momentum, None),
         (gradient_clipping, "norm_over_replicas", lambda norm: norm, clipped, None),
-        (sharding.FlatShards, "_keep_exclusions", lambda self, optimizer: None, decaying, excluded),
+        (sharding, "keep_exclusions", lambda *args: None, decaying, excluded),
     ):
         real = getattr(where, name)
         setattr(where, name, nothing)

@@ -28,7 +28,6 @@ ROOMS = [
     "wrapping",
     "data",
     "backends",
-    "models",
     "numerics",
     "arguments",
     "_typing",

@@ -15,18 +15,6 @@ def built_adam():
     return model, optimizer
 
 
-def test_dot_not_track_scope_hides_variables():
-    from keras.src.utils.tracking import DotNotTrackScope
-
-    optimizer = keras.optimizers.SGD()
-    variable = keras.Variable(1.0)
-    with DotNotTrackScope():
-        optimizer.hidden = variable
-    assert not any(v is variable for v in optimizer.variables)
-    optimizer.tracked = variable
-    assert any(v is variable for v in optimizer.variables)
-
-
 def test_name_scope_stack_makes_variable_paths():
     from keras.src.backend.common import global_state
 

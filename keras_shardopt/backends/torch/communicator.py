@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.models import living_models
 from keras_shardopt.backends.torch.ddp import (
     _INITIALIZE_DDP,
     _REDUCED_BY_DDP,
@@ -32,7 +33,6 @@ from keras_shardopt.backends.torch.process_group import (
     say_failure,
 )
 from keras_shardopt.backends.torch.random_numbers import draw_apart
-from keras_shardopt.models import living_models
 
 BUCKET_BYTES = 25 * 2**20
 """Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""

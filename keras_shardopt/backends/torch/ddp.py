@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from keras_shardopt._typing import Tensor
-from keras_shardopt.models import Living
+from keras_shardopt.backends.models import Living
 
 _REDUCED_BY_DDP = "_keras_shardopt_reduced"
 

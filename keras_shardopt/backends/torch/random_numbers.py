@@ -33,7 +33,7 @@ from keras.src.backend.torch import image as torch_image
 from keras.src.backend.torch import random as torch_random
 
 from keras_shardopt._typing import FunctionT
-from keras_shardopt.models import override_method
+from keras_shardopt.backends.models import override_method
 
 _BETWEEN_RANKS = 0x9E3779B1
 

@@ -39,6 +39,19 @@ def optimizers_of(model: Any) -> list[Any]:
     return list(found.values())
 
 
+def has_built_in_step(model: Any) -> bool:
+    """Whether the model trains with Keras' own `train_step`."""
+    return type(model).train_step is keras.Model.train_step
+
+
+def optimizers_in_step(model: Any) -> list[Any]:
+    """The optimizers that its `train_step` may use: `model.optimizer` only, where that is Keras' own."""
+    if not has_built_in_step(model):
+        return optimizers_of(model)
+    first = getattr(model, "optimizer", None)
+    return [] if first is None else [first]
+
+
 def models_with(variables: Sequence[Variable]) -> list[Any]:
     """The living models that hold one of these variables, those with most variables first.
 
