@@ -87,7 +87,6 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
     """
 
     _makes_gradients_global = True
-    _untracked = (*ShardedState._untracked, "_options")
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.models import models_with
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.torch.communicator import (
     TorchProcessGroup,
@@ -23,7 +24,6 @@ from keras_shardopt.backends.torch.process_group import (
 )
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.backends.torch.runtime import runtime
-from keras_shardopt.models import models_with
 
 
 class TorchPlacement(Placement):
