@@ -11,14 +11,15 @@ from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import claim_reduction, reduction_is_claimed
 from keras_shardopt.optimizers.made import note_made
+from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
 from keras_shardopt.optimizers.two_phases import TwoPhases
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.sharding.slices import check_can_shard
 from keras_shardopt.update import stages_of
 from keras_shardopt.update.accumulation import Accumulation, refuse_accumulation_inside
 from keras_shardopt.update.arrival import Arrival
-from keras_shardopt.update.nonfinite import UNKNOWN, SkipNonFinite
-from keras_shardopt.update.options import CrossShardOptions, LocalTransform
+from keras_shardopt.update.nonfinite import SkipNonFinite
+from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
 from keras_shardopt.update.peers import Peers
 from keras_shardopt.update.pipeline import Pipeline
 from keras_shardopt.update.reducers import AllReduce, OverlappedAllReduce, ReduceScatter
@@ -29,12 +30,8 @@ from keras_shardopt.wrapping.chain import base_optimizers, children, descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper, empty_name_scope
 
 
-def _option(name: str, doc: str) -> Any:
-    return property(lambda self: getattr(self._options, name), doc=doc)
-
-
 @keras.saving.register_keras_serializable(package="keras_shardopt")
-class CrossShard(TwoPhases, ShardedState):
+class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
     r"""Averages gradients over all replicas once, so that the inner optimizer sees those of the whole batch.
 
     With $N$ replicas and $g_r$ the gradient of replica $r$'s mean loss, the inner optimizer gets
@@ -90,18 +87,7 @@ class CrossShard(TwoPhases, ShardedState):
     """
 
     _makes_gradients_global = True
-    reduction = _option("reduction", '"mean" or "sum".')
-    group_assignment = _option("group_assignment", "Lists of replica ids, or None.")
-    gradients = _option("gradients", "How gradients arrive, as was told.")
-    replica_clipnorm = _option("replica_clipnorm", "The largest norm of a replica's own gradient, or None.")
-    replica_transform = _option("replica_transform", "What is done to a replica's own gradients, or None.")
-    on_nonfinite = _option("on_nonfinite", '"ignore", "skip" or "raise".')
-    shard_state = _option("shard_state", "Whether the optimizer state is divided.")
-    compression = _option("compression", "The dtype in which gradients are sent, or None.")
-    fused = _option("fused", '"auto" or False.')
-    overlap = _option("overlap", '"auto" or False.')
-    bucket_mib = _option("bucket_mib", "How many MiB of gradients are sent at a time.")
-    axis_name = _option("axis_name", "The mapped axis of replicas on JAX.")
+    _untracked = (*ShardedState._untracked, "_options")
 
     def __init__(
         self,
@@ -125,7 +111,7 @@ class CrossShard(TwoPhases, ShardedState):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in CrossShardOptions.__dataclass_fields__}
         options = CrossShardOptions(**given)
-        self.__dict__["_options"] = options  # Keras' constructor, which is yet to come, asks for some of them
+        self._options = options  # Keras' constructor, which is yet to come, asks for some of them
         super().__init__(inner_optimizer, name=name)
         _refuse_inside(self.inner)
         self._refuse_accumulation_inside()
@@ -149,9 +135,13 @@ class CrossShard(TwoPhases, ShardedState):
         self._reducing = (options, lambda: self._trainable_variables, self._position, decides_with_all)
         reducer = AllReduce(*self._reducing)
         if options.overlap == "auto" and options.is_plain:
-            reducer = OverlappedAllReduce(*self._reducing, optimizer=self, may_overlap=self._may_overlap)
+            reducer = OverlappedAllReduce(
+                *self._reducing,
+                optimizer=self,
+                may_overlap=lambda comm: self.peers.started is comm and self.arrival.may_be_local,
+            )
         self.peers = Peers(self, reducer.members)
-        self.pipeline = Pipeline(found, reducer, self._update, self._communicator, self.arrival.classify)
+        self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.arrival.classify)
         note_made(self)
 
     @property
@@ -218,64 +208,14 @@ class CrossShard(TwoPhases, ShardedState):
         for stage in self.pipeline.stages:
             stage.reset()
 
-    # -- gradients that are not finite ---------------------------------------------------------------------------
-
-    @property
-    def skipped_steps(self) -> Any:
-        """How many updates were left out because a gradient was not finite: a scalar variable, or 0."""
-        if self._nonfinite is None or self._skips_inside:
-            return super().skipped_steps
-        return self._nonfinite.skipped
-
-    @property
-    def last_nonfinite(self) -> tuple[int | None, str | None] | None:
-        """Whose gradient was not finite last, and the path of the (first) variable that it was of.
-
-        None where all have been finite so far, and with `on_nonfinite="ignore"`. The replica is None where gradients
-        are reduced before the optimizer sees them. Reading it waits for the devices.
-        """
-        replica, position = (UNKNOWN, UNKNOWN) if self._nonfinite is None else self._nonfinite.last()
-        if position == UNKNOWN:
-            return None
-        return (None if replica == UNKNOWN else replica), self._names()[position]
-
-    def check_finite(self, from_now: bool = False) -> None:
-        """Raises if an update was left out since the last call. Compiled steps on JAX cannot raise by themselves.
-
-        With `from_now` it never raises: what was left out before does not count for later calls.
-
-        Raises:
-            FloatingPointError: with the names of the replica and the variable; with `on_nonfinite="raise"` only.
-        """
-        if self._nonfinite is not None and self.on_nonfinite == "raise":
-            self._nonfinite.report(self._names(), from_now)
-
-    def _names(self) -> list[str]:
-        return [getattr(v, "path", str(v)) for v in self._trainable_variables]
-
     # -- updating ------------------------------------------------------------------------------------------------
-
-    @runtime.no_autograph
-    def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
-        """See `OptimizerWrapper.apply`.
-
-        Raises:
-            FloatingPointError: with `on_nonfinite="raise"`, where a gradient is not finite.
-        """
-        if self._nonfinite is None or self.on_nonfinite != "raise":
-            super().apply(grads, trainable_variables)
-            return
-        before = self._nonfinite.count()
-        super().apply(grads, trainable_variables)
-        put_back = () if self._rollback is None else self._rollback.variables
-        runtime.no_compile(self._nonfinite.raise_if_more, before, self._names(), put_back)
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Makes the gradients global, and updates with them; when accumulating, at the end of a window."""
         if reduction_is_claimed(self):
             step = self.pipeline.resumed.replace(grads=grads, variables=variables, is_reduced=True)
         else:
-            weight = self.peers.ready(variables, self._communicator())
+            weight = self.peers.ready(variables, runtime.communicator(self.axis_name))
             if self._computed:
                 grads = scaled_gradients(grads, variables, self.loss_scale)
             step = Step(grads, variables, weight=weight, row_share=row_share())
@@ -295,33 +235,12 @@ class CrossShard(TwoPhases, ShardedState):
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
-        started = self.peers.started
-        if (
-            started is not None
-            and self._runs_among(started)
-            and not joins_uneven_inputs()
-            and not reduction_is_claimed(self)
-        ):
+        started = self.peers.still_there()
+        if started is not None and not joins_uneven_inputs() and not reduction_is_claimed(self):
             self.pipeline.reducer.finish(started)
         if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()
         super().finalize_variable_values(var_list)
-
-    def _runs_among(self, replicas: Any) -> bool:
-        """Whether these are still the replicas around the caller."""
-        try:
-            return self._communicator() is replicas
-        except ValueError:  # there are none any more
-            return False
-
-    def _communicator(self) -> Any:
-        return runtime.communicator(self.axis_name)
-
-    def _may_overlap(self, comm: Any) -> bool:
-        return self.peers.started is comm and self.arrival.may_be_local
-
-    def _find_state(self, step: Step) -> Any:
-        return self.arrival.find(step, self._communicator())
 
     def _written(self) -> list[Variable]:
         """All that an update reads or assigns."""

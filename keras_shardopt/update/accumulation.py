@@ -84,8 +84,12 @@ class Accumulation(Stage):
         num_steps = options.gradient_accumulation_steps
         if num_steps is None or num_steps == 1:
             return []
-        counts_rows = options.looks_at_own_gradients
-        return [cls(num_steps, counts_rows, optimizer._find_state, optimizer._position, optimizer._written)]
+
+        def find(step: Step) -> GradientState:
+            found: GradientState = optimizer.arrival.find(step, runtime.communicator(options.axis_name))
+            return found
+
+        return [cls(num_steps, options.looks_at_own_gradients, find, optimizer._position, optimizer._written)]
 
     @property
     def is_built(self) -> bool:

@@ -146,6 +146,28 @@ class CrossShardOptions:
         return "".join(f", {name}={shown.get(name, repr(value))}" for name, value in given.items())
 
 
+def _option(name: str, doc: str) -> Any:
+    return property(lambda self: getattr(self._options, name), doc=doc)
+
+
+class HasOptions:
+    """The options of an optimizer, as attributes that cannot be set."""
+
+    _options: CrossShardOptions
+    reduction = _option("reduction", '"mean" or "sum".')
+    group_assignment = _option("group_assignment", "Lists of replica ids, or None.")
+    gradients = _option("gradients", "How gradients arrive, as was told.")
+    replica_clipnorm = _option("replica_clipnorm", "The largest norm of a replica's own gradient, or None.")
+    replica_transform = _option("replica_transform", "What is done to a replica's own gradients, or None.")
+    on_nonfinite = _option("on_nonfinite", '"ignore", "skip" or "raise".')
+    shard_state = _option("shard_state", "Whether the optimizer state is divided.")
+    compression = _option("compression", "The dtype in which gradients are sent, or None.")
+    fused = _option("fused", '"auto" or False.')
+    overlap = _option("overlap", '"auto" or False.')
+    bucket_mib = _option("bucket_mib", "How many MiB of gradients are sent at a time.")
+    axis_name = _option("axis_name", "The mapped axis of replicas on JAX.")
+
+
 def _one_of(name: str, value: Any, known: Any, rule: str) -> None:
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"`{name}` must be {rule}. Received: {name}={value!r}")

@@ -68,6 +68,15 @@ class Peers:
         self.started = comm
         return factor
 
+    def still_there(self) -> Communicator | None:
+        """The replicas that have started together, if they are those around the caller."""
+        if self.started is None:
+            return None
+        try:
+            return self.started if runtime.communicator(self._optimizer.axis_name) is self.started else None
+        except ValueError:  # of ranks whose group is closed
+            return None
+
     def check(self, comm: Communicator | None = None) -> None:
         """Makes sure, once, that the processes train the same with the same optimizer. All must call it together.
 

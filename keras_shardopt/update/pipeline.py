@@ -39,7 +39,7 @@ class Pipeline:
         stages: from the outside in.
         reducer: makes gradients global.
         update: gets the step in the end.
-        communicator: who the replicas are, at this point of the program.
+        axis_name: of the mapped axis of replicas on JAX.
         classify: fills in how gradients arrive.
     """
 
@@ -48,13 +48,13 @@ class Pipeline:
         stages: Sequence[Stage],
         reducer: Reducer,
         update: Proceed,
-        communicator: Callable[[], Communicator],
+        axis_name: str,
         classify: Callable[[Step, Communicator], Step],
     ) -> None:
         self.stages = list(stages)
         self.reducer = reducer
         self._update = update
-        self._communicator = communicator
+        self._axis_name = axis_name
         self._classify = classify
         self.resumed = Step((), ())
         """What is known of gradients that come reduced."""
@@ -65,7 +65,7 @@ class Pipeline:
 
     def reduce(self, step: Step) -> Step:
         """What happens up to the update, on one replica; perhaps inside a `shard_map`."""
-        comm = self._communicator()
+        comm = runtime.communicator(self._axis_name)
         early = self.reducer.reduced_early(step, comm)
         if early is not None:
             return early
