@@ -234,9 +234,9 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
-        comm = self.peers.still_started()
-        if comm is not None and not joins_uneven_inputs() and not reduction_is_claimed(self):
-            self.pipeline.reducer.finish(comm)
+        started = self.peers.still_there()
+        if started is not None and not joins_uneven_inputs() and not reduction_is_claimed(self):
+            self.pipeline.reducer.finish(started)
         if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()
         super().finalize_variable_values(var_list)
