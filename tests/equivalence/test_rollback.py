@@ -196,9 +196,11 @@ def test_raise_leaves_nothing_behind_either(window):
     assert_equal(state(found), state(expected))
 
 
+RNNS = [(layer, window) for layer in ("LSTM", "Bidirectional") for window in (1, 4)]
+
+
 @pytest.mark.backends("tensorflow", "torch")  # on JAX Keras' `fit` carries no states from batch to batch
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("layer", ["LSTM", "Bidirectional"])
+@pytest.mark.parametrize(("layer", "window"), suites.some(RNNS, [("LSTM", 4), ("Bidirectional", 1)], "tensorflow"))
 def test_the_states_of_a_stateful_rnn_too(layer, window):
     """They are variables of the layer that Keras tracks nowhere."""
     x, y = batches()

@@ -14,8 +14,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 def run(folder, *arguments):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     # Which backend it is makes no difference, nor whether there is one.
+    anything = "import sys, unittest.mock\nsys.modules[__name__] = unittest.mock.MagicMock()\n"
     for name in ("keras", NEUTRAL_BACKEND):
-        (folder / f"{name}.py").write_text("import sys, unittest.mock\nsys.modules[__name__] = unittest.mock.MagicMock()\n")
+        (folder / f"{name}.py").write_text(anything)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), str(ROOT / "tests")])}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
