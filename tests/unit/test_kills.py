@@ -5,7 +5,8 @@ import json
 import pytest
 from support import launch
 
-pytestmark = pytest.mark.backends("torch")  # the one that can be forked
+# The backend that can be forked; in one process, as both look at the same kills.
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.xdist_group("kills")]
 
 
 @pytest.fixture(scope="module")
