@@ -41,7 +41,7 @@ from keras_shardopt.optimizers import (
 from keras_shardopt.optimizers.build import build_optimizer
 from keras_shardopt.steps.optimize_loss import get_regularization_loss, optimize_loss
 from keras_shardopt.update.gradient_noise import GradientNoise
-from keras_shardopt.update.step import Stage, Step
+from keras_shardopt.update.step import Stage
 
 __version__ = "0.1.0.dev0"
 
@@ -55,7 +55,6 @@ __all__ = [
     "MixedPrecision",
     "NovoGrad",
     "Stage",
-    "Step",
     "Tower",
     "VariableClipping",
     "bfloat16_scope",

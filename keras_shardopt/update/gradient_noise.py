@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import global_norm
@@ -26,17 +27,20 @@ class GradientNoise(Stage):
     Args:
         momentum: float in [0, 1), 0.95 by default. How much of the averages so far is kept in each update.
 
+    Raises:
+        TypeError: if `momentum` is not a number.
+        ValueError: if it is out of its range.
+
     Example:
         >>> import keras, keras_shardopt as ks
-        >>> noise = ks.GradientNoise()
-        >>> optimizer = ks.CrossShard(keras.optimizers.Adam(), stages=[noise])
+        >>> optimizer = ks.CrossShard(keras.optimizers.Adam(), stages=[ks.GradientNoise()])
 
     References:
         McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.
     """
 
     def __init__(self, momentum: float = 0.95) -> None:
-        self.momentum = momentum
+        self.momentum = check.real("momentum", momentum, at_least=0, below=1)
         self.averages: Variable | None = None
         """Of $|G|^2$ and $S$. Both start at 0, so that their ratio needs no correction."""
         self._num_replicas = 1

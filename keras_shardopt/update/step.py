@@ -18,8 +18,8 @@ class Step:
     Tensors in it may be traced, and belong to one replica: a stage closes over none of another's.
 
     Example:
-        >>> import keras_shardopt as ks
-        >>> step = ks.Step(grads=[None], variables=[None])
+        >>> from keras_shardopt.update.step import Step
+        >>> step = Step(grads=[None], variables=[None])
         >>> step.replace(weight=0.5).weight
         0.5
     """

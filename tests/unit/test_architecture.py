@@ -117,6 +117,16 @@ def test_no_module_is_named_after_nothing(name):
 
 
 @pytest.mark.neutral
+def test_the_drawing_in_the_guide_is_that_of_the_imports(monkeypatch):
+    monkeypatch.syspath_prepend(PACKAGE.parent / "docs")
+    import draw_house
+
+    page = draw_house.PAGE.read_text(encoding="utf-8")
+    assert draw_house.drawing() in page, "run `python docs/draw_house.py`"
+    assert "update --> wrapping" in draw_house.drawing()
+
+
+@pytest.mark.neutral
 def test_the_checks_can_fail():
     assert frameworks_of("def f():\n    import torch.nn") == {"torch"}
     assert not may_import("keras_shardopt.update.all_reduce")
