@@ -148,10 +148,10 @@ def _reduce_some(
     if not filled:
         return [], flags
     # Whether another group has failed, which the members of this one may find at different times.
-    failed = []
-    if replicas.world is not replicas:
-        ranks = _ranks_of(replicas)
-        failed = [runtime.is_cheap_to_read(filled[0]) and ranks is not None and ranks.others_have_failed()]
+    is_group = replicas.world is not replicas
+    ranks = _ranks_of(replicas) if is_group else None
+    has_failed = ranks is not None and runtime.is_cheap_to_read(filled[0]) and ranks.others_have_failed()
+    failed = [has_failed] if is_group else []
     channel = SideChannel(replicas, variables, [grad is not None for grad in grads], trained, trains, failed)
     *sums, told = replicas.all_reduce([*filled, channel.pack(dtype_of(filled[0]), flags)], op)
     heard, told = channel.unpack(told, op)
@@ -164,7 +164,6 @@ def _reduce_some(
         heard.check_all_train()
         heard.check_same_variables()
     except ValueError as error:
-        ranks = _ranks_of(replicas)
         if ranks is not None:
             ranks.say_failure(str(error), replicas.members[0])
         raise
@@ -173,9 +172,8 @@ def _reduce_some(
 
 def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     """Raises the ValueError that the replicas of another group have raised."""
-    world: Any = replicas.world
-    says = _ranks is not None and isinstance(world, _ranks.TorchProcessGroup)
-    words = world.take_failure() if says else ""
+    ranks = _ranks_of(replicas)
+    words = "" if ranks is None else ranks.take_failure()
     raise ValueError(words or "All groups must train. Received: an error in another one.")
 
 
@@ -183,10 +181,10 @@ def raise_failure_of_others(replicas: Communicator) -> NoReturn:
 _ranks = for_backend({"torch": "keras_shardopt.backends.torch.communicator"})
 
 
-def _ranks_of(group: Communicator) -> Any:
-    """All ranks, where the members of a group can tell those of others of an error; None elsewhere."""
-    world = group.world
-    return world if world is not group and _ranks is not None and isinstance(world, _ranks.TorchProcessGroup) else None
+def _ranks_of(replicas: Communicator) -> Any:
+    """All ranks, which can tell those of other groups of an error; None where nobody can."""
+    world = replicas.world
+    return world if _ranks is not None and isinstance(world, _ranks.TorchProcessGroup) else None
 
 
 def join_uneven_inputs(variables: Sequence[Variable], replicas: Communicator, num_flags: int = 0) -> None:
