@@ -24,8 +24,8 @@ class Placement:
     A new backend with several replicas writes `before_build` and `check`, which refuse what would train wrongly in
     silence, and `fingerprints`. If one program holds all copies of a variable, it also writes `replica_values` and
     `assign_replica_values`; if variables are made in a scope, `colocate_with` and `outside_strategy`; if arrays lie
-    over devices, `place`; if processes hold copies, `broadcast_state`.
-    `state_sharding` says which way of dividing optimizer state works. Nothing here is only speed.
+    over devices, `place`; if processes hold copies, `broadcast_state`. `state_sharding` says which way of dividing
+    optimizer state works. Nothing here is only speed.
     """
 
     state_sharding: StateSharding | None = None

@@ -18,8 +18,7 @@ class Runtime:
     A new backend writes `communicator` and `value_and_grad`. One that traces steps also writes `is_concrete`, `cond`
     and `raise_if`; if it rewrites Python for that, `no_autograph`; if assignments wait for the traced step to run,
     `init_scope`; if steps are pure functions, `updates_are_stateless`; if one program keeps per-replica gradients,
-    `map_replicas`. Only speed: `no_compile`,
-    `is_cheap_to_read`, `version`, `add_n`.
+    `map_replicas`. Only speed: `no_compile`, `is_cheap_to_read`, `version`, `add_n`.
     """
 
     def communicator(self, axis_name: str) -> Communicator:

@@ -132,16 +132,12 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
         accumulates = self.accumulation is not None
-        self.arrival = Arrival(options, options.needing_local_gradients(), accumulates, lambda: repr(self))
+        self.arrival = Arrival(options, options.needing_local_gradients(), accumulates, self)
         decides_with_all = any(isinstance(o, OptimizerWrapper) and o._skips_overflows for o in descendants(self))
-        self._reducing = (options, lambda: self._trainable_variables, self._position, decides_with_all)
+        self._reducing = (options, self, decides_with_all)
         reducer = AllReduce(*self._reducing)
         if options.overlap == "auto" and options.is_plain:
-            reducer = OverlappedAllReduce(
-                *self._reducing,
-                optimizer=self,
-                may_overlap=lambda comm: self.peers.started is comm and self.arrival.may_be_local,
-            )
+            reducer = OverlappedAllReduce(*self._reducing)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.arrival.classify)
         note_made(self)
@@ -246,9 +242,9 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
-        comm = self.peers.still_started()
-        if comm is not None and not joins_uneven_inputs() and not self.scope.is_reduced:
-            self.pipeline.reducer.finish(comm)
+        started = self.peers.still_there()
+        if started is not None and not joins_uneven_inputs() and not self.scope.is_reduced:
+            self.pipeline.reducer.finish(started)
         if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()
         super().finalize_variable_values(var_list)

@@ -30,23 +30,12 @@ class Accumulation(Stage):
     Args:
         num_steps: int >= 2. How many micro-steps a window has.
         counts_rows: bool. Whether to keep the replica's share of the rows too.
-        find_state: how the gradients of a step arrive.
-        position: the position of a trainable variable among all of them.
-        written: all that an update reads or assigns.
+        optimizer: the `CrossShard`.
     """
 
-    def __init__(
-        self,
-        num_steps: int,
-        counts_rows: bool,
-        find_state: Callable[[Step], GradientState],
-        position: Callable[[Variable], int],
-        written: Callable[[], Sequence[Variable]],
-    ) -> None:
+    def __init__(self, num_steps: int, counts_rows: bool, optimizer: Any) -> None:
         self.num_steps = num_steps
-        self._find_state = find_state
-        self._position = position
-        self._written = written
+        self._optimizer = optimizer
         # How the gradients of the latest micro-step arrived, if they were reduced: asked again, DDP would not know.
         self._came_reduced: GradientState | None = None
         self._stacks = False
@@ -84,12 +73,7 @@ class Accumulation(Stage):
         num_steps = options.gradient_accumulation_steps
         if num_steps is None or num_steps == 1:
             return []
-
-        def find(step: Step) -> GradientState:
-            found: GradientState = optimizer.arrival.find(step, runtime.communicator(options.axis_name))
-            return found
-
-        return [cls(num_steps, options.looks_at_own_gradients, find, optimizer._position, optimizer._written)]
+        return [cls(num_steps, options.looks_at_own_gradients, optimizer)]
 
     @property
     def is_built(self) -> bool:
@@ -133,7 +117,7 @@ class Accumulation(Stage):
         if not step.is_reduced and stacked is None:
             step = self.own(step)
         # The counter is the same on all replicas, so that all of them meet in the branch.
-        is_complete, sums = self.add(step.grads, [self._position(v) for v in step.variables], step.row_share)
+        is_complete, sums = self.add(step.grads, [self._optimizer._position(v) for v in step.variables], step.row_share)
 
         def end(sums: Sequence[Tensor]) -> None:
             means, positions, share = self.means(sums)
@@ -142,12 +126,12 @@ class Accumulation(Stage):
             proceed(whole.replace(replica_axis=stacked))
 
         # Not the sums, or JAX would copy them in each micro-step.
-        runtime.cond(is_complete, end, sums, self._written())
+        runtime.cond(is_complete, end, sums, self._optimizer._written())
 
     def own(self, step: Step) -> Step:
         """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
-            state = self._find_state(step)
+            state = self._optimizer.arrival.find(step, runtime.communicator(self._optimizer.axis_name))
             if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # those of all rows
                 self._came_reduced = state
                 return step

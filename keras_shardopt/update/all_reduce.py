@@ -173,8 +173,9 @@ def _reduce_some(
 
 def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     """Raises the ValueError that the replicas of another group have raised."""
-    ranks = _ranks_of(replicas)
-    words = "" if ranks is None else ranks.take_failure()
+    world: Any = replicas.world
+    says = _ranks is not None and isinstance(world, _ranks.TorchProcessGroup)
+    words = world.take_failure() if says else ""
     raise ValueError(words or "All groups must train. Received: an error in another one.")
 
 

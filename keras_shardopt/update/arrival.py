@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
@@ -45,16 +46,14 @@ class Arrival:
         options: those of the `CrossShard`.
         needing: for what each replica's own gradients are needed, as `name=value`.
         accumulates: whether micro-steps are added up.
-        shown: the optimizer, as warnings name it.
+        optimizer: the `CrossShard`, as warnings name it.
     """
 
-    def __init__(
-        self, options: CrossShardOptions, needing: Sequence[str], accumulates: bool, shown: Callable[[], str]
-    ) -> None:
+    def __init__(self, options: CrossShardOptions, needing: Sequence[str], accumulates: bool, optimizer: Any) -> None:
         self._options = options
         self._needing = list(needing)
         self._accumulates = accumulates
-        self._shown = shown
+        self._optimizer = optimizer
         self.told: GradientState | None = GRADIENT_STATES[options.gradients]
         """How they arrive, where that was said."""
         self._last: GradientState | None = None
@@ -86,8 +85,8 @@ class Arrival:
         is_reduced = comm.num_replicas > 1 and state in (GradientState.GLOBAL, GradientState.SUMMED)
         if is_reduced and self._accumulates:
             self._warn_once(
-                f"{self._shown()} accumulates gradients that are reduced already, so that updates are right, but each "
-                f"micro-step communicates. {_SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE}",
+                f"{self._optimizer!r} accumulates gradients that are reduced already, so that updates are right, but "
+                f"each micro-step communicates. {_SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE}",
                 "accumulates",
             )
         if is_reduced and self._needing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_shardopt.backends import for_backend
@@ -18,20 +17,20 @@ class FusedUpdate(Stage):
     """Lets Keras' own optimizers inside update with PyTorch's kernels.
 
     Args:
-        innermost: the optimizers with an update rule.
+        optimizer: the `CrossShard`.
     """
 
-    def __init__(self, innermost: Callable[[], Sequence[Any]]) -> None:
-        self._innermost = innermost
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
         """The stage, where the options ask for it."""
-        return [] if options.fused is False or _kernels is None else [cls(lambda: base_optimizers(optimizer))]
+        return [] if options.fused is False or _kernels is None else [cls(optimizer)]
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """The update, in one pass."""
-        innermost = self._innermost()
+        innermost = base_optimizers(self._optimizer)
         if _kernels is not None and _kernels.may_fuse(innermost):
             _kernels.fused(innermost, proceed, step)
         else:

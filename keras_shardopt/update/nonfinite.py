@@ -6,7 +6,7 @@ mean and any dtype still tell everyone's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -28,32 +28,22 @@ class SkipNonFinite(Stage):
     """Leaves out updates with a gradient that is NaN or infinite on any replica, and keeps whose that was.
 
     Args:
-        add_variable: `add_variable` of the optimizer, which is just being made: counters can be read before `build`.
+        optimizer: the `CrossShard`, which is just being made: its counters can be read before `build`.
         leaves_it_to_others: whether a loss scaling inside skips such updates by itself, and counts them.
         sees_own: whether a stage looks at each replica's own gradients, so that they are looked at here, too.
-        position: the position of a trainable variable among all of them.
-        written: all that an update reads or assigns.
     """
 
     needs_local_gradients = False
 
-    def __init__(
-        self,
-        add_variable: Callable[..., Variable],
-        leaves_it_to_others: bool,
-        sees_own: bool,
-        position: Callable[[Variable], int],
-        written: Callable[[], Sequence[Variable]],
-    ) -> None:
-        self.skipped = add_variable((), "zeros", dtype="int", name="skipped_steps")
+    def __init__(self, optimizer: Any, leaves_it_to_others: bool, sees_own: bool) -> None:
+        self.skipped = optimizer.add_variable((), "zeros", dtype="int", name="skipped_steps")
         """How many updates were left out: a scalar variable."""
         unknown = keras.initializers.Constant(UNKNOWN)
-        self.source = add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
+        self.source = optimizer.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
         """Which replica, and which variable, had a gradient that is not finite: the last time."""
         self.leaves_it_to_others = leaves_it_to_others
         self._sees_own = sees_own
-        self._position = position
-        self._written = written
+        self._optimizer = optimizer
         self._num_reported = 0
 
     @classmethod
@@ -61,9 +51,7 @@ class SkipNonFinite(Stage):
         """The stage, where the options ask for it."""
         if options.on_nonfinite == "ignore":
             return []
-        leaves_it = optimizer._skips_inside
-        sees_own = options.looks_at_own_gradients
-        return [cls(optimizer.add_variable, leaves_it, sees_own, optimizer._position, optimizer._written)]
+        return [cls(optimizer, optimizer._skips_inside, options.looks_at_own_gradients)]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Looks at gradients that were reduced elsewhere, by somebody who did not."""
@@ -82,14 +70,14 @@ class SkipNonFinite(Stage):
         found_inf = step.found_inf
         assert found_inf is not None
         is_bad = found_inf[0] > 0
-        places = ops.convert_to_tensor([*map(self._position, step.variables), UNKNOWN], "int32")
+        places = ops.convert_to_tensor([*map(self._optimizer._position, step.variables), UNKNOWN], "int32")
         names = ops.stack([found_inf[1], ops.take(places, found_inf[2] % (len(step.variables) + 1), axis=0)])
         self.source.assign(ops.where(is_bad, names, ops.convert_to_tensor(self.source)))
         if self.leaves_it_to_others:
             proceed(step)
             return
         self.skipped.assign(self.skipped + ops.cast(is_bad, self.skipped.dtype))
-        proceed_if(ops.logical_not(is_bad), proceed, step, self._written())
+        proceed_if(ops.logical_not(is_bad), proceed, step, self._optimizer._written())
 
     # -- what is told of it ------------------------------------------------------------------------------------------
 

@@ -68,13 +68,14 @@ class Peers:
         self.started = comm
         return factor
 
-    def still_started(self) -> Communicator | None:
-        """The replicas that started together, if these are still those around the caller."""
+    def still_there(self) -> Communicator | None:
+        """The replicas that have started together, if they are those around the caller."""
+        if self.started is None:
+            return None
         try:
-            is_current = self.started is not None and runtime.communicator(self._optimizer.axis_name) is self.started
-        except ValueError:  # there are none any more
-            is_current = False
-        return self.started if is_current else None
+            return self.started if runtime.communicator(self._optimizer.axis_name) is self.started else None
+        except ValueError:  # of ranks whose group is closed
+            return None
 
     def check(self, comm: Communicator | None = None) -> None:
         """Makes sure, once, that the processes train the same with the same optimizer. All must call it together.

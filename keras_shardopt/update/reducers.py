@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from keras import ops
@@ -27,21 +27,18 @@ class AllReduce:
 
     Args:
         options: those of the `CrossShard`.
-        trainable: the trainable variables that the optimizer was built on.
-        position: the position of a trainable variable among them.
+        optimizer: the `CrossShard`.
         decides_with_all: whether a loss scaling inside decides together with the replicas of all groups.
     """
 
     def __init__(
         self,
         options: CrossShardOptions,
-        trainable: Callable[[], Sequence[Variable]],
-        position: Callable[[Variable], int],
+        optimizer: Any,
         decides_with_all: bool,
     ) -> None:
         self._options = options
-        self._trainable = trainable
-        self._position = position
+        self._optimizer = optimizer
         self._decides_with_all = decides_with_all
         self._checks_finite = options.on_nonfinite != "ignore"
 
@@ -58,7 +55,7 @@ class AllReduce:
         if step.is_local:
             step = weighted_by_rows(step)
         trained = None
-        if not comm.is_spmd and len(chosen) < len(self._trainable()):
+        if not comm.is_spmd and len(chosen) < len(self._optimizer._trainable_variables):
             # All ranks send the same, also where some have frozen layers, so that they can notice.
             step, trained = self._with_frozen(step)
         members = self.members(comm)
@@ -75,7 +72,7 @@ class AllReduce:
     def finish(self, comm: Communicator) -> None:
         """Sends zeros, and that there are no more gradients, as if it were one more update."""
         members = self.members(comm)
-        flags = num_flags(len(self._trainable()), comm.num_replicas)
+        flags = num_flags(len(self._optimizer._trainable_variables), comm.num_replicas)
         flags = flags if self._checks_finite and members.world is members else 0
         if self._options.compression is not None:
             members = Compressed(members, self._options.compression, divides=True)
@@ -88,7 +85,7 @@ class AllReduce:
         return comm if groups is None else comm.split(groups)
 
     def _join(self, members: Communicator, num_flags: int) -> None:
-        join_uneven_inputs(self._trainable(), members, num_flags)
+        join_uneven_inputs(self._optimizer._trainable_variables, members, num_flags)
 
     def _send(self, step: Step, members: Communicator, trained: Sequence[bool] | None) -> Step:
         assert step.gradient_state is not None
@@ -105,19 +102,19 @@ class AllReduce:
 
     def _with_frozen(self, step: Step) -> tuple[Step, list[bool]]:
         """A step with all trainable variables, no gradient where none is given; and which are given."""
-        positions = [self._position(variable) for variable in step.variables]
+        positions = [self._optimizer._position(variable) for variable in step.variables]
         given = dict(zip(positions, step.grads))
-        every = range(len(self._trainable()))
+        every = range(len(self._optimizer._trainable_variables))
         found = step.found_inf
         if found is not None:
             found = ops.take(ops.convert_to_tensor([0, *[i + 1 for i in positions]], "int32"), found, axis=0)
         grads = [given.get(i) for i in every]
-        whole = step.replace(grads=grads, variables=list(self._trainable()), found_inf=found)
+        whole = step.replace(grads=grads, variables=list(self._optimizer._trainable_variables), found_inf=found)
         return whole, [i in given for i in every]
 
     def _without_frozen(self, step: Step, chosen: Sequence[Variable]) -> Step:
         """The reverse of `_with_frozen`, of a step that is reduced."""
-        positions = [self._position(variable) for variable in chosen]
+        positions = [self._optimizer._position(variable) for variable in chosen]
         found = step.found_inf
         if found is not None:
             places = [UNKNOWN] * (len(step.variables) + 1)
@@ -160,14 +157,10 @@ class OverlappedAllReduce(AllReduce):
 
     Args:
         *arguments: as in `AllReduce`.
-        optimizer: whose `scale_loss` is called.
-        may_overlap: whether these replicas have started together, and nothing looks at gradients before they are sent.
     """
 
-    def __init__(self, *arguments: Any, optimizer: Any, may_overlap: Callable[[Communicator], bool]) -> None:
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._optimizer = optimizer
-        self._may_overlap = may_overlap
         self.buckets: Any = None
         """What is sent together, where gradients are sent early."""
         self._among: Communicator | None = None
@@ -195,10 +188,11 @@ class OverlappedAllReduce(AllReduce):
     def buckets_among(self, comm: Communicator) -> Any:
         """The buckets of these replicas, made when they are first asked for; None where nothing is sent early."""
         if self._among is not comm:
-            if not self._may_overlap(comm):
+            optimizer = self._optimizer
+            if optimizer.peers.started is not comm or not optimizer.arrival.may_be_local:
                 return None
             self.buckets, self._among = None, comm
-            variables = self._trainable()
+            variables = self._optimizer._trainable_variables
             if _overlap is not None and not any(map(overwrites_variable, variables)):
                 takes_mean, num_bytes = self._options.reduction == "mean", self._options.bucket_mib * 2**20
                 compression = self._options.compression

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from keras import ops
@@ -28,23 +28,23 @@ class ReplicaTransform(Stage):
 
     Args:
         transform: the function.
-        loss_scale: by what the optimizer inside scales the loss.
+        optimizer: the `CrossShard`, which knows by what the loss is scaled.
     """
 
-    def __init__(self, transform: LocalTransform, loss_scale: Callable[[], Any]) -> None:
+    def __init__(self, transform: LocalTransform, optimizer: Any) -> None:
         self._transform = transform
-        self._loss_scale = loss_scale
+        self._optimizer = optimizer
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
         """The stage, where the options ask for it."""
         if options.replica_transform is None:
             return []
-        return [cls(options.replica_transform, lambda: optimizer.loss_scale)]
+        return [cls(options.replica_transform, optimizer)]
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Lets the function see the gradients of the replica's mean loss."""
-        return _changed(step, comm, self._loss_scale, None, self._transform)
+        return _changed(step, comm, self._optimizer, None, self._transform)
 
 
 class ReplicaClip(Stage):
@@ -52,29 +52,29 @@ class ReplicaClip(Stage):
 
     Args:
         clipnorm: the largest norm, in units of the replica's mean loss.
-        loss_scale: by what the optimizer inside scales the loss.
+        optimizer: the `CrossShard`, which knows by what the loss is scaled.
     """
 
-    def __init__(self, clipnorm: float, loss_scale: Callable[[], Any]) -> None:
+    def __init__(self, clipnorm: float, optimizer: Any) -> None:
         self._clipnorm = clipnorm
-        self._loss_scale = loss_scale
+        self._optimizer = optimizer
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
         """The stage, where the options ask for it."""
         if options.replica_clipnorm is None:
             return []
-        return [cls(options.replica_clipnorm, lambda: optimizer.loss_scale)]
+        return [cls(options.replica_clipnorm, optimizer)]
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Clips them."""
-        return _changed(step, comm, self._loss_scale, self._clipnorm, None)
+        return _changed(step, comm, self._optimizer, self._clipnorm, None)
 
 
-def _changed(step: Step, comm: Communicator, loss_scale: Callable[[], Any], *how: Any) -> Step:
+def _changed(step: Step, comm: Communicator, optimizer: Any, *how: Any) -> Step:
     # There is no mean loss of no rows; what a transform makes of them counts for nothing in the reduction.
     rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
-    unit = (loss_scale() if step.loss_scale is None else step.loss_scale) * rows
+    unit = (optimizer.loss_scale if step.loss_scale is None else step.loss_scale) * rows
     assert step.gradient_state is not None
     arguments = (step.grads, step.variables, comm.num_replicas, step.gradient_state, unit)
     return step.replace(grads=transformed_gradients(*arguments, *how))

@@ -136,10 +136,14 @@ def main():
 
     # Unequal parts of each batch, a process without a batch left, one without any.
     unequal = {}
+    case = uneven.CASES["divided by weights"]
+    other = ks.prepare(uneven.compiled(**case))  # one, whose steps are compiled once
+    other.optimizer.build(other.trainable_variables)
+    start = [(v, keras.ops.convert_to_numpy(v)) for v in [*other.variables, *other.optimizer.variables]]
     for division in (uneven.divided, uneven.some_without, uneven.all_on_the_last):
-        case = uneven.CASES["divided by weights"]
+        for variable, value in start:
+            variable.assign(value)
         rows = division(scope.process_id, scope.num_processes)
-        other = ks.prepare(uneven.compiled(**case))
         parts = uneven.Batches(case, rows)
         history = other.fit(parts, validation_data=parts, shuffle=False, verbose=2).history
         assert on_all(history)[0] == history

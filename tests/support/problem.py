@@ -50,6 +50,21 @@ def model(constraint=None):
     return built
 
 
+class InOneLayer(keras.Model):
+    """The model as one layer: `torch.compile` takes seconds for each layer of Keras."""
+
+    def __init__(self):
+        super().__init__()
+        self.arrays = [self.add_weight(shape=w.shape, name=f"w{i}") for i, w in enumerate(start_weights())]
+        self.built = True
+        self.set_weights(start_weights())
+
+    def call(self, x):
+        kernel1, bias1, kernel2, bias2 = self.arrays
+        hidden = keras.ops.tanh(keras.ops.matmul(x, kernel1) + bias1)
+        return keras.ops.matmul(hidden, kernel2) + bias2
+
+
 def relative_difference(weights, reference, start=None):
     """The largest weight difference, in units of the largest movement of the reference from its start."""
     start = start_weights() if start is None else start

@@ -246,7 +246,7 @@ def test_a_planted_fault_is_seen(monkeypatch, variant, rule, fault):
 
 
 def test_fit_with_torch_compile():
-    model = problem.model()
+    model = problem.InOneLayer()
     model.compile(ks.CrossShard(o.Adam(0.01)), "mse", jit_compile=True)
     reference = problem.model()
     reference.compile(o.Adam(0.01), "mse")

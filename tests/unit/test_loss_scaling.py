@@ -185,7 +185,6 @@ def test_mixed_float16_needs_no_argument_and_scales_once(wrap, tmp_path):
 
 def test_without_loss_scaling_inside_keras_is_not_told_so():
     for optimizer in (ks.GradientClipping("sgd", 1.0), ks.CrossShard("sgd"), ks.MixedPrecision("sgd")):
-        assert not optimizer._loss_is_scaled()
         assert optimizer.__class__ is type(optimizer)
         assert not isinstance(optimizer, o.LossScaleOptimizer)
     with mixed_float16():

@@ -108,7 +108,7 @@ class Buckets:
     # -- early -----------------------------------------------------------------------------------------------------
 
     def follow(self, loss: Any, optimizer: Any, counts: bool) -> None:
-        """Sends gradients while `loss` is differentiated, if its caller's caller is the step of Keras' own trainer.
+        """Sends gradients while `loss` is differentiated, if the `scale_loss` that asks is called by Keras' own step.
 
         Args:
             loss: what `scale_loss` returns.
@@ -119,7 +119,7 @@ class Buckets:
             return
         if not torch.is_tensor(loss) or not loss.requires_grad:
             return
-        if getattr(caller_instance(further_out=1, code=_STEP), "optimizer", None) is not optimizer:
+        if getattr(caller_instance(further_out=2, code=_STEP), "optimizer", None) is not optimizer:
             return
         mine = weakref.ref(self)
 
