@@ -1,4 +1,4 @@
-"""Which optimizers get gradients that are reduced already."""
+"""What is known of the gradients that an optimizer gets, because of those around it."""
 
 from __future__ import annotations
 
@@ -7,61 +7,54 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_claims_lock = threading.Lock()
+_lock = threading.Lock()
 
 
-_CLAIMS = "_keras_shardopt_claims"
+class GradientScope:
+    """The inside of one `CrossShard`, which gives it to every optimizer in there, up to the next `CrossShard`."""
+
+    holds_slices: bool = False
+    """Whether gradients are those of this replica's slices only, so that what is found in them must be joined."""
+
+    def __init__(self, outer: GradientScope | None = None, group_axis: str | None = None) -> None:
+        self.outer = outer
+        """The scope that the `CrossShard` is in itself."""
+        self.group_axis = group_axis
+        """The axis along which reduced gradients still differ, because replicas reduce in groups."""
+        self._num_inside = 0
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the gradients that come now are reduced already, over all replicas or over a group."""
+        return self._num_inside > 0 or (self.outer is not None and self.outer.is_reduced)
+
+    @contextlib.contextmanager
+    def reduced(self) -> Iterator[None]:
+        """Says, for the time of the block, that gradients in this scope are reduced.
+
+        Counted rather than once per thread: MirroredStrategy runs every replica in a thread of its own, switches
+        between them in the middle of an update, and continues parts of it in further threads. Replicas enter and leave
+        together, so while any of them is inside, all of them are.
+        """
+        self._enter(1)
+        try:
+            yield
+        finally:
+            self._enter(-1)
+
+    def _enter(self, count: int) -> None:
+        with _lock:
+            self._num_inside += count
 
 
-_DIFFERING_ALONG = "_keras_shardopt_differing_along"
-
-
-_HOLDS_SLICES = "_keras_shardopt_holds_slices"
+OUTSIDE = GradientScope()
+"""That of optimizers inside no `CrossShard`: nobody has reduced their gradients."""
 
 
 @contextlib.contextmanager
-def claim_reduction(optimizers: Sequence[Any], differing_along: str | None = None) -> Iterator[None]:
-    """Says, for the time of the block, that gradients are global and these optimizers may not reduce them again.
-
-    With groups they are those of a group only: then `differing_along` names the axis of the replicas.
-
-    Counted on each optimizer rather than once per thread: MirroredStrategy runs every replica in a thread of its
-    own, switches between them in the middle of an update, and continues parts of it in further threads. Replicas
-    enter and leave together, so while any of them is inside, all of them are.
-    """
-    if differing_along is not None:
-        for optimizer in optimizers:
-            optimizer.__dict__[_DIFFERING_ALONG] = differing_along
-    _add_claim(optimizers, 1)
-    try:
+def claim_reduction(cross_shards: Sequence[Any]) -> Iterator[None]:
+    """For trainers that reduce: says, for the time of the block, that these need not, nor may any of them."""
+    with contextlib.ExitStack() as scopes:
+        for optimizer in cross_shards:
+            scopes.enter_context(optimizer.scope.reduced())
         yield
-    finally:
-        _add_claim(optimizers, -1)
-
-
-def _add_claim(optimizers: Sequence[Any], count: int) -> None:
-    with _claims_lock:
-        for optimizer in optimizers:
-            optimizer.__dict__[_CLAIMS] = optimizer.__dict__.get(_CLAIMS, 0) + count
-
-
-def reduction_is_claimed(optimizer: Any) -> bool:
-    """Whether an optimizer around this one has reduced its gradients."""
-    return bool(optimizer.__dict__.get(_CLAIMS, 0))
-
-
-def hold_slices(optimizers: Sequence[Any]) -> None:
-    """Says that from now on these optimizers see gradients of this replica's slices only."""
-    for optimizer in optimizers:
-        optimizer.__dict__[_HOLDS_SLICES] = True
-
-
-def holds_slices(optimizer: Any) -> bool:
-    """Whether it sees a part of all gradients, so that what it finds must be joined over replicas."""
-    return bool(optimizer.__dict__.get(_HOLDS_SLICES))
-
-
-def differing_along(optimizer: Any) -> str | None:
-    """The axis along which reduced gradients still differ, because replicas reduce in groups; None where all agree."""
-    axis_name: str | None = optimizer.__dict__.get(_DIFFERING_ALONG)
-    return axis_name

@@ -37,7 +37,7 @@ class Placement:
         """Called before an optimizer that reduces gradients is built for these trainable variables.
 
         From here on replicas draw different random numbers in training steps, and the optimizers `innermost` in it
-        reduce nothing inside `claim_reduction()`.
+        reduce nothing where the `scope_inside` of `optimizer` is reduced.
 
         Raises:
             ValueError: if variables or optimizer were made for fewer replicas than train now; if it `shards_state` and

@@ -9,7 +9,7 @@ import keras
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.backends.gradient_scope import claim_reduction, reduction_is_claimed
+from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.optimizers.made import note_made
 from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
 from keras_shardopt.optimizers.two_phases import TwoPhases
@@ -121,6 +121,9 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
                 f"inside finds its scale. Received: inner_optimizer={self.inner!r}. Leave `on_nonfinite` out: the loss "
                 'scaling skips such updates. With `on_nonfinite="skip"` the replica can be read, too.'
             )
+        self.scope = GradientScope()
+        self.scope_inside = GradientScope(self.scope, None if self.group_assignment is None else axis_name)
+        self._give_scope()
         self._shards = None
         if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
@@ -138,6 +141,15 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.arrival.classify)
         note_made(self)
+
+    def _give_scope(self) -> None:
+        """To the optimizers inside, up to the next `CrossShard`, which has given its own to those further in."""
+        for part in descendants(self):
+            if isinstance(part, OptimizerWrapper):
+                part.scope = self.scope_inside
+            if isinstance(part, CrossShard):
+                part.scope_inside.outer = self.scope_inside
+                break
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]
@@ -207,7 +219,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Makes the gradients global, and updates with them; when accumulating, at the end of a window."""
-        if reduction_is_claimed(self):
+        if self.scope.is_reduced:
             step = self.pipeline.resumed.replace(grads=grads, variables=variables, is_reduced=True)
         else:
             weight = self.peers.ready(variables, runtime.communicator(self.axis_name))
@@ -217,7 +229,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         self.pipeline.run(step)
 
     def _update(self, step: Step) -> None:
-        with claim_reduction(descendants(self), None if self.group_assignment is None else self.axis_name):
+        with self.scope_inside.reduced():
             super().update_inner(step.grads, step.variables)
 
     @runtime.no_autograph
@@ -231,7 +243,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
         started = self.peers.still_there()
-        if started is not None and not joins_uneven_inputs() and not reduction_is_claimed(self):
+        if started is not None and not joins_uneven_inputs() and not self.scope.is_reduced:
             self.pipeline.reducer.finish(started)
         if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()

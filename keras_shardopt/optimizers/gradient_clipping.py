@@ -10,7 +10,6 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.gradient_scope import holds_slices
 from keras_shardopt.numerics import clip_by_global_norm, global_norm, like_variable, overwrites_variable
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -71,7 +70,7 @@ class GradientClipping(OptimizerWrapper):
         result = list(grads)
         clipped = [i for i, variable in enumerate(variables) if not overwrites_variable(variable)]
         seen = [grads[i] for i in clipped]
-        norm = norm_over_replicas(global_norm(seen)) if holds_slices(self) else None
+        norm = norm_over_replicas(global_norm(seen)) if self.scope.holds_slices else None
         values, _ = clip_by_global_norm(seen, self.clip_gradients * self._incoming_scale(), norm)
         for i, value in zip(clipped, values):
             result[i] = like_variable(value, variables[i])

@@ -18,7 +18,6 @@ from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import GlobalView, GradientState
-from keras_shardopt.backends.gradient_scope import differing_along, holds_slices, reduction_is_claimed
 from keras_shardopt.numerics import dtype_of, in_float32, map_values, overwrites_variable
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.update.nonfinite import largest_of_all
@@ -161,15 +160,14 @@ class ScaledUpdate(OptimizerWrapper):
         seen = [grad for grad, variable in zip(grads, variables) if not overwrites_variable(variable)]
         has_nan, amax = check_grads(seen)
         amax = amax / scale
-        if holds_slices(self):
+        if self.scope.holds_slices:
             return largest_of_all(has_nan, amax, runtime.communicator("batch"))
         reducers = [optimizer for optimizer in descendants(self) if hasattr(optimizer, "axis_name")]
         axes = [reducer.axis_name for reducer in reducers]
-        if reduction_is_claimed(self):
-            axis = differing_along(self)
-            if axis is None:
+        if self.scope.is_reduced:
+            if self.scope.group_axis is None:
                 return has_nan, amax  # the gradients are global
-            axes = [axis]  # those of a group
+            axes = [self.scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
         # user has said how they come, replicas may not know: what they hear from each other is right in any case.

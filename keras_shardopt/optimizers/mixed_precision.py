@@ -21,7 +21,6 @@ from keras import ops
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.gradient_scope import reduction_is_claimed
 from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.numerics import LARGEST_FLOAT16, add, dtype_of, in_float32
@@ -243,7 +242,7 @@ class MixedPrecision(ScaledUpdate):
 
     def _share_of_penalty(self, variables: Sequence[Variable]) -> float:
         """What of the penalty each replica adds: the inner optimizer itself sums over TensorFlow's replicas."""
-        return 1.0 if _summing is None or reduction_is_claimed(self) else 1.0 / _summing.num_summed()
+        return 1.0 if _summing is None or self.scope.is_reduced else 1.0 / _summing.num_summed()
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`."""

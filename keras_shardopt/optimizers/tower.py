@@ -19,7 +19,6 @@ from keras.src.backend.common import global_state
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends import for_backend
-from keras_shardopt.backends.gradient_scope import reduction_is_claimed
 from keras_shardopt.numerics import add, map_values, overwrites_variable
 from keras_shardopt.wrapping.chain import get_optimizer, shown
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -226,7 +225,7 @@ class Tower(OptimizerWrapper):
 
     def _refuse_to_be_inside(self) -> None:
         outer = None
-        if reduction_is_claimed(self):
+        if self.scope.is_reduced:
             outer = "CrossShard"
         elif self._is_in_loss_scaling:
             outer = "LossScaleOptimizer"

@@ -20,7 +20,6 @@ from keras import ops
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.backends.gradient_scope import hold_slices
 from keras_shardopt.numerics import dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, size_of
 from keras_shardopt.sharding.separability import (
@@ -98,7 +97,7 @@ class PaddedShards:
 
     def bind_state(self, optimizer: Any) -> None:
         """Looks at the state, now that the inner optimizers are built."""
-        hold_slices(descendants(optimizer))
+        optimizer.scope_inside.holds_slices = True
         for position, _, slot in slots_of(self._leaf, self._leaf._trainable_variables):
             self._slots[id(slot)] = position
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}

@@ -22,7 +22,6 @@ from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.backends.gradient_scope import hold_slices
 from keras_shardopt.backends.side_channel import SideChannel
 from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
@@ -127,7 +126,7 @@ class FlatShards:
 
     def bind_state(self, optimizer: Any) -> None:
         """Looks at the state, now that the inner optimizers are built."""
-        hold_slices(descendants(optimizer))
+        optimizer.scope_inside.holds_slices = True
         for position, _, slot in slots_of(self._leaf, self._leaf._trainable_variables):
             self._slots[id(slot)] = position
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}

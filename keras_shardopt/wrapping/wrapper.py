@@ -25,6 +25,7 @@ import keras
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.arguments import with_article
 from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.gradient_scope import OUTSIDE, GradientScope
 from keras_shardopt.backends.keras_callers import caller_module, running_instance
 from keras_shardopt.wrapping.chain import (
     Wrapping,
@@ -89,6 +90,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     _inner: tuple[Any, ...] = ()
     """The inner optimizer; empty while the base class is constructed."""
+
+    scope: GradientScope = OUTSIDE
+    """What is known of the gradients that come to it: of the `CrossShard` around it, which sets this."""
 
     @property
     def _saving_needs_all_replicas(self) -> bool:

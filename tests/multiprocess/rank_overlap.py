@@ -599,7 +599,7 @@ def compiled_steps(scope):
 def planted_faults_are_seen(scope):
     plain = trained(scope, {"overlap": False})
     kind = torch_overlap.Buckets
-    reals = kind._take, kind._laid_out
+    reals = kind._take, torch_overlap.laid_out
 
     def before_it_is_there(self, i, parameter):
         """Sends what the step before has left."""
@@ -607,13 +607,13 @@ def planted_faults_are_seen(scope):
         reals[0](self, i, parameter)
         self._put = put
 
-    def as_a_sum(self, bucket_bytes, op, compression):
-        return reals[1](self, bucket_bytes, "sum", compression)
+    def as_a_sum(tensors, bucket_bytes, op, *rest):
+        return reals[1](tensors, bucket_bytes, "sum", *rest)
 
     for faults in ((before_it_is_there, reals[1]), (reals[0], as_a_sum)):
-        kind._take, kind._laid_out = faults
+        kind._take, torch_overlap.laid_out = faults
         model = trained(scope, {"bucket_mib": TINY})
-        kind._take, kind._laid_out = reals
+        kind._take, torch_overlap.laid_out = reals
         refused(lambda: assert_same(model, plain, 1e-3), AssertionError, "")  # noqa: B023
 
 

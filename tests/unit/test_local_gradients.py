@@ -211,11 +211,9 @@ def test_inside_another_cross_shard_it_is_refused(argument):
 
 def test_gradients_pass_where_the_reduction_is_claimed():
     """As in a training step that has called `_reduce_gradients` itself."""
-    from keras_shardopt.backends.gradient_scope import claim_reduction
-
     weight = keras.Variable([0.0, 0.0])
     optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), replica_clipnorm=1.0)
-    with claim_reduction([optimizer]):
+    with optimizer.scope.reduced():
         optimizer.apply([ops.convert_to_tensor([3.0, 4.0])], [weight])
     np.testing.assert_array_equal(ops.convert_to_numpy(weight), [-3.0, -4.0])
 

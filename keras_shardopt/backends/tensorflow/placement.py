@@ -114,7 +114,7 @@ class TensorFlowPlacement(Placement):
         check_made_inside([optimizer])
         if shards_state:
             _check_can_divide(variables)
-        keep_reduction_off(innermost)
+        keep_reduction_off(innermost, optimizer.scope_inside)
         if tf.distribute.has_strategy():
             draw_apart()
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_shardopt._typing import FunctionT, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, SingleReplica
-from keras_shardopt.backends.gradient_scope import reduction_is_claimed
+from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.backends.runtime import Runtime
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import (
@@ -37,18 +37,22 @@ def _cond(condition: Any, action: Callable[[], Any]) -> None:
     tf.cond(condition, act, lambda: 0)
 
 
-def _reduce_unless_claimed(optimizer: Any, grads_and_vars: Any) -> Any:
+_SCOPES = "_keras_shardopt_scopes"
+
+
+def _reduce_unless_reduced(optimizer: Any, grads_and_vars: Any) -> Any:
     """Stands in for an optimizer's own `_all_reduce_sum_gradients`."""
-    if reduction_is_claimed(optimizer):
+    if any(scope.is_reduced for scope in optimizer.__dict__[_SCOPES]):
         return list(grads_and_vars)
     return type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars)
 
 
-def keep_reduction_off(optimizers: Sequence[Any]) -> None:
-    """Makes these innermost optimizers reduce nothing by themselves inside `claim_reduction()`."""
+def keep_reduction_off(optimizers: Sequence[Any], scope: GradientScope) -> None:
+    """Makes these innermost optimizers reduce nothing by themselves where gradients in this scope are reduced."""
     for optimizer in optimizers:
+        optimizer.__dict__[_SCOPES] = (*optimizer.__dict__.get(_SCOPES, ()), scope)
         # On the instance, past Keras' attribute tracking: a subclass would change the name that is serialised.
-        override = types.MethodType(_reduce_unless_claimed, optimizer)
+        override = types.MethodType(_reduce_unless_reduced, optimizer)
         object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
 

@@ -7,7 +7,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -121,7 +121,7 @@ class TorchProcessGroup(Communicator):
         result: list[Tensor] = [None] * len(tensors)
         flats = []
         under_way: list[Any] = []
-        for indices in _buckets(tensors):
+        for indices in in_buckets(tensors, BUCKET_BYTES, range(len(tensors))):
             flat = torch.cat([_dense(tensors[i]).reshape(-1) for i in indices])
             with explaining_failures(under_way):
                 under_way.append(dist.all_reduce(flat, reduce, group=self._process_group, async_op=True))
@@ -173,7 +173,7 @@ class TorchProcessGroup(Communicator):
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         result: list[Tensor] = [None] * len(tensors)
-        for indices in _buckets(tensors):
+        for indices in in_buckets(tensors, BUCKET_BYTES, range(len(tensors))):
             # As bytes: every dtype travels, and bits stay what they are.
             flat = torch.cat([tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in indices])
             with explaining_failures():
@@ -277,17 +277,17 @@ def _signature(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
     return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Positions of tensors that travel together: of one dtype and device, at most `BUCKET_BYTES` unless alone."""
+def in_buckets(tensors: Sequence[Tensor], bucket_bytes: float, order: Iterable[int]) -> Iterator[list[int]]:
+    """Positions of tensors that travel together: of one dtype and device, at most so many bytes unless alone."""
     alike: dict[Any, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        alike.setdefault((tensor.dtype, tensor.device), []).append(i)
+    for i in order:
+        alike.setdefault((tensors[i].dtype, tensors[i].device), []).append(i)
     for indices in alike.values():
         bucket: list[int] = []
         size = 0
         for i in indices:
             num_bytes = tensors[i].numel() * tensors[i].element_size()
-            if bucket and size + num_bytes > BUCKET_BYTES:
+            if bucket and size + num_bytes > bucket_bytes:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(i)

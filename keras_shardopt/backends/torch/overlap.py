@@ -18,7 +18,6 @@ Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls at
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Sequence
@@ -30,45 +29,16 @@ import torch.distributed as dist
 from torch.autograd import Variable as _Autograd
 
 from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
-from keras_shardopt.backends.compression import dtype_sent, factors
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.flat_bucket import laid_out
 from keras_shardopt.backends.torch.process_group import explaining_failures
 from keras_shardopt.numerics import dtype_of
-
-_MIN_BUCKETS = 4
-"""Into how many buckets gradients are divided at least,"""
-
-_SMALL_BYTES = 2**20
-"""unless they would become smaller than this."""
 
 _CALL = "reduces the gradients of an update"
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-@dataclasses.dataclass
-class _Bucket:
-    """What is reduced at one time."""
-
-    places: list[int]
-    """Which variables' gradients, in the order in which they lie there."""
-
-    flat: Tensor
-    views: dict[int, Tensor]
-    """Where each of them lies in `flat`."""
-
-    wide: Tensor
-    results: dict[int, Tensor]
-    """The same after the reduction, in the dtype of the variables: elsewhere where that is not what is sent."""
-
-    divisor: int
-    factor: float
-    """By what gradients are divided before they are sent, and their sum is multiplied."""
-
-    num_missing: int = 0
-    """How many of them are still to come."""
 
 
 class Buckets:
@@ -97,20 +67,19 @@ class Buckets:
         self._variables = list(variables)
         self._places = {id(variable): i for i, variable in enumerate(self._variables)}
         self._overlaps = True
-        self._buckets = self._laid_out(bucket_bytes, "mean" if takes_mean else "sum", compression)
+        tensors = [variable.value for variable in self._variables]
+        num_flags = len(tensors) + NUM_FLAGS + 3
+        op: ReduceOp = "mean" if takes_mean else "sum"
+        self._buckets = laid_out(tensors, bucket_bytes, op, self._num_ranks, compression, num_flags)
         self._of = {i: bucket for bucket in self._buckets for i in bucket.places}
         flags = self._buckets[-1].flat
-        self._flags = flags[flags.numel() - self._num_flags :]
+        self._flags = flags[flags.numel() - num_flags :]
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._heard: list[tuple[dict[int, Any], int]] = []
         # How often gradients were taken from here: equal on all ranks, or one of them has left out an update.
         self._num_taken = 0
         self._forget()
-
-    @property
-    def _num_flags(self) -> int:
-        return len(self._variables) + NUM_FLAGS + 3
 
     def _begin(self) -> None:
         if self._num_sent % len(self._buckets):
@@ -135,45 +104,6 @@ class Buckets:
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of an optimizer makes its own
-
-    def _laid_out(self, bucket_bytes: float, op: ReduceOp, compression: str | None) -> list[_Bucket]:
-        tensors = [variable.value for variable in self._variables]
-        # Of what is in the last one, nothing is sent early.
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        bucket_bytes = min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _SMALL_BYTES))
-        groups: list[list[int]] = []
-        open_groups: dict[Any, list[int]] = {}
-        sizes: dict[Any, int] = {}
-        for i in reversed(range(len(tensors))):
-            key, size = (tensors[i].dtype, tensors[i].device), tensors[i].numel() * tensors[i].element_size()
-            if key not in open_groups or sizes[key] + size > bucket_bytes:
-                open_groups[key], sizes[key] = [], 0
-                groups.append(open_groups[key])
-            open_groups[key].append(i)
-            sizes[key] += size
-        # The one that is full last goes last, as the others may not overtake it.
-        groups.sort(key=min, reverse=True)
-        buckets = []
-        for number, places in enumerate(groups):
-            counts = [tensors[i].numel() for i in places]
-            more = self._num_flags if number == len(groups) - 1 else 0
-            like = tensors[places[0]]
-            sent = getattr(torch, dtype_sent(dtype_of(like), compression))
-            flat = torch.zeros(sum(counts) + more, dtype=sent, device=like.device)
-            wide = flat[: sum(counts)]
-            views = results = self._cut(wide, places, tensors)
-            if sent != like.dtype:
-                wide = torch.zeros(sum(counts), dtype=like.dtype, device=like.device)
-                results = self._cut(wide, places, tensors)
-            # A mean is divided on the way, which spares a pass; and a sum overflows only where the mean does.
-            divisor, factor = factors(op, self._num_ranks, divides=op == "mean" or sent != like.dtype)
-            buckets.append(_Bucket(places, flat, views, wide, results, divisor, factor))
-        return buckets
-
-    @staticmethod
-    def _cut(flat: Tensor, places: Sequence[int], tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        parts = flat.split([tensors[i].numel() for i in places])
-        return {i: part.view(tensors[i].shape) for i, part in zip(places, parts)}
 
     # -- early -----------------------------------------------------------------------------------------------------
 
@@ -323,17 +253,7 @@ class Buckets:
     # -- what both do ----------------------------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
-        bucket = self._of[i]
-        view = bucket.views[i]
-        if grad is None or not self._counts:
-            view.zero_()
-        else:
-            grad = grad.to_dense() if grad.is_sparse else grad
-            grad = grad if weight == 1 else grad * weight
-            if bucket.divisor == 1:
-                view.copy_(grad)
-            else:
-                torch.div(grad, bucket.divisor, out=view)
+        self._of[i].put(i, grad if self._counts else None, weight)
 
     def _reduced_at_the_end(
         self,
@@ -394,10 +314,7 @@ class Buckets:
             heard.check_same_variables()
             has = heard.present
         for bucket in self._buckets:
-            if bucket.results is not bucket.views:
-                bucket.wide.copy_(bucket.flat[: bucket.wide.numel()])
-                if bucket.factor != 1:
-                    bucket.wide.mul_(bucket.factor)
+            bucket.widen()
         return [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
 
 
