@@ -44,6 +44,31 @@ SHARDS = "unit/test_sharding.py::test_replicas_update_as_one_does"
 WHOLE_BATCH = "unit/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
 
 FAULTS = [
+    # The way through the stages.
+    fault(
+        "update/pipeline.py",
+        "for stage in reversed(self.stages):",
+        "for stage in self.stages:",
+        "unit/test_stages.py::test_stages_come_in_the_order_in_which_they_are_given",
+    ),
+    fault(
+        "update/step.py",
+        "notes=dict(zip(names, tensors[count:]))",
+        "notes={}",
+        "unit/test_stages.py::test_of_a_skipped_update_it_sees_no_commit",
+    ),
+    fault(
+        "update/reducers.py",
+        "[0, *[i + 1 for i in positions]]",
+        "[0, *positions]",
+        "unit/test_cross_shard.py::test_the_name_of_what_is_not_finite_is_right_beside_frozen_variables",
+    ),
+    fault(
+        "update/gradient_noise.py",
+        "unit = comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else 1",
+        "unit = 1",
+        "unit/test_stages.py::test_the_noise_of_gradients_is_that_of_the_formulas",
+    ),
     # How gradients arrive, and by what they are divided.
     fault(
         "update/all_reduce.py",

@@ -74,6 +74,34 @@ def test_a_stage_sees_local_gradients_and_global_ones_in_their_order(state, monk
         assert float(stage.count) == 3 * 3.0
 
 
+def test_stages_come_in_the_order_in_which_they_are_given(monkeypatch):
+    log = []
+
+    class Named(ks.Stage):
+        needs_local_gradients = False
+
+        def __init__(self, name):
+            self.name = name
+
+        def collect(self, step, proceed):
+            log.append(f"collect {self.name}")
+            proceed(step)
+            log.append(f"collected {self.name}")
+
+        def local(self, step, comm):
+            log.append(f"local {self.name}")
+            return step
+
+        def commit(self, step, proceed):
+            log.append(f"commit {self.name}")
+            proceed(step)
+
+    optimizer, weight = ks.CrossShard("sgd", stages=[Named("a"), Named("b")]), keras.Variable([1.0, 2.0])
+    optimizer.apply([ops.ones(2)], [weight])
+    before = ["collect a", "collect b", "local a", "local b", "commit a", "commit b"]
+    assert log == [*before, "collected b", "collected a"]
+
+
 def test_with_micro_steps_it_sees_the_window(monkeypatch):
     world, grads = FakeWorld(2).hold(monkeypatch), rows(4, 2)
     make = lambda: ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2, stages=[Noting()])  # noqa: E731
