@@ -23,7 +23,6 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.models import optimizers_of
@@ -37,7 +36,6 @@ from keras_shardopt.checkpoint.saving import (
     saved_together,
 )
 from keras_shardopt.optimizers.cross_shard import cross_shards
-from keras_shardopt.update.accumulation import Accumulation
 from keras_shardopt.wrapping.chain import kind_of, shared_variables
 
 
@@ -317,28 +315,28 @@ class _Entries:
             np.lib.format.write_array(file, _storable(np.asanyarray(array)), allow_pickle=False)
 
 
-def _variables(model: Any) -> list[Variable]:
+def _variables(model: Any) -> list[keras.Variable]:
     return [*model.variables, *_optimizer_variables(model)]
 
 
-def _optimizer_variables(model: Any) -> list[Variable]:
+def _optimizer_variables(model: Any) -> list[keras.Variable]:
     """Those of which every process has a copy."""
     return [variable for optimizer in optimizers_of(model) for variable in _variables_of(optimizer)]
 
 
-def _variables_of(optimizer: Any) -> list[Variable]:
+def _variables_of(optimizer: Any) -> list[keras.Variable]:
     if _is_stored_whole(optimizer):  # what no file holds: how many steps were skipped
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
     return shared_variables(optimizer)
 
 
-def _accumulating(model: Any) -> list[Accumulation]:
+def _accumulating(model: Any) -> list[Any]:
     reducers = [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
     return [part.accumulation for part in reducers if part.accumulation is not None]
 
 
-def _global_seed(make: bool) -> list[Variable]:
+def _global_seed(make: bool) -> list[keras.Variable]:
     """Keras' global seed in a list, which is empty if there is none."""
     found = (
         seed_generator.global_seed_generator() if make else global_state.get_global_attribute("global_seed_generator")

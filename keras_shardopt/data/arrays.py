@@ -10,7 +10,6 @@ import numpy as np
 from keras import tree
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Tensor
 from keras_shardopt.data.part import Part, permutation
 
 
@@ -106,7 +105,7 @@ def _rows_of(nest: Any, rows: Any) -> Any:
     return tree.map_structure(lambda leaf: None if leaf is None else _rows_of_one(leaf, rows), nest)
 
 
-def _rows_of_one(array: Tensor, rows: Any) -> Tensor:
+def _rows_of_one(array: Any, rows: Any) -> Any:
     """The rows of a slice or of an array of positions."""
     if hasattr(array, "iloc"):
         return array.iloc[rows]

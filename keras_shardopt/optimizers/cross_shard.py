@@ -13,8 +13,8 @@ from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.optimizers.made import note_made
 from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
 from keras_shardopt.optimizers.two_phases import TwoPhases
+from keras_shardopt.sharding.separability import check_can_shard
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
-from keras_shardopt.sharding.slices import check_can_shard
 from keras_shardopt.update import stages_of
 from keras_shardopt.update.accumulation import Accumulation, refuse_accumulation_inside
 from keras_shardopt.update.arrival import Arrival
@@ -27,7 +27,8 @@ from keras_shardopt.update.replica_transform import scaled_gradients
 from keras_shardopt.update.step import Stage, Step
 from keras_shardopt.update.trainer_context import joins_uneven_inputs, row_share
 from keras_shardopt.wrapping.chain import base_optimizers, children, descendants
-from keras_shardopt.wrapping.wrapper import OptimizerWrapper, empty_name_scope
+from keras_shardopt.wrapping.slots import empty_name_scope
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")

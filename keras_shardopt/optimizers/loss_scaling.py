@@ -44,8 +44,6 @@ class ScaledUpdate(OptimizerWrapper):
     _shard_unit = "element"
 
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
-        if scale is not None:
-            scale = _checked_scale(scale, self._scale_argument)
         super().__init__(inner_optimizer, name=name)
         if isinstance(scale, AutomaticLossScaler):
             _refuse_accumulation_inside(self)
@@ -283,7 +281,7 @@ class LossScaling(ScaledUpdate):
             except (TypeError, ValueError) as error:
                 rule = "`loss_scaling` and `loss_scaling_params` must make an `AutomaticLossScaler`."
                 raise type(error)(f"{rule} {error}") from None
-        super().__init__(inner_optimizer, loss_scaling, name)
+        super().__init__(inner_optimizer, checked_scale(loss_scaling, "loss_scaling"), name)
 
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
@@ -301,7 +299,7 @@ def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
             )
 
 
-def _checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:
+def checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:
     """A scale that a constructor was given under the name `argument`: a float > 0 or a scaler."""
     if isinstance(scale, AutomaticLossScaler):
         return scale

@@ -25,7 +25,7 @@ from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.numerics import LARGEST_FLOAT16, add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
-from keras_shardopt.optimizers.loss_scaling import ScaledUpdate
+from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
 
@@ -109,7 +109,8 @@ class MixedPrecision(ScaledUpdate):
         loss_scale: float | AutomaticLossScaler | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(inner_optimizer, loss_scale, name)
+        scale = None if loss_scale is None else checked_scale(loss_scale, "loss_scale")
+        super().__init__(inner_optimizer, scale, name)
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]

@@ -24,6 +24,7 @@ from keras_shardopt._typing import Variable
 from keras_shardopt.numerics import dtype_of, overwrites_variable
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope, slots_of
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 # From small to large, so that what is within a limit and what is beyond it both occur.
 _SCALES = (1e-3, 1.0, 30.0, 1e3, 1e6, 1.0)
@@ -119,6 +120,21 @@ def _refuse_penalties(variables: Sequence[Variable]) -> None:
             "With `shard_state=True`, `MixedPrecision` cannot take the gradients of penalties over, as only one rank "
             f"has a variable's master. Received: regularizers of {penalised}. Use weight decay, or `shard_state=False`."
         )
+
+
+def check_can_shard(optimizer: Any) -> None:
+    """Raises ValueError if something inside could not be right with a part of the gradients."""
+    chain = descendants(optimizer)
+    for one in chain:
+        is_leaf = not isinstance(one, OptimizerWrapper) and getattr(one, "inner_optimizer", None) is None
+        several = hasattr(one, "optimizers") and not isinstance(one, OptimizerWrapper)
+        if several or not (is_leaf or getattr(one, "_shard_unit", None)):
+            raise ValueError(
+                "`shard_state=True` shows the optimizers inside a part of the gradients only, with which "
+                f"{type(one).__name__} would be wrong. Received: inner_optimizer={optimizer.inner!r}. Use "
+                "`shard_state=False`, or what can do with a part: `GradientClipping`, `LARC`, `LossScaling` and "
+                "`MixedPrecision` of this package around one optimizer."
+            )
 
 
 def keep_exclusions(

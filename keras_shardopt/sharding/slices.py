@@ -528,21 +528,6 @@ def _groups(variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas
     return groups
 
 
-def check_can_shard(optimizer: Any) -> None:
-    """Raises ValueError if something inside could not be right with a part of the gradients."""
-    chain = descendants(optimizer)
-    for one in chain:
-        is_leaf = not isinstance(one, OptimizerWrapper) and getattr(one, "inner_optimizer", None) is None
-        several = hasattr(one, "optimizers") and not isinstance(one, OptimizerWrapper)
-        if several or not (is_leaf or getattr(one, "_shard_unit", None)):
-            raise ValueError(
-                "`shard_state=True` shows the optimizers inside a part of the gradients only, with which "
-                f"{type(one).__name__} would be wrong. Received: inner_optimizer={optimizer.inner!r}. Use "
-                "`shard_state=False`, or what can do with a part: `GradientClipping`, `LARC`, `LossScaling` and "
-                "`MixedPrecision` of this package around one optimizer."
-            )
-
-
 # Where a slice can lie in the memory of the whole.
 _memory = for_backend({"torch": "keras_shardopt.backends.torch.memory"})
 

@@ -39,8 +39,7 @@ from keras_shardopt.wrapping.chain import (
     shown,
 )
 from keras_shardopt.wrapping.rollback import Rollback, leaves_out_updates, note_assignments, rollback_of
-from keras_shardopt.wrapping.slots import SlotAccess
-from keras_shardopt.wrapping.slots import empty_name_scope as empty_name_scope
+from keras_shardopt.wrapping.slots import SlotAccess, empty_name_scope
 from keras_shardopt.wrapping.stored_state import (
     DividedState,
     WrapperState,
@@ -59,9 +58,7 @@ def _of_innermost(name: str, default: Any) -> property:
 
     def read(self: OptimizerWrapper) -> Any:
         # The base class's constructor reads and writes these before there is an inner optimizer.
-        if not self._inner:
-            return default
-        return getattr(innermost(self), name, default)
+        return getattr(innermost(self), name, default) if self._inner else default
 
     def write(self: OptimizerWrapper, value: Any) -> None:
         if self._inner:
@@ -94,6 +91,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     scope: GradientScope = OUTSIDE
     """What is known of the gradients that come to it: of the `CrossShard` around it, which sets this."""
 
+    _tracks = False
+    """Whether Keras tracks what is assigned to private attributes: while its own constructor runs."""
+
     @property
     def _saving_needs_all_replicas(self) -> bool:
         """Whether `save_own_variables` gathers what each replica holds a part of, so that all must enter it."""
@@ -118,7 +118,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def _init_around(self, inner: Any, name: str | None) -> None:
         """The constructor of an optimizer around `inner`, which may be None if `self.inner` is overridden."""
+        self._tracks = True
         super().__init__(learning_rate=0.0, name=name)
+        self._tracks = False
         # The base class's counter and rate would be saved and shown, and never change.
         for variable in list(self._variables):
             self._untrack_variable(variable)
@@ -226,10 +228,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         """The state of the innermost optimizer, as it alone would have it, then that of the wrappers around it."""
         if not self._inner:
             return self._variables[:]
-        wrappers = self._wrappers
-        own = [v for wrapper in wrappers for v in wrapper._variables]
+        own = [v for wrapper in self._wrappers for v in wrapper._variables]
         # What an observer keeps for the time it watches is part of the state of a compiled step, but of no file.
-        watched = [(w, w._observer) for w in wrappers if w._observer is not None]
+        watched = [(w, w._observer) for w in self._wrappers if w._observer is not None]
         return [*self._inner_state, *own, *(v for wrapper, observer in watched for v in observer.variables_of(wrapper))]
 
     @property
@@ -245,8 +246,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     @property
     def _shared_variables(self) -> list[Variable]:
         """Those of `variables` that are equal on all replicas."""
-        chain = [self, *descendants(self)]
-        apart = {id(v) for o in chain if isinstance(o, OptimizerWrapper) for v in o._replica_state}
+        apart = {id(v) for o in [self, *descendants(self)] if isinstance(o, OptimizerWrapper) for v in o._replica_state}
         return [v for v in self.variables if id(v) not in apart]
 
     def _observe(self, observer: Any) -> None:
@@ -378,7 +378,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return averages
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):  # past Keras' tracking: what is state is added as such
+        if name.startswith("_") and not self._tracks:  # what is state is added as such
             object.__setattr__(self, name, value)
             return
         # A LossScaleOptimizer assigns this to what it is put around, from its constructor, and `compile` calls that

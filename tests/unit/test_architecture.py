@@ -112,6 +112,13 @@ def test_rooms_import_from_rooms_below(name):
 
 @each_module
 @pytest.mark.neutral
+def test_only_one_file_looks_at_the_call_stack(name):
+    looks = any(word in MODULES[name].read_text() for word in ("_getframe", "currentframe", "inspect.stack"))
+    assert looks == (name == "keras_shardopt.backends.keras_callers")
+
+
+@each_module
+@pytest.mark.neutral
 def test_no_module_is_named_after_nothing(name):
     assert not {"utils", "util", "helpers", "common", "misc"} & set(name.split("."))
 
