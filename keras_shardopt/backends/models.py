@@ -107,8 +107,6 @@ class Living:
 
 
 living_models = Living(Trainer, "__init__", "compile")
-
-
 _OUTERMOST = "_keras_shardopt_outermost"
 
 

@@ -20,10 +20,7 @@ from keras_shardopt.backends.active import processes
 from keras_shardopt.data.arrays import BatchesOfArrays, part_of_arrays
 from keras_shardopt.data.part import Part
 from keras_shardopt.data.py_dataset import PartOfPyDataset
-from keras_shardopt.data.tf_dataset import (
-    part_of_tf_dataset,
-    steps_of,
-)
+from keras_shardopt.data.tf_dataset import part_of_tf_dataset, steps_of
 from keras_shardopt.data.torch_loader import PartOfSampler, PartOfStream, part_of_loader
 
 

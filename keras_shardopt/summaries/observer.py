@@ -22,11 +22,7 @@ from keras_shardopt.numerics import (
     overwrites_variable,
 )
 from keras_shardopt.optimizers import LARC, GradientClipping
-from keras_shardopt.summaries.tags import (
-    OF_LARC,
-    PREFIX,
-    rate_tag,
-)
+from keras_shardopt.summaries.tags import OF_LARC, PREFIX, rate_tag
 from keras_shardopt.wrapping.chain import base_optimizers, descendants, leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 

@@ -13,12 +13,7 @@ from keras import ops
 from keras_shardopt.backends.active import processes
 from keras_shardopt.summaries.event_file import event_writer
 from keras_shardopt.summaries.observer import Observer
-from keras_shardopt.summaries.tags import (
-    PREFIX,
-    checked_summaries,
-    dynamic_loss_scale,
-    rates,
-)
+from keras_shardopt.summaries.tags import PREFIX, checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 

@@ -22,11 +22,7 @@ SUMMARIES = (
 
 
 DEFAULT_SUMMARIES = ("learning_rate", "global_gradient_norm", "loss_scale")
-
-
 PREFIX = "Loss_Optimization/"
-
-
 OF_LARC = ("larc_clip_on", "larc_grad_update", "larc_final_lr")
 
 

@@ -49,11 +49,7 @@ class BatchShare:
 
 
 _part: contextvars.ContextVar[BatchShare | None] = contextvars.ContextVar("part", default=None)
-
-
 _num_parts_open = 0
-
-
 _parts_lock = threading.Lock()
 
 

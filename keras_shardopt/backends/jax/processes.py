@@ -156,8 +156,6 @@ class _OverProcesses(keras.distribution.DataParallel):
 
 
 _KERAS_TRAINER = "keras.src.backend.jax.trainer"
-
-
 MADE_HERE = "_keras_shardopt_made_here"
 
 

@@ -20,9 +20,7 @@ import tensorflow as tf
 from keras_shardopt.backends.keras_callers import caller_module
 from keras_shardopt.backends.processes import Processes, World, gather_pickled
 from keras_shardopt.backends.tensorflow import losses as tf_losses
-from keras_shardopt.backends.tensorflow.communicator import (
-    _process_of,
-)
+from keras_shardopt.backends.tensorflow.communicator import _process_of
 
 
 class TensorFlowProcesses(Processes):
@@ -101,8 +99,6 @@ class TensorFlowProcesses(Processes):
 
 
 processes = TensorFlowProcesses()
-
-
 _num_replicas_when_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 

@@ -19,9 +19,7 @@ from keras_shardopt.backends.communicator import Communicator, SingleReplica
 from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.backends.runtime import Runtime
 from keras_shardopt.backends.tensorflow import losses as tf_losses
-from keras_shardopt.backends.tensorflow.communicator import (
-    ReplicaContext,
-)
+from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 
 
 def _cond(condition: Any, action: Callable[[], Any]) -> None:

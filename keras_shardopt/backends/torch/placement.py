@@ -14,14 +14,8 @@ from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.models import models_with
 from keras_shardopt.backends.placement import Placement
-from keras_shardopt.backends.torch.communicator import (
-    TorchProcessGroup,
-    _tensor,
-)
-from keras_shardopt.backends.torch.process_group import (
-    gather_objects,
-    tell,
-)
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
+from keras_shardopt.backends.torch.process_group import gather_objects, tell
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.backends.torch.runtime import runtime
 
@@ -66,8 +60,6 @@ class TorchPlacement(Placement):
 
 
 placement = TorchPlacement()
-
-
 _CHUNK = 2**16
 """How many words of a fingerprint are computed at a time, so that what is in between stays in the CPU's cache."""
 

@@ -97,8 +97,6 @@ class TorchProcesses(Processes):
 
 
 processes = TorchProcesses()
-
-
 _CALLS = {  # of functions that ask for objects
     "largest_difference": "compares weights",
     "check_agreement": "compares what it trains before its first update",

@@ -12,10 +12,7 @@ import torch.distributed as dist
 from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, SingleReplica
 from keras_shardopt.backends.runtime import Runtime
-from keras_shardopt.backends.torch.communicator import (
-    TorchProcessGroup,
-    _tensor,
-)
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
 
 
 class TorchRuntime(Runtime):
