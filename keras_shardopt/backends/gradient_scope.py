@@ -42,6 +42,19 @@ class GradientScope:
         finally:
             self._enter(-1)
 
+    def give_to(self, optimizers: Sequence[Any]) -> None:
+        """Gives it to wrappers inside, up to the next `CrossShard`, which has given its own to those further in.
+
+        Args:
+            optimizers: from the outside in.
+        """
+        for optimizer in optimizers:
+            if hasattr(optimizer, "scope"):
+                optimizer.scope = self
+            if hasattr(optimizer, "scope_inside"):
+                optimizer.scope_inside.outer = self
+                break
+
     def _enter(self, count: int) -> None:
         with _lock:
             self._num_inside += count

@@ -124,7 +124,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
             )
         self.scope = GradientScope()
         self.scope_inside = GradientScope(self.scope, None if self.group_assignment is None else axis_name)
-        self._give_scope()
+        self.scope_inside.give_to(descendants(self))
         self._shards = None
         if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
@@ -132,8 +132,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         found = stages_of(options, self)
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
-        accumulates = self.accumulation is not None
-        self.arrival = Arrival(options, options.needing_local_gradients(), accumulates, self)
+        self.arrival = Arrival(options, self.accumulation is not None, self)
         decides_with_all = any(isinstance(o, OptimizerWrapper) and o._skips_overflows for o in descendants(self))
         self._reducing = (options, self, decides_with_all)
         reducer = AllReduce(*self._reducing)
@@ -142,15 +141,6 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.arrival.classify)
         note_made(self)
-
-    def _give_scope(self) -> None:
-        """To the optimizers inside, up to the next `CrossShard`, which has given its own to those further in."""
-        for part in descendants(self):
-            if isinstance(part, OptimizerWrapper):
-                part.scope = self.scope_inside
-            if isinstance(part, CrossShard):
-                part.scope_inside.outer = self.scope_inside
-                break
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]

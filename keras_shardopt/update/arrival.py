@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from keras_shardopt.backends import for_backend
@@ -44,14 +43,13 @@ class Arrival:
 
     Args:
         options: those of the `CrossShard`.
-        needing: for what each replica's own gradients are needed, as `name=value`.
         accumulates: whether micro-steps are added up.
         optimizer: the `CrossShard`, as warnings name it.
     """
 
-    def __init__(self, options: CrossShardOptions, needing: Sequence[str], accumulates: bool, optimizer: Any) -> None:
+    def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: Any) -> None:
         self._options = options
-        self._needing = list(needing)
+        self._needing = options.needing_local_gradients()
         self._accumulates = accumulates
         self._optimizer = optimizer
         self.told: GradientState | None = GRADIENT_STATES[options.gradients]
