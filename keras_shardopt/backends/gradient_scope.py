@@ -49,8 +49,8 @@ class GradientScope:
             optimizers: from the outside in.
         """
         for optimizer in optimizers:
-            if hasattr(optimizer, "scope"):
-                optimizer.scope = self
+            if hasattr(optimizer, "_scope"):
+                optimizer._scope = self
             if hasattr(optimizer, "scope_inside"):
                 optimizer.scope_inside.outer = self
                 break
@@ -69,5 +69,5 @@ def claim_reduction(cross_shards: Sequence[Any]) -> Iterator[None]:
     """For trainers that reduce: says, for the time of the block, that these need not, nor may any of them."""
     with contextlib.ExitStack() as scopes:
         for optimizer in cross_shards:
-            scopes.enter_context(optimizer.scope.reduced())
+            scopes.enter_context(optimizer._scope.reduced())
         yield

@@ -122,8 +122,8 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
                 f"inside finds its scale. Received: inner_optimizer={self.inner!r}. Leave `on_nonfinite` out: the loss "
                 'scaling skips such updates. With `on_nonfinite="skip"` the replica can be read, too.'
             )
-        self.scope = GradientScope()
-        self.scope_inside = GradientScope(self.scope, None if self.group_assignment is None else axis_name)
+        self._scope = GradientScope()
+        self.scope_inside = GradientScope(self._scope, None if self.group_assignment is None else axis_name)
         self.scope_inside.give_to(descendants(self))
         self._shards = None
         if shard_state and placement.state_sharding != "layout":
@@ -210,7 +210,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Makes the gradients global, and updates with them; when accumulating, at the end of a window."""
-        if self.scope.is_reduced:
+        if self._scope.is_reduced:
             step = self.pipeline.resumed.replace(grads=grads, variables=variables, is_reduced=True)
         else:
             weight = self.peers.ready(variables, runtime.communicator(self.axis_name))
@@ -234,7 +234,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
         started = self.peers.still_there()
-        if started is not None and not joins_uneven_inputs() and not self.scope.is_reduced:
+        if started is not None and not joins_uneven_inputs() and not self._scope.is_reduced:
             self.pipeline.reducer.finish(started)
         if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()

@@ -70,7 +70,7 @@ class GradientClipping(OptimizerWrapper):
         result = list(grads)
         clipped = [i for i, variable in enumerate(variables) if not overwrites_variable(variable)]
         seen = [grads[i] for i in clipped]
-        norm = norm_over_replicas(global_norm(seen)) if self.scope.holds_slices else None
+        norm = norm_over_replicas(global_norm(seen)) if self._scope.holds_slices else None
         values, _ = clip_by_global_norm(seen, self.clip_gradients * self._incoming_scale(), norm)
         for i, value in zip(clipped, values):
             result[i] = like_variable(value, variables[i])

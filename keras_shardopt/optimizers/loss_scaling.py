@@ -158,14 +158,14 @@ class ScaledUpdate(OptimizerWrapper):
         seen = [grad for grad, variable in zip(grads, variables) if not overwrites_variable(variable)]
         has_nan, amax = check_grads(seen)
         amax = amax / scale
-        if self.scope.holds_slices:
+        if self._scope.holds_slices:
             return largest_of_all(has_nan, amax, runtime.communicator("batch"))
         reducers = [optimizer for optimizer in descendants(self) if hasattr(optimizer, "axis_name")]
         axes = [reducer.axis_name for reducer in reducers]
-        if self.scope.is_reduced:
-            if self.scope.group_axis is None:
+        if self._scope.is_reduced:
+            if self._scope.group_axis is None:
                 return has_nan, amax  # the gradients are global
-            axes = [self.scope.group_axis]
+            axes = [self._scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
         # user has said how they come, replicas may not know: what they hear from each other is right in any case.

@@ -243,7 +243,7 @@ class MixedPrecision(ScaledUpdate):
 
     def _share_of_penalty(self, variables: Sequence[Variable]) -> float:
         """What of the penalty each replica adds: the inner optimizer itself sums over TensorFlow's replicas."""
-        return 1.0 if _summing is None or self.scope.is_reduced else 1.0 / _summing.num_summed()
+        return 1.0 if _summing is None or self._scope.is_reduced else 1.0 / _summing.num_summed()
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`."""

@@ -225,7 +225,7 @@ class Tower(OptimizerWrapper):
 
     def _refuse_to_be_inside(self) -> None:
         outer = None
-        if self.scope.is_reduced:
+        if self._scope.is_reduced:
             outer = "CrossShard"
         elif self._is_in_loss_scaling:
             outer = "LossScaleOptimizer"

@@ -88,7 +88,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     _inner: tuple[Any, ...] = ()
     """The inner optimizer; empty while the base class is constructed."""
 
-    scope: GradientScope = OUTSIDE
+    _scope: GradientScope = OUTSIDE
     """What is known of the gradients that come to it: of the `CrossShard` around it, which sets this."""
 
     _tracks = False

@@ -17,9 +17,9 @@ def made():
 
 def test_a_scope_is_that_of_the_next_cross_shard_outside():
     outer, scaling, nearer, clipping = made()
-    assert scaling.scope is nearer.scope is outer.scope_inside
-    assert clipping.scope is nearer.scope_inside
-    assert ks.LossScaling("sgd").scope is OUTSIDE
+    assert scaling._scope is nearer._scope is outer.scope_inside
+    assert clipping._scope is nearer.scope_inside
+    assert ks.LossScaling("sgd")._scope is OUTSIDE
 
 
 def test_what_is_reduced_outside_is_so_inside_and_not_the_other_way_round():
@@ -31,35 +31,35 @@ def test_what_is_reduced_outside_is_so_inside_and_not_the_other_way_round():
         (nearer.scope_inside.reduced(), [False, False, False, True]),
     ):
         with block:
-            assert [part.scope.is_reduced for part in parts] == expected
-        assert not any(part.scope.is_reduced for part in parts)
+            assert [part._scope.is_reduced for part in parts] == expected
+        assert not any(part._scope.is_reduced for part in parts)
 
 
 def test_a_block_within_the_same_block_and_an_error_leave_nothing_behind():
     outer, *_ = made()
     try:
-        with outer.scope.reduced(), outer.scope.reduced():
+        with outer._scope.reduced(), outer._scope.reduced():
             raise ZeroDivisionError
     except ZeroDivisionError:
-        assert not outer.scope.is_reduced
+        assert not outer._scope.is_reduced
 
 
 def test_slices_are_seen_inside_of_what_divides_only():
     _, scaling, nearer, clipping = made()
     nearer.scope_inside.holds_slices = True
-    assert clipping.scope.holds_slices
-    assert not scaling.scope.holds_slices
+    assert clipping._scope.holds_slices
+    assert not scaling._scope.holds_slices
 
 
 def test_groups_have_an_axis():
     inside = ks.LossScaling("sgd")
     ks.CrossShard(inside, group_assignment=[[0, 1], [2, 3]], axis_name="data")
-    assert inside.scope.group_axis == "data"
+    assert inside._scope.group_axis == "data"
 
 
 def test_a_copy_has_scopes_of_its_own():
     outer = ks.CrossShard(ks.LossScaling("sgd"))
     copied = copy.deepcopy(outer)
-    assert copied.inner.scope is copied.scope_inside is not outer.scope_inside
-    with copied.scope.reduced():
-        assert copied.inner.scope.is_reduced and not outer.inner.scope.is_reduced
+    assert copied.inner._scope is copied.scope_inside is not outer.scope_inside
+    with copied._scope.reduced():
+        assert copied.inner._scope.is_reduced and not outer.inner._scope.is_reduced

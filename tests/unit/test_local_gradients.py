@@ -213,7 +213,7 @@ def test_gradients_pass_where_the_reduction_is_claimed():
     """As in a training step that has called `_reduce_gradients` itself."""
     weight = keras.Variable([0.0, 0.0])
     optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), replica_clipnorm=1.0)
-    with optimizer.scope.reduced():
+    with optimizer._scope.reduced():
         optimizer.apply([ops.convert_to_tensor([3.0, 4.0])], [weight])
     np.testing.assert_array_equal(ops.convert_to_numpy(weight), [-3.0, -4.0])
 

@@ -231,7 +231,7 @@ FAULTS = [
     ),
     fault(
         "optimizers/gradient_clipping.py",
-        "norm = norm_over_replicas(global_norm(seen)) if self.scope.holds_slices else None",
+        "norm = norm_over_replicas(global_norm(seen)) if self._scope.holds_slices else None",
         "norm = None",
         SHARDS,
     ),
