@@ -27,7 +27,7 @@ def main():
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype("float32")
-    split = train_test_split(images, labels, test_size=0.4, rng_state=0, stratify=labels)
+    split = train_test_split(images, labels, test_size=0.4, random_state=0, stratify=labels)
     train_images, test_images, train_labels, test_labels = split
     rows = None if arguments.steps is None else 64 * arguments.steps
     epochs, seeds = (arguments.epochs, (1, 2, 3)) if arguments.steps is None else (1, (1,))

@@ -63,7 +63,7 @@ def main():
     images = (images.reshape(-1, 8, 8, 1) / 16).astype("float32")
     # Whole batches, so that every replica has as many rows as the others.
     batch_size = 64 // replicas.num_replicas * replicas.num_replicas
-    split = train_test_split(images, labels, train_size=22 * batch_size, test_size=6 * batch_size, rng_state=0)
+    split = train_test_split(images, labels, train_size=22 * batch_size, test_size=6 * batch_size, random_state=0)
     train_images, test_images, train_labels, test_labels = split
     # Where several processes feed data (PyTorch), each takes its own rows.
     train_images, train_labels = ks.shard_data(train_images, train_labels)

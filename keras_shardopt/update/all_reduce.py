@@ -1,7 +1,7 @@
 """From gradients as they arrive to gradients that are global.
 
-Hides which of the ways of before_transform needs which collective and which factor, and in which units a replica's own
-gradient arrives. It knows no framework, so a fake with any number of replicas tests every row.
+Hides which collective and which factor each state of the gradients needs, and in which units a replica's own gradient
+arrives. It knows no framework, so a fake with any number of replicas tests every row.
 """
 
 from __future__ import annotations
