@@ -13,15 +13,26 @@ _lock = threading.Lock()
 class GradientScope:
     """The inside of one `CrossShard`, which gives it to every optimizer in there, up to the next `CrossShard`."""
 
-    holds_slices: bool = False
-    """Whether gradients are those of this replica's slices only, so that what is found in them must be joined."""
-
     def __init__(self, outer: GradientScope | None = None, group_axis: str | None = None) -> None:
         self.outer = outer
         """The scope that the `CrossShard` is in itself."""
-        self.group_axis = group_axis
-        """The axis along which reduced gradients still differ, because replicas reduce in groups."""
+        self._group_axis = group_axis
+        self._holds_slices = False
         self._num_inside = 0
+
+    @property
+    def group_axis(self) -> str | None:
+        """The axis along which reduced gradients still differ, because replicas reduce in groups; None: they do not."""
+        return self._group_axis if self._group_axis is not None or self.outer is None else self.outer.group_axis
+
+    @property
+    def holds_slices(self) -> bool:
+        """Whether gradients are those of this replica's slices only, so that what is found in them must be joined."""
+        return self._holds_slices or (self.outer is not None and self.outer.holds_slices)
+
+    @holds_slices.setter
+    def holds_slices(self, value: bool) -> None:
+        self._holds_slices = value
 
     @property
     def is_reduced(self) -> bool:

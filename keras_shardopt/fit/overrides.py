@@ -1,4 +1,4 @@
-"""What the three `*_fit.py` share: one model's own stand-ins for methods of its trainer."""
+"""What the three files of `fit/` share: one model's own stand-ins for methods of its trainer."""
 
 from __future__ import annotations
 

@@ -129,6 +129,8 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
         self._computed = False
+        for stage in options.stages:
+            stage.check(self)
         found = stages_of(options, self)
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
@@ -171,8 +173,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         if not self.built:
             self.peers.before_build(variables)
             with empty_name_scope():
-                for stage in self.pipeline.stages:
-                    stage.build(variables, self.add_variable)
+                self.pipeline.build(variables, self.add_variable)
             if self.shard_state and (shards := self._divided(variables)) is not None:
                 self._shards = shards
                 self.pipeline.reducer = ReduceScatter(*self._reducing, shards=shards)
@@ -203,7 +204,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
     def load_own_variables(self, store: Any) -> None:
         """See `OptimizerWrapper.load_own_variables`. A window of micro-steps starts anew."""
         super().load_own_variables(store)
-        for stage in self.pipeline.stages:
+        for stage in self.pipeline.stages if self.built else ():
             stage.reset()
 
     # -- updating ------------------------------------------------------------------------------------------------
@@ -220,6 +221,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         self.pipeline.run(step)
 
     def _update(self, step: Step) -> None:
+        self.scope_inside.give_to(descendants(self))  # another one may have been put around them since
         with self.scope_inside.reduced():
             super().update_inner(step.grads, step.variables)
 
@@ -292,8 +294,9 @@ def _refuse_inside(optimizer: Any) -> None:
         )
     if isinstance(optimizer, CrossShard) and optimizer.arrival.needs_local_gradients:
         raise ValueError(
-            "`group_assignment`, `replica_clipnorm`, `replica_transform` and `compression` need the gradients of each "
-            f"replica, and inside another `CrossShard` they are global already. Received: inner_optimizer={optimizer!r}. "
+            "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` that look at them "
+            "need the gradients of each replica, and inside another `CrossShard` they are global already. "
+            f"Received: inner_optimizer={optimizer!r}. "
             "Give these arguments to the outer `CrossShard`."
         )
     for inner in children(optimizer):

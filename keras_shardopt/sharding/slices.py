@@ -248,7 +248,7 @@ class FlatShards:
         return ops.stack([is_bad, names[0], ops.where(is_concrete, names[1], position - 1)])
 
     def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
-        """As `reduction.join_uneven_inputs`, for replicas that exchange slices."""
+        """As `update.all_reduce.join_uneven_inputs`, for replicas that exchange slices."""
         if len(self._owners) < len(self.variables):
             return  # next values travel by themselves, so that another replica may be somewhere else
         zeros: Callable[[str], Tensor] | None = None

@@ -19,6 +19,7 @@ from keras_shardopt.numerics import is_sparse, overwrites_variable
 from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step, proceed_if
+from keras_shardopt.wrapping.rollback import note_assignments
 
 UNKNOWN = -1
 """Stands for a replica or variable that nobody can name."""
@@ -44,6 +45,7 @@ class SkipNonFinite(Stage):
         self.leaves_it_to_others = leaves_it_to_others
         self._sees_own = sees_own
         self._optimizer = optimizer
+        note_assignments()  # from here on: the first forward pass comes before the first update
         self._num_reported = 0
 
     @classmethod

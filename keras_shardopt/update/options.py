@@ -83,6 +83,8 @@ class CrossShardOptions:
                 "`stages` must be a list of `keras_shardopt.Stage` objects. "
                 f"Received: stages={self.stages!r}. Use for example `stages=[MyStage()]`."
             )
+        if len({id(stage) for stage in self.stages}) < len(self.stages):
+            raise ValueError(f"`stages` must hold each stage once. Received: stages={list(self.stages)!r}")
         given = {
             "reduction": _REDUCTIONS[self.reduction],
             "gradient_accumulation_steps": num_steps,
@@ -120,7 +122,10 @@ class CrossShardOptions:
         """The arguments, as files hold them."""
         config = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         config["replica_transform"] = keras.saving.serialize_keras_object(self.replica_transform)
+        config["group_assignment"] = self.group_assignment and [list(group) for group in self.group_assignment]
         config["stages"] = [keras.saving.serialize_keras_object(stage) for stage in self.stages]
+        if not self.stages:
+            del config["stages"]
         return config
 
     @staticmethod
@@ -164,6 +169,7 @@ class HasOptions:
     compression = _option("compression", "The dtype in which gradients are sent, or None.")
     fused = _option("fused", '"auto" or False.')
     overlap = _option("overlap", '"auto" or False.')
+    stages = _option("stages", "Further stages, in their order.")
     bucket_mib = _option("bucket_mib", "How many MiB of gradients are sent at a time.")
     axis_name = _option("axis_name", "The mapped axis of replicas on JAX.")
 

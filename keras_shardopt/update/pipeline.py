@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from keras_shardopt._typing import Tensor
+from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.update.step import Proceed, Stage, Step
@@ -58,6 +58,16 @@ class Pipeline:
         self._classify = classify
         self.resumed = Step((), ())
         """What is known of gradients that come reduced."""
+
+    def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
+        """Builds the stages, each of which belongs to this optimizer from now on."""
+        for stage in self.stages:
+            if vars(stage).setdefault("_pipeline", self) is not self:
+                raise ValueError(
+                    "Each optimizer must have stages of its own. "
+                    f"Received: {stage!r}, which another optimizer was built with. Make a new one."
+                )
+            stage.build(variables, add_variable)
 
     def run(self, step: Step) -> None:
         """One call of `apply`."""

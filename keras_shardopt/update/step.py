@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,9 @@ class Stage:
         """Whether it must see each replica's own gradients, so that reduced ones are refused."""
         return type(self).local is not Stage.local
 
+    def check(self, optimizer: Any) -> None:
+        """Called by the constructor of the `CrossShard`; raises ValueError if the stage cannot work in it."""
+
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Makes its variables, when the optimizer is built on these trainable variables.
 
@@ -103,7 +107,10 @@ class Stage:
         """
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Each `apply`, before the reduction. It may hold gradients back, and then does not proceed."""
+        """Before the reduction: each `apply`, with accumulation each window. It may hold gradients back for good.
+
+        Under JAX's prepared `fit` they may be reduced already, or stacked: it is for counting and deciding.
+        """
         proceed(step)
 
     def local(self, step: Step, comm: Communicator) -> Step:
@@ -119,8 +126,22 @@ class Stage:
         """Called when state was loaded, or training goes on from elsewhere."""
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments of its constructor, for files."""
+        """The arguments of its constructor, for files.
+
+        Raises:
+            NotImplementedError: if there are arguments, and the class does not override this.
+        """
+        if inspect.signature(type(self)).parameters:
+            name = type(self).__name__
+            raise NotImplementedError(f"`{name}` must override `get_config`, as its constructor has arguments.")
         return {}
+
+    def __repr__(self) -> str:
+        try:
+            arguments = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
+        except NotImplementedError:
+            arguments = "..."
+        return f"{type(self).__name__}({arguments})"
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Stage:

@@ -3,12 +3,15 @@
 import contextlib
 import copy
 import pickle
+import subprocess
+import sys
 
 import keras
 import numpy as np
 import pytest
 from conftest import BACKEND
 from support import suites, tracing
+from support.patience import patient
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
@@ -439,3 +442,22 @@ def test_statistics_of_uneven_parts_are_those_of_numpy_and_a_part_without_rows_s
         for replica, value in enumerate(placement.replica_values(variable)):
             np.testing.assert_allclose(value, own[replica][i], rtol=1e-5, atol=1e-6)
     replicas.close()
+
+
+FIRST_OF_ALL = """
+import keras, numpy as np, keras_shardopt as ks
+x = np.ones((8, 4), "float32")
+x[0, 0] = np.nan
+model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+model.compile(ks.CrossShard("sgd", on_nonfinite="skip"), "mse", jit_compile=False)
+model.fit(x, np.ones((8, 1)), batch_size=8, verbose=0)
+print("mean", float(np.sum(keras.ops.convert_to_numpy(model.layers[0].moving_mean))))
+"""
+
+
+@pytest.mark.backends("tensorflow", "torch")
+def test_the_first_batch_of_a_program_is_put_back():
+    """In a process of its own: assignments are noted from the first optimizer on that skips, whichever that is."""
+    command = [sys.executable, "-c", FIRST_OF_ALL]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
+    assert "mean 0.0" in result.stdout, result.stderr

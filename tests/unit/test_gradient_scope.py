@@ -3,6 +3,7 @@
 import copy
 
 import keras
+from support.fake_replicas import FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.gradient_scope import OUTSIDE, claim_reduction
@@ -63,3 +64,27 @@ def test_a_copy_has_scopes_of_its_own():
     assert copied.inner._scope is copied.scope_inside is not outer.scope_inside
     with copied._scope.reduced():
         assert copied.inner._scope.is_reduced and not outer.inner._scope.is_reduced
+
+
+def test_groups_of_an_outer_one_are_known_further_in():
+    scaling = ks.LossScaling("sgd")
+    ks.CrossShard(ks.CrossShard(scaling), group_assignment=[[0], [1]], axis_name="data")
+    assert scaling._scope.group_axis == "data"
+
+
+def test_an_optimizer_inside_follows_the_one_around_it_that_updates(monkeypatch):
+    inner = ks.CrossShard(keras.optimizers.SGD(1.0), reduction="sum")
+    first = ks.CrossShard(inner)
+    ks.CrossShard(inner)  # made later, and never used
+    world = FakeWorld(2).hold(monkeypatch)
+    weights = [keras.Variable([0.0]) for _ in range(2)]
+    first.build([weights[0]])
+
+    def update(replicas):
+        if replicas.replica_id == 0:
+            first.apply([keras.ops.convert_to_tensor([2.0])], [weights[0]])
+        else:
+            ks.CrossShard(keras.optimizers.SGD(1.0)).apply([keras.ops.convert_to_tensor([4.0])], [weights[1]])
+
+    world.run(update)
+    assert float(keras.ops.convert_to_numpy(weights[0])[0]) == -3.0  # the mean, once

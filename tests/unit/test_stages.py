@@ -69,7 +69,7 @@ def test_a_stage_sees_local_gradients_and_global_ones_in_their_order(state, monk
     results = trained(world, lambda: ks.CrossShard(keras.optimizers.SGD(1.0), stages=[Noting(2.0)]), divided)
     for optimizer, weight in results:
         np.testing.assert_allclose(weight, -2 * grads.mean(axis=1).sum(axis=0), rtol=1e-5)
-        (stage,) = optimizer._options.stages
+        (stage,) = optimizer.stages
         assert stage.seen == ["collect", "local", "commit"] * 3
         assert float(stage.count) == 3 * 3.0
 
@@ -107,7 +107,7 @@ def test_with_micro_steps_it_sees_the_window(monkeypatch):
     make = lambda: ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2, stages=[Noting()])  # noqa: E731
     for optimizer, weight in trained(world, make, grads):
         np.testing.assert_allclose(weight, -grads.mean(axis=1).sum(axis=0) / 2, rtol=1e-5)
-        assert optimizer._options.stages[0].seen == ["collect", "local", "commit"] * 2
+        assert optimizer.stages[0].seen == ["collect", "local", "commit"] * 2
 
 
 def test_of_a_skipped_update_it_sees_no_commit(monkeypatch):
@@ -116,7 +116,7 @@ def test_of_a_skipped_update_it_sees_no_commit(monkeypatch):
     make = lambda: ks.CrossShard(keras.optimizers.SGD(1.0), on_nonfinite="skip", stages=[Noting()])  # noqa: E731
     for optimizer, weight in trained(world, make, grads):
         np.testing.assert_allclose(weight, -grads[[0, 2]].mean(axis=1).sum(axis=0), rtol=1e-5)
-        assert float(optimizer._options.stages[0].count) == 2 * 1.0
+        assert float(optimizer.stages[0].count) == 2 * 1.0
 
 
 def test_a_stage_needs_local_gradients_where_it_overrides_local(monkeypatch):
@@ -130,7 +130,7 @@ def test_stages_are_saved_with_the_optimizer(tmp_path):
     model = problem.model()
     model.compile(ks.CrossShard("sgd", stages=[Noting(3.0), ks.GradientNoise(0.5)]), "mse")
     model.save(tmp_path / "model.keras")
-    first, second = keras.saving.load_model(tmp_path / "model.keras").optimizer._options.stages
+    first, second = keras.saving.load_model(tmp_path / "model.keras").optimizer.stages
     assert (first.factor, second.momentum) == (3.0, 0.5)
 
 
@@ -154,7 +154,7 @@ def test_the_noise_of_gradients_is_that_of_the_formulas(state, monkeypatch):
         noise = 0.9 * noise + 0.1 * 4 * (mean - of_mean) / 3
     results = trained(world, lambda: ks.CrossShard("sgd", stages=[ks.GradientNoise(0.9)]), divided)
     for optimizer, _ in results:
-        np.testing.assert_allclose(optimizer._options.stages[0].noise_scale, noise / signal, rtol=1e-4)
+        np.testing.assert_allclose(optimizer.stages[0].noise_scale, noise / signal, rtol=1e-4)
 
 
 def test_one_replica_has_nothing_to_compare():
@@ -162,3 +162,42 @@ def test_one_replica_has_nothing_to_compare():
     optimizer, weight = ks.CrossShard("sgd", stages=[noise]), keras.Variable([1.0, 2.0])
     optimizer.apply([ops.ones(2)], [weight])
     assert np.isnan(noise.noise_scale)
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(
+    ("inner", "arguments"),
+    [
+        ("sgd", {"reduction": "sum"}),
+        ("sgd", {"shard_state": True}),
+        ("sgd", {"group_assignment": [[0], [1]]}),
+        (lambda: ks.LossScaling("sgd", "Backoff"), {}),
+    ],
+)
+def test_noise_is_refused_where_its_formulas_do_not_hold(inner, arguments):
+    with pytest.raises(ValueError, match="`GradientNoise` needs the mean of whole gradients over all replicas"):
+        ks.CrossShard(inner() if callable(inner) else inner, stages=[ks.GradientNoise()], **arguments)
+
+
+@pytest.mark.neutral
+def test_a_stage_belongs_to_one_optimizer_once():
+    stage = Noting()
+    with pytest.raises(ValueError, match="`stages` must hold each stage once"):
+        ks.CrossShard("sgd", stages=[stage, stage])
+    weight = keras.Variable([1.0, 2.0])
+    first, second = (ks.CrossShard("sgd", stages=[stage]) for _ in range(2))
+    first.build([weight])
+    with pytest.raises(ValueError, match="Each optimizer must have stages of its own. Received: Noting"):
+        second.build([weight])
+
+
+@pytest.mark.neutral
+def test_a_stage_with_arguments_says_what_files_hold():
+    class Forgetful(ks.Stage):
+        def __init__(self, strength):
+            self.strength = strength
+
+    with pytest.raises(NotImplementedError, match="`Forgetful` must override `get_config`"):
+        ks.CrossShard("sgd", stages=[Forgetful(2.0)]).get_config()
+    assert "stages=[Forgetful(...)]" in repr(ks.CrossShard("sgd", stages=[Forgetful(2.0)]))
+    assert "stages=[GradientNoise(momentum=0.95)]" in repr(ks.CrossShard("sgd", stages=[ks.GradientNoise()]))
