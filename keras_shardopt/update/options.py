@@ -152,7 +152,12 @@ class CrossShardOptions:
 
 
 def _option(name: str, doc: str) -> Any:
-    return property(lambda self: getattr(self._options, name), doc=doc)
+    def refuse(optimizer: Any, value: Any) -> None:
+        raise AttributeError(
+            f"`{name}` of a `{type(optimizer).__name__}` cannot be changed. Received: {value!r}. Make a new one."
+        )
+
+    return property(lambda optimizer: getattr(optimizer._options, name), refuse, doc=doc)
 
 
 class HasOptions:

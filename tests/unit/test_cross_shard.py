@@ -163,3 +163,13 @@ def test_the_loss_scale_is_that_of_whatever_scales_inside():
     assert ks.CrossShard("sgd").loss_scale == 1.0
     scaled = keras.optimizers.SGD(loss_scale_factor=8.0)
     assert ks.CrossShard(ks.GradientClipping(scaled, 1.0)).loss_scale == 8.0
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("name", ["reduction", "replica_clipnorm", "fused", "stages"])
+def test_arguments_cannot_be_changed_afterwards(name):
+    optimizer = ks.CrossShard("sgd")
+    with pytest.raises(
+        AttributeError, match=f"`{name}` of a `CrossShard` cannot be changed. Received: 'x'. Make a new"
+    ):
+        setattr(optimizer, name, "x")
