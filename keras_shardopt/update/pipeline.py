@@ -56,6 +56,8 @@ class Pipeline:
         self._update = update
         self._axis_name = axis_name
         self._classify = classify
+        self._collect: Proceed | None = None
+        self._commit = update
         self.resumed = Step((), ())
         """What is known of gradients that come reduced."""
 
@@ -71,7 +73,10 @@ class Pipeline:
 
     def run(self, step: Step) -> None:
         """One call of `apply`."""
-        self._through("collect", self._reduce_and_commit)(step)
+        if self._collect is None:
+            self._collect = self._through("collect", self._reduce_and_commit)
+            self._commit = self._through("commit", self._update)
+        self._collect(step)
 
     def reduce(self, step: Step) -> Step:
         """What happens up to the update, on one replica; perhaps inside a `shard_map`."""
@@ -100,7 +105,7 @@ class Pipeline:
             step = self.reduce(step)
         else:
             step = self._reduce_stacked(step)
-        self._through("commit", self._update)(step)
+        self._commit(step)
 
     def _reduce_stacked(self, step: Step) -> Step:
         known = isinstance(step.row_share, float)
