@@ -20,7 +20,10 @@ else:
     del _
 
 from keras_shardopt import callbacks, schedules
+from keras_shardopt.checkpoint.saving import save_model, save_weights
 from keras_shardopt.data import shard_data
+from keras_shardopt.fit.prepare import prepare
+from keras_shardopt.fit.scope import data_parallel
 from keras_shardopt.numerics import clip_by_global_norm, clip_gradients_by_norm
 from keras_shardopt.optimizers import (
     LARC,
@@ -35,9 +38,10 @@ from keras_shardopt.optimizers import (
     bfloat16_scope,
     replicate,
 )
-from keras_shardopt.parallel import data_parallel, prepare
-from keras_shardopt.saving import save_model, save_weights
-from keras_shardopt.training import build_optimizer, get_regularization_loss, optimize_loss
+from keras_shardopt.optimizers.build import build_optimizer
+from keras_shardopt.steps.optimize_loss import get_regularization_loss, optimize_loss
+from keras_shardopt.update.gradient_noise import GradientNoise
+from keras_shardopt.update.step import Stage
 
 __version__ = "0.1.0.dev0"
 
@@ -46,9 +50,11 @@ __all__ = [
     "AutomaticLossScaler",
     "CrossShard",
     "GradientClipping",
+    "GradientNoise",
     "LossScaling",
     "MixedPrecision",
     "NovoGrad",
+    "Stage",
     "Tower",
     "VariableClipping",
     "bfloat16_scope",

@@ -130,6 +130,11 @@ def with_article(name: Any) -> str:
     return f"{'an' if vowel else 'a'} {word}"
 
 
+def listed(names: Sequence[str], separator: str = "; ", most: int = 8) -> str:
+    """The first of many names, for messages, and how many more there are."""
+    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def is_finite(value: Any) -> bool:
     """Whether it is a number that a float can hold."""
     try:

@@ -31,6 +31,9 @@ def map_values(function: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
     return function(grad)
 
 
+LARGEST_FLOAT16 = 65504.0
+
+
 def add(first: Tensor, second: Tensor, variable: Variable) -> Tensor:
     """The sum of two gradients of a variable; sparse ones are joined, so that rows may be listed several times."""
     if is_sparse(first) and is_sparse(second):
@@ -52,7 +55,7 @@ def in_float32(value: Tensor) -> Tensor:
     return ops.convert_to_tensor(value) if dtype_of(value) == "float64" else ops.cast(value, "float32")
 
 
-def is_next_value(variable: Variable) -> bool:
+def overwrites_variable(variable: Variable) -> bool:
     """Whether what comes as the variable's gradient is its next value (the scales of float8 training)."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 

@@ -227,9 +227,9 @@ def clean_keras_state():
         tf.distribute.MirroredStrategy._collective_key_base += 100_000
     yield
     if BACKEND == "tensorflow":
-        from keras_shardopt.replica import framework
+        from keras_shardopt.backends.active import processes
 
-        framework.num_replicas_of_last_scope = 1
+        processes.num_replicas_of_last_scope = 1
     keras.config.set_dtype_policy("float32")
     if BACKEND == "jax":
         keras.distribution.set_distribution(None)

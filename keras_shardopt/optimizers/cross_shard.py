@@ -2,200 +2,77 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
-from keras import ops
 
-from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Groups, Tensor, Variable
-from keras_shardopt.accumulation import Accumulators, checked_num_steps, refuse_accumulation_inside
-from keras_shardopt.agreement import check_agreement, described, losses_that_add_up
-from keras_shardopt.divided_state import DividedState
-from keras_shardopt.finite import UNKNOWN, fail_among_all, first_not_finite, judge, num_flags, reduce_and_judge
-from keras_shardopt.numerics import is_next_value
-from keras_shardopt.reduction import (
-    LocalTransform,
-    Reduction,
-    check_all_train,
-    check_groups,
-    end_together,
-    global_gradients,
-    group_assignment_of,
-    scaled_gradients,
-    transformed_gradients,
-    weighted_gradients,
-)
-from keras_shardopt.replica import (
-    Arrival,
-    ReplicaBackend,
-    claim_reduction,
-    current_part,
-    ends_together,
-    framework,
-    reduction_is_claimed,
-)
-from keras_shardopt.replica.compressed import Compressed
-from keras_shardopt.rollback import note_assignments
-from keras_shardopt.sharding import check_can_shard
-from keras_shardopt.two_phases import TwoPhases
-from keras_shardopt.wrapper import (
-    OptimizerWrapper,
-    empty_name_scope,
-    innermost,
-    inside,
-    leaves,
-    parts,
-)
-
-_SUMMED_ADVICE = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, axis_name, to='varying')` on weights."
-_GLOBAL_ADVICE = (
-    "Call `keras_shardopt.prepare(model)` after `compile` and before `fit`; in a loop of your own use "
-    "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on PyTorch."
-)
-
-_DIVIDED_BEFORE = (
-    "All losses that an optimizer trains with must be divided by the number of replicas, or none. Received: a step in "
-    "which nothing was seen to divide, after one that did divide. It counts as divided, too, because a `tf.function` "
-    'that was traced before does not show. Use `CrossShard(..., gradients="prescaled")` if it is, and an optimizer of '
-    'its own, with `gradients="local"`, for a loss that is the mean over the rows of one replica.'
-)
-
-_BUCKET_MIB = 25.0
-
-_RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
-
-# The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
-_REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "sum": "sum", "weighted_mean": "mean", "weighted_sum": "sum"}
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.gradient_scope import GradientScope
+from keras_shardopt.optimizers.made import note_made
+from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
+from keras_shardopt.optimizers.two_phases import TwoPhases
+from keras_shardopt.sharding.separability import check_can_shard
+from keras_shardopt.sharding.sharded_optimizer import ShardedState
+from keras_shardopt.update import stages_of
+from keras_shardopt.update.accumulation import Accumulation, refuse_accumulation_inside
+from keras_shardopt.update.arrival import Arrival
+from keras_shardopt.update.nonfinite import SkipNonFinite
+from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
+from keras_shardopt.update.peers import Peers
+from keras_shardopt.update.pipeline import Pipeline
+from keras_shardopt.update.reducers import AllReduce, OverlappedAllReduce, ReduceScatter
+from keras_shardopt.update.replica_transform import scaled_gradients
+from keras_shardopt.update.step import Stage, Step
+from keras_shardopt.update.trainer_context import joins_uneven_inputs, row_share
+from keras_shardopt.wrapping.chain import base_optimizers, children, descendants
+from keras_shardopt.wrapping.slots import empty_name_scope
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
-class CrossShard(TwoPhases, DividedState):
-    r"""Reduces the gradients of all replicas once, then lets the inner optimizer update.
+class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
+    r"""Averages gradients over all replicas once, so that the inner optimizer sees those of the whole batch.
 
-    With $N$ replicas and $g_r$ the gradient of the mean loss of replica $r$, the inner optimizer sees
-    $\frac{1}{N} \sum_r g_r$ (`reduction="mean"`) or $\sum_r g_r$ (`reduction="sum"`) on every replica. Whatever
-    looks at gradients inside it (clipping, finite checks, norms) therefore sees what one process with the whole
-    batch would see. With one replica the inner optimizer runs unchanged, bit for bit (on PyTorch with `fused=False`).
-
-    Where the replicas are depends on the backend that runs Keras:
-
-    - TensorFlow: the devices of the `tf.distribute` strategy whose scope the model was built in.
-    - JAX: the axis `axis_name` inside `shard_map` or `pmap`; under a `keras.distribution` (as in `model.fit`) XLA
-      has reduced the gradients before the optimizer sees them, and nothing is reduced again.
-    - PyTorch: the ranks of the default process group of `torch.distributed`. Before the first update all ranks take
-      rank 0's weights, optimizer state and seed state.
+    With $N$ replicas and $g_r$ the gradient of replica $r$'s mean loss, the inner optimizer gets
+    $\frac{1}{N} \sum_r g_r$ on each of them, or $\sum_r g_r$ with `reduction="sum"`. With one replica it runs
+    unchanged, bit for bit (on PyTorch with `fused=False`). Replicas are the devices of the `tf.distribute` strategy
+    in whose scope the model was built, of a `keras.distribution` or of a mapped axis on JAX, and the ranks of
+    `torch.distributed`, which take rank 0's weights before the first update.
 
     Args:
-        inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one. It may be a
-            `MultiOptimizer`, a `LossScaleOptimizer` or another wrapper.
-        reduction: "mean" (default) or "sum"; "weighted_mean" and "weighted_sum", TF1's names, mean the same.
-        group_assignment: list of lists of replica ids, such as `[[0, 1], [2, 3]]`, or None for all in one group. Each
-            id from 0 to N - 1 stands once, and groups are equally large. Gradients are reduced within the group, so
-            the weights of groups drift apart: on TensorFlow each device keeps its own copy (a file holds replica
-            0's), on PyTorch each rank (which start with the weights of the first rank of their group). On JAX it
-            works inside `shard_map` and `pmap`, where weights and state have a leading axis of replicas; `model.fit`
-            holds one copy for all, and is refused.
-        gradients: how the gradients arrive, where that cannot be known. "auto" (default) finds it; see the table.
-
-            | value | a replica's gradient is | true of |
-            |---|---|---|
-            | "local" | that of its own mean loss | PyTorch; JAX `pmap`, `shard_map(check_vma=False)`; a TensorFlow loop with a loss that is not divided by the number of replicas |
-            | "prescaled" | that, divided by the number of replicas | TensorFlow `fit` and `keras.losses` under a strategy |
-            | "summed" | the sum over replicas | JAX `shard_map(check_vma=True)` |
-            | "global" | the mean over replicas | JAX under a `keras.distribution`; PyTorch where DDP owns the weights |
-
-            Under a TensorFlow strategy "auto" is "prescaled" where the step is seen to divide a loss: with a loss of
-            Keras, `tf.nn.compute_average_loss`, or the strategy's number of replicas. Else it is "local", as for a bare
-            mean and a loss function that returns a scalar. A custom training loop that divides unseen, by a number made
-            elsewhere, must say "prescaled"; a warning says so.
-        gradient_accumulation_steps: int >= 1 or None. With $k$, only each $k$-th call of `apply` (micro-step) updates,
-            with the mean of the $k$ gradients: the update of a batch that is $k$ times as large. Each replica adds up
-            its own gradients, and nothing is communicated in between. `iterations`, schedules, bias correction, decay
-            and moving averages count updates; clipping, `replica_clipnorm` and `replica_transform` see the mean of
-            the window. Of micro-steps with unequal numbers of rows it is the mean of their means. Under JAX's `fit`
-            with several replicas that takes `keras_shardopt.prepare(model)`, after `compile`, with this optimizer
-            outermost and Keras' own `train_step`; without it updates are right, but each micro-step communicates, and
-            a warning says so. Files hold nothing of a window, so that they fit any $k$ and number of replicas: a
-            loaded optimizer starts a new one. Each replica keeps one more copy of the gradients. On TensorFlow sums of
-            an `Embedding`'s gradients are dense, so Adam squares them as on the other backends; without accumulation
-            Keras squares the gradients of a row that comes twice in a batch one by one.
-        on_nonfinite: what happens where a reduced gradient is NaN or infinite, because one of any replica was, in any
-            micro-step of the window. "ignore" (default) updates all the same, as Keras does. "skip" leaves out the
-            update on all replicas: weights, slots and `iterations` stay, moving statistics and seeds go back to what
-            they were before (except in a custom training loop on JAX), `skipped_steps` counts it, `last_nonfinite`
-            tells who it was, and the next window starts clean. "raise" does that, and ends training on all replicas
-            with a `FloatingPointError`: at once on PyTorch and in eager steps; with
-            `tf.errors.InvalidArgumentError` in a `tf.function`; on JAX (and on TensorFlow with `jit_compile=True`)
-            after the batch with `callbacks.StopOnNonFinite()`, else on JAX when `fit` ends. What replicas tell each
-            other travels in the reduction that there is (with groups, in one more). A dynamic loss scaling inside
-            decides by itself, and "skip" then only adds `last_nonfinite`. PyTorch reads one number per update.
-        replica_clipnorm: float > 0 or None. Each replica's own gradient $g_r$ becomes
-            $g_r \min(1, c / \lVert g_r \rVert)$ before it is reduced, with the norm over all variables together, so
-            that one replica's explosion cannot shrink the others. In units of the replica's mean loss on every
-            backend, also where a loss is divided by N or scaled inside. A lone replica is clipped as well. Under
-            JAX's `fit` with several replicas it needs `keras_shardopt.prepare(model)`.
-        replica_transform: a function `(grads, variables) -> grads` or None. As `replica_clipnorm`, with a rule of
-            your own; it comes before that. It gets lists (entries may be None; float16 comes as float32), and
-            returns a list with gradients of the same shapes. Where it makes or drops a gradient, it must do so on all
-            replicas. To be saved it must be registered with `keras.saving.register_keras_serializable`.
-        shard_state: bool. Whether each replica keeps its part of the optimizer state only, and updates its part of the
-            weights, which then go to all (ZeRO-1). Updates are the same, bit for bit where the arithmetic is
-            element-wise (on PyTorch with `fused=False`: kernels round the ends of arrays another way); files are the
-            same, and fit any number of replicas. On PyTorch what a rank owns is cut out of all variables at equal
-            places if the inner optimizer allows, which is tried out when it is built; variables that it must see whole
-            (Lamb, Muon's matrices, `clipnorm`, constraints) go to one rank each. Saving is then a call of all ranks
-            together. Under JAX's `keras.distribution` each state array is laid out along a dimension that the number of
-            replicas divides. Under TensorFlow's `MirroredStrategy` each variable is cut into slices of one length, the
-            last ones filled up with zeros; gradients are all-reduced as ever (there is no reduce-scatter), and weights
-            gathered, which is 1.5 times the bytes of one all-reduce. There each replica keeps one more copy of its
-            slices of the weights, sums of an `Embedding`'s gradients are dense, as with accumulation, and an optimizer
-            that must see a variable whole (or is Ftrl, whose last digits are too noisy) is refused when it is built.
-            `memory_report()` tells what each replica holds. Not under TensorFlow's other strategies, not inside
-            `shard_map` and `pmap`, and not on a mesh of JAX's own without an active `keras.distribution`.
-        compression: None (default), "float16" or "bfloat16". The dtype in which float32 and float64 gradients are sent
-            and added up, with half the bytes; each is divided by the number of replicas $N$ first. The mean is off by
-            at most $(N + 1) u$ times the mean of the $\lvert g_r \rvert$, with $u = 2^{-8}$ for "bfloat16" and
-            $2^{-11}$ for "float16". In "float16" what is below $6 \cdot 10^{-8} N$ becomes 0, and what is above 65504
-            $N$ infinite, which `on_nonfinite` and loss scalings notice. Where gradients are global before the optimizer
-            sees them it is refused; under JAX's `fit` with several replicas it needs `keras_shardopt.prepare(model)`. A
-            lone replica sends nothing.
-        fused: "auto" (default) or False. On PyTorch, "auto" runs the updates of Keras' `Adam`, `AdamW`, `SGD` and
-            `Adagrad` in one pass over memory (for `Adam` PyTorch's fused kernel), with Keras' formulas, variables and
-            files, where weights are float32 or float64: some 13 times as fast on a CPU. Weights differ from those of
-            Keras' own arithmetic in the last digits (within 1e-6 of their largest movement after 100 updates). False
-            keeps that arithmetic, bit for bit. Other optimizers and backends do not care.
-        overlap: "auto" (default) or False. On PyTorch, "auto" sends gradients while the backward pass computes others,
-            where `fit` runs Keras' own `train_step`, and finishes inside the backward pass: `.grad` of the weights is
-            then global. What cannot be sent early is sent in the same buckets when gradients reach the optimizer: in
-            loops of your own, with `jit_compile=True`, in the first step. With micro-steps, `shard_state`,
-            `on_nonfinite`, `group_assignment`, `replica_clipnorm` and `replica_transform`, and where DDP owns the
-            weights, gradients travel as with False: all after the backward pass. Results are the same, up to the order
-            of sums of more than two ranks. The buckets stay, as one more copy of the gradients, and the next step
-            overwrites what `.grad` was. Other backends do not care.
-        bucket_mib: float > 0. How many MiB of gradients PyTorch sends at a time with `overlap="auto"`, 25 by default;
-            less where all gradients are less than 100 MiB, so that there is something to send early.
-        axis_name: str. The name of the mapped axis over which JAX replicas are laid out.
-        name: str or None. None makes a name of the class name.
+        inner_optimizer: a `keras.optimizers.Optimizer`, or its name or config. It may be a wrapper itself.
+        reduction: "mean" (default) or "sum"; TF1's "weighted_mean" and "weighted_sum" mean the same.
+        group_assignment: lists of replica ids, all as long, that average among themselves, such as
+            `[[0, 1], [2, 3]]`; None for all together. See [groups](../reduction.md#mean-sum-groups).
+        gradients: "auto" (default), "local", "prescaled", "summed" or "global": how a replica's gradients arrive,
+            where that cannot be found. See [who reduces gradients](../reduction.md).
+        gradient_accumulation_steps: int >= 1 or None. Micro-steps per update; only the last one communicates, and
+            everything counts updates. See [accumulation](../accumulation.md).
+        replica_clipnorm: float > 0 or None. The largest global norm of each replica's own gradient, before the mean,
+            in units of its mean loss. See [each replica's own gradients](../reduction.md#each-replicas-own-gradients).
+        replica_transform: a function `(grads, variables) -> grads` or None, for each replica's own gradients, before
+            they are clipped. Entries may be None. To be saved it must be registered with Keras.
+        on_nonfinite: "ignore" (default), "skip" or "raise": what becomes of updates with NaN or infinity in a
+            gradient of any replica. See [NaN and infinity](../nonfinite.md).
+        shard_state: bool, False by default. Whether each replica keeps its part of the optimizer state only (ZeRO
+            stage 1). Saving is then a call of all processes. See [sharded state](../sharded_state.md).
+        compression: None (default), "float16" or "bfloat16": the dtype in which gradients are sent and added up. See
+            [fewer bytes](../compression.md), which bounds the error.
+        fused: "auto" (default) or False. PyTorch: whether Keras' Adam, AdamW, SGD and Adagrad update in one pass
+            over memory, which changes last digits. See [speed on PyTorch](../torch_speed.md).
+        overlap: "auto" (default) or False. PyTorch: whether `fit` sends gradients while others are computed.
+        bucket_mib: float > 0, 25 by default. PyTorch: how many MiB of gradients are sent at a time.
+        stages: further `keras_shardopt.Stage` objects, in the order in which gradients meet them. See
+            [stages of your own](../stages.md).
+        axis_name: str, "batch" by default. JAX: the name of the mapped axis over which replicas are laid out.
+        name: str or None for one made of the class name.
 
     Raises:
-        TypeError: if `inner_optimizer` is neither an optimizer, a name nor a config; if `replica_clipnorm` or
-            `bucket_mib` is not a number, `gradient_accumulation_steps` not an int, or `replica_transform` not a
-            function.
-        ValueError: if `reduction`, `gradients`, `on_nonfinite`, `compression`, `fused` or `overlap` is unknown; if
-            `gradient_accumulation_steps` is less than 1, or an optimizer inside accumulates, too; if `on_nonfinite` is
-            "raise" around a dynamic loss scaling; if `group_assignment` breaks one of its rules, or (on first use)
-            names other replicas than there are; if `replica_clipnorm` is not > 0; if a `LossScaleOptimizer` is put
-            around this optimizer, also by `compile` under the "mixed_float16" policy if nothing inside scales the loss;
-            if `shard_state` comes with `group_assignment`. When it is built: if `shard_state` meets an optimizer that
-            would be wrong with a part of the gradients, or is inside a `MultiOptimizer`; on TensorFlow also one that
-            must see variables whole, or a strategy other than `MirroredStrategy`.
-            At the first step: if each replica's own gradients are needed where they are reduced already;
-            on every process, if processes differ in their variables, layers, losses, optimizers, arguments or versions.
-            Later, on every rank of PyTorch: if some have frozen other layers than others.
+        TypeError: if an argument has a wrong type.
+        ValueError: if one has an unknown value or contradicts another; when it is built or first used, on every
+            process, if its replicas cannot do what was asked, or do not train the same. Each message names the fix.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -205,29 +82,12 @@ class CrossShard(TwoPhases, DividedState):
         >>> [float(w) for w in keras.ops.convert_to_numpy(weight)]
         [0.0, 1.0]
 
-        Two micro-steps are one update:
-
-        >>> optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2, on_nonfinite="skip")
-        >>> for grad in (1.0, 3.0, float("nan"), 1.0):
-        ...     optimizer.apply([keras.ops.convert_to_tensor([grad, grad])], [weight])
-        >>> [float(w) for w in keras.ops.convert_to_numpy(weight)]
-        [-2.0, -1.0]
-        >>> int(optimizer.iterations), int(optimizer.skipped_steps), optimizer.last_nonfinite[0]
-        (1, 1, 0)
-
     References:
-        `tf.compat.v1.tpu.CrossShardOptimizer`, which scaled the loss by 1/N and summed gradients over TPU cores.
-        Here the gradient is averaged instead, so `reduction` means the same wherever gradients are reduced. There a
-        replica named twice in `group_assignment` passed, and clipping between `compute_gradients` and
-        `apply_gradients` saw gradients that were divided by N.
+        `tf.compat.v1.tpu.CrossShardOptimizer`, which scaled the loss by 1/N and summed gradients over TPU cores; here
+        `reduction` means the same wherever gradients are reduced. A replica named twice is refused here.
     """
 
     _makes_gradients_global = True
-    _accumulators: Accumulators  # None where it does not accumulate
-    _skipped: Variable
-    _culprit: Variable | None
-    _num_reported: int
-    _skips_inside: bool
 
     def __init__(
         self,
@@ -244,175 +104,85 @@ class CrossShard(TwoPhases, DividedState):
         compression: Literal["float16", "bfloat16"] | None = None,
         fused: Literal["auto", False] = "auto",
         overlap: Literal["auto", False] = "auto",
-        bucket_mib: float = _BUCKET_MIB,
+        bucket_mib: float = 25.0,
+        stages: Sequence[Stage] = (),
         axis_name: str = "batch",
         name: str | None = None,
     ) -> None:
-        if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
-            raise ValueError(
-                f'`reduction` must be "mean" or "sum" (or "weighted_mean", "weighted_sum"). '
-                f"Received: reduction={reduction!r}"
-            )
-        arrivals = {"auto": None, **{arrival.value: arrival for arrival in Arrival}}
-        if not isinstance(gradients, str) or gradients not in arrivals:
-            raise ValueError(f"`gradients` must be one of {list(arrivals)}. Received: gradients={gradients!r}")
-        if not isinstance(on_nonfinite, str) or on_nonfinite not in ("ignore", "skip", "raise"):
-            raise ValueError(
-                f'`on_nonfinite` must be "ignore", "skip" or "raise". Received: on_nonfinite={on_nonfinite!r}'
-            )
-        if compression is not None and not (isinstance(compression, str) and compression in ("float16", "bfloat16")):
-            raise ValueError(
-                f'`compression` must be None, "float16" or "bfloat16". Received: compression={compression!r}'
-            )
-        for argument, value in (("fused", fused), ("overlap", overlap)):
-            if value is not False and not (isinstance(value, str) and value == "auto"):
-                raise ValueError(f'`{argument}` must be "auto" or False. Received: {argument}={value!r}')
-        check.real("bucket_mib", bucket_mib, above=0, fix="The default is 25.")
-        if not isinstance(axis_name, str):
-            raise TypeError(f"`axis_name` must be a str. Received: axis_name={axis_name!r}")
-        _check_clipnorm(replica_clipnorm)
-        if replica_transform is not None and not callable(replica_transform):
-            raise TypeError(
-                "`replica_transform` must be a function `(grads, variables) -> grads`, or None. "
-                f"Received: replica_transform={replica_transform!r}"
-            )
-        groups = group_assignment_of(group_assignment)
-        num_steps = checked_num_steps(gradient_accumulation_steps)
-        check.flag("shard_state", shard_state)
-        if shard_state and groups is not None:
-            raise ValueError(
-                "`shard_state=True` divides one state, and with `group_assignment` each group has its own. "
-                f"Received: group_assignment={group_assignment!r}. Leave one of them out."
-            )
+        given = {name: value for name, value in locals().items() if name in CrossShardOptions.__dataclass_fields__}
+        options = CrossShardOptions(**given)
+        self._options = options  # Keras' constructor, which is yet to come, asks for some of them
         super().__init__(inner_optimizer, name=name)
         _refuse_inside(self.inner)
-        if num_steps is not None:
-            refuse_accumulation_inside(leaves(self), num_steps)
-        skips_inside = any(_skips_overflows(optimizer) for optimizer in inside(self))
-        if skips_inside and on_nonfinite == "raise":
+        self._refuse_accumulation_inside()
+        self._skips_inside = any(_skips_overflows(optimizer) for optimizer in descendants(self))
+        if self._skips_inside and on_nonfinite == "raise":
             raise ValueError(
                 '`on_nonfinite="raise"` would end training at the first overflow, which is how a dynamic loss scaling '
                 f"inside finds its scale. Received: inner_optimizer={self.inner!r}. Leave `on_nonfinite` out: the loss "
-                'scaling skips such updates. With `on_nonfinite="skip"` the culprit can be read, too.'
+                'scaling skips such updates. With `on_nonfinite="skip"` the replica can be read, too.'
             )
-        self.reduction = _REDUCTIONS[reduction]
-        self.on_nonfinite = on_nonfinite
-        self.shard_state = shard_state
-        self.compression = compression
-        self.fused = fused
-        self.overlap = overlap
-        self.bucket_mib = float(bucket_mib)
-        self.__dict__["_shards"] = None
-        if shard_state and not framework.lays_out_state:
+        self._scope = GradientScope()
+        self.scope_inside = GradientScope(self._scope, None if self.group_assignment is None else axis_name)
+        self.scope_inside.give_to(descendants(self))
+        self._shards = None
+        if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
-        self.gradients = gradients
-        self.axis_name = axis_name
-        self.replica_clipnorm = None if replica_clipnorm is None else float(replica_clipnorm)
-        # Past Keras' tracking, which would turn lists into lists of its own.
-        self.__dict__["group_assignment"] = groups
-        self.__dict__["replica_transform"] = replica_transform
-        self.__dict__["_arrival"] = arrivals[gradients]
-        # How gradients arrived last, and what was said about that.
-        self.__dict__["_last_arrival"] = None
-        self.__dict__["_doubts"] = set()
-        self.__dict__["_num_steps"] = num_steps
-        # Now, as Keras makes its own counters, so that they can be read before `build`.
-        self.__dict__["_skipped"] = self.__dict__["_culprit"] = None
-        self.__dict__["_verdict"] = None
-        self.__dict__["_num_reported"] = 0
-        self.__dict__["_skips_inside"] = skips_inside
-        if on_nonfinite != "ignore":
-            self.__dict__["_skipped"] = self.add_variable((), "zeros", dtype="int", name="skipped_steps")
-            unknown = keras.initializers.Constant(UNKNOWN)
-            self.__dict__["_culprit"] = self.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
-            note_assignments()
-        # Past Keras' tracking: what it holds is added to the state by `build`.
-        self.__dict__["_accumulators"] = None
-        if num_steps is not None and num_steps > 1:
-            self.__dict__["_accumulators"] = Accumulators(num_steps, self._looks_at_own_gradients)
-        # Whether `compute_gradients`, and not the caller, has last scaled a loss: then gradients come unscaled.
-        self.__dict__["_computed"] = False
-        # The torch ranks that this optimizer has started together with.
-        self.__dict__["_peers"] = None
-        # What reduces gradients while they are computed, and among which ranks.
-        self.__dict__["_buckets"] = self.__dict__["_bucketed"] = None
-        self.__dict__["_warned"] = False
-        # What it was built as, in words, and whether all processes have found that they have the same.
-        self.__dict__["_described"] = None
-        self.__dict__["_agrees"] = False
-        self.__dict__["_num_replicas_when_made"] = framework.num_replicas_of_scope()
-        framework.notice(self)
+        self._computed = False
+        for stage in options.stages:
+            stage.check(self)
+        found = stages_of(options, self)
+        self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
+        self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
+        self.arrival = Arrival(options, self.accumulation is not None, self)
+        decides_with_all = any(isinstance(o, OptimizerWrapper) and o._skips_overflows for o in descendants(self))
+        self._reducing = (options, self, decides_with_all)
+        reducer = AllReduce(*self._reducing)
+        if options.overlap == "auto" and options.is_plain:
+            reducer = OverlappedAllReduce(*self._reducing)
+        self.peers = Peers(self, reducer.members)
+        self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.arrival.classify)
+        note_made(self)
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]
         return self.on_nonfinite != "ignore"
 
     @property
-    def _needs_local_gradients(self) -> bool:
-        """Whether it does something that needs each replica's own gradients, before they are reduced."""
-        return self._looks_at_own_gradients or self.group_assignment is not None or self.compression is not None
-
-    @property
-    def _looks_at_own_gradients(self) -> bool:
-        return self.replica_clipnorm is not None or self.replica_transform is not None
-
-    @property
     def gradient_accumulation_steps(self) -> int | None:
         """How many micro-steps make an update; of the innermost optimizer where this one does not accumulate."""
-        steps: int | None = self.__dict__.get("_num_steps")
-        return super().gradient_accumulation_steps if steps is None else steps
+        own: int | None = self._options.gradient_accumulation_steps
+        return super().gradient_accumulation_steps if own is None else own
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: Any) -> None:
-        if self.__dict__.get("_num_steps") is None:
+        own = self._options.gradient_accumulation_steps
+        if own is None:
             OptimizerWrapper.gradient_accumulation_steps.__set__(self, value)
-        elif value != self.__dict__["_num_steps"]:
+        elif value != own and "accumulation" in vars(self):  # Keras' own constructor sets it as well
             raise ValueError(
                 "`gradient_accumulation_steps` of a `CrossShard` cannot be changed. "
                 f"Received: {value!r}, for {self!r}. Make a new one."
             )
 
-    @property
-    def _accumulates(self) -> bool:
-        """Whether it updates only once in several calls of `apply`."""
-        return self.__dict__.get("_accumulators") is not None
-
-    # -- building ------------------------------------------------------------------------------------------------
+    # -- building and files --------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable]) -> None:
         """See `OptimizerWrapper.build`."""
         variables = list(variables)
         if not self.built:
-            framework.check_scope(variables, self.__dict__["_num_replicas_when_made"], self)
-            framework.draw_apart(variables)
-        if not self.built and framework.process()[0] > 1:
-            # Not later: callbacks change the rate, and a step that is being traced cannot read it.
-            self.__dict__["_described"] = described(self, variables)
-            if framework.makes_variables_together():
-                self._compare_with_peers()
-        if self._accumulates and not self.built and not self._accumulators.is_built:
+            self.peers.before_build(variables)
             with empty_name_scope():
-                self._accumulators.build(variables, self.add_variable)
-            if self.__dict__.get("_stacks"):
-                self._stack_accumulators()
-        if self.shard_state and not self.built:
-            self.__dict__["_shards"] = self._divided(variables)
+                self.pipeline.build(variables, self.add_variable)
+            if self.shard_state and (shards := self._divided(variables)) is not None:
+                self._shards = shards
+                self.pipeline.reducer = ReduceScatter(*self._reducing, shards=shards)
         super().build(variables)
-        if self.__dict__["_num_steps"] is not None:
-            refuse_accumulation_inside(leaves(self), self.__dict__["_num_steps"])
+        self._refuse_accumulation_inside()
 
-    def _stack_accumulators(self) -> None:
-        """From now on gradients come stacked: those of all replicas along a first dimension, which a step has made."""
-        self.__dict__["_stacks"] = True
-        accumulators = self._accumulators
-        if accumulators.is_built and accumulators.stacked_along is None:
-            accumulators.restart()
-            accumulators.stacked_along = framework.stack(accumulators.of_this_replica)
-
-    @property
-    def _is_stacked(self) -> bool:
-        """Whether gradients come stacked."""
-        return self._accumulates and self._accumulators.stacked_along is not None
+    def _refuse_accumulation_inside(self) -> None:
+        if self._options.gradient_accumulation_steps is not None:
+            refuse_accumulation_inside(base_optimizers(self), self._options.gradient_accumulation_steps)
 
     @property
     def _lasting_state(self) -> list[Variable]:
@@ -422,10 +192,8 @@ class CrossShard(TwoPhases, DividedState):
     @property
     def _replica_state(self) -> list[Variable]:
         """The sums of gradients, what else is kept for a window, and state that is divided."""
-        window = self._accumulators if self._accumulates and self._accumulators.is_built else None
-        sums = [] if window is None else [*window.of_this_replica, *window.snapshots]
-        shards = self.__dict__.get("_shards")
-        return sums if shards is None else [*sums, *[v for v in self.inner.variables if shards.is_divided(v)]]
+        window = [] if self.accumulation is None else self.accumulation.kept
+        return [*window, *super()._replica_state]
 
     @property
     def _shared_own_variables(self) -> list[Variable]:
@@ -433,514 +201,52 @@ class CrossShard(TwoPhases, DividedState):
         apart = {id(v) for v in self._replica_state}
         return [v for v in self._variables if id(v) not in apart]
 
-    # -- files ---------------------------------------------------------------------------------------------------
-
     def load_own_variables(self, store: Any) -> None:
         """See `OptimizerWrapper.load_own_variables`. A window of micro-steps starts anew."""
         super().load_own_variables(store)
-        self._restart_window()
-
-    def _restart_window(self) -> None:
-        """Forgets the micro-steps since the last update: the next one is the first of its window."""
-        if self._accumulates and self._accumulators.is_built:
-            self._accumulators.restart()
-
-    @property
-    def _is_within_window(self) -> bool:
-        """Whether there were micro-steps since the last update. Reading it waits for the devices."""
-        return self._accumulates and self._accumulators.is_built and self._accumulators.num_taken > 0
-
-    # -- gradients that are not finite ---------------------------------------------------------------------------
-
-    @property
-    def skipped_steps(self) -> Any:
-        """How many updates were left out because a gradient was not finite: a scalar variable, or 0."""
-        return super().skipped_steps if self._skipped is None or self._skips_inside else self._skipped
-
-    @property
-    def last_nonfinite(self) -> tuple[int | None, str | None] | None:
-        """Whose gradient was not finite last, and the path of the (first) variable that it was of.
-
-        None where all have been finite so far, and with `on_nonfinite="ignore"`. The replica is None where gradients
-        are reduced before the optimizer sees them. Reading it waits for the devices.
-        """
-        if self._culprit is None:
-            return None
-        replica, position = (int(i) for i in ops.convert_to_numpy(self._culprit))
-        if position == UNKNOWN:
-            return None
-        return (None if replica == UNKNOWN else replica), self._names()[position]
-
-    def check_finite(self, from_now: bool = False) -> None:
-        """Raises if an update was left out since the last call. Compiled steps on JAX cannot raise by themselves.
-
-        With `from_now` it never raises: what was left out before does not count for later calls.
-
-        Raises:
-            FloatingPointError: with the names of the replica and the variable; with `on_nonfinite="raise"` only.
-        """
-        if self.on_nonfinite == "raise":
-            num_skipped = int(ops.convert_to_numpy(self._skipped))
-            is_new, self.__dict__["_num_reported"] = num_skipped > self._num_reported, num_skipped
-            framework.stop_if(is_new and not from_now, ops.convert_to_numpy(self._culprit), self._names(), _RAISES)
-
-    def _names(self) -> list[str]:
-        return [getattr(v, "path", str(v)) for v in self._trainable_variables]
-
-    @framework.as_written
-    def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
-        """See `OptimizerWrapper.apply`.
-
-        Raises:
-            FloatingPointError: with `on_nonfinite="raise"`, where a gradient is not finite.
-        """
-        if self.on_nonfinite == "raise":
-            before = ops.copy(ops.convert_to_tensor(self._skipped))
-            super().apply(grads, trainable_variables)
-            framework.uncompiled(self._stop_if_skipped, before)
-        else:
-            super().apply(grads, trainable_variables)
-
-    def _stop_if_skipped(self, before: Tensor) -> None:
-        # Read when the update is over, or TensorFlow might stop in the middle of it.
-        is_new = ops.convert_to_tensor(self._skipped) > before
-        rollback = self.__dict__["_rollback"]
-        put_back = () if rollback is None else rollback.variables
-        framework.stop_if(is_new, ops.convert_to_tensor(self._culprit), self._names(), _RAISES, put_back)
+        for stage in self.pipeline.stages if self.built else ():
+            stage.reset()
 
     # -- updating ------------------------------------------------------------------------------------------------
 
-    def _check_peers(self, replicas: ReplicaBackend | None = None) -> None:
-        """Makes sure, once, that the processes train the same with the same optimizer. All must call it together.
-
-        Raises:
-            ValueError: on every process, if they do not. It names what differs.
-        """
-        replicas = framework.replicas(self.axis_name) if replicas is None else replicas
-        if self.__dict__["_agrees"] or not replicas.spans_processes:
-            return
-        if self.__dict__["_described"] is None:
-            if not self.built:
-                return
-            self.__dict__["_described"] = described(self, self._trainable_variables)
-        framework.uncompiled(self._compare_with_peers, replicas)
-
-    def _compare_with_peers(self, replicas: ReplicaBackend | None = None) -> None:
-        check_agreement(self.__dict__["_described"])
-        if self._shards is not None and replicas is not None:
-            self._shards.check(replicas)
-            self._shards.check_start(int(ops.convert_to_numpy(self.iterations)))
-        self.__dict__["_agrees"] = True
-
-    def _warn_of_sums(self, num_replicas: int) -> None:
-        """Warns of a loss that is a sum over its replica's rows, where nobody computes that of the whole batch."""
-        if self.reduction == "sum" or current_part() is not None:
-            return
-        for loss in losses_that_add_up(self, self._trainable_variables)[:1]:
-            warnings.warn(
-                f"A loss that adds up over rows has gradients that add up over replicas, and their mean is "
-                f"{num_replicas} times too small. Received: {type(loss).__name__}(reduction='sum') with {self!r}. "
-                'Use `CrossShard(..., reduction="sum")`, or call `keras_shardopt.prepare(model)` before `fit`.',
-                stacklevel=2,
-            )
-
-    def _check_parts(self) -> None:
-        """Makes sure, where state is divided, that its parts still belong together. All processes call it together.
-
-        For what gives all processes the first one's values: parts of the state cannot come from there.
-
-        Raises:
-            ValueError: on every process, if they do not.
-        """
-        if self._shards is not None and self.__dict__["_agrees"]:
-            self._shards.check_start(int(ops.convert_to_numpy(self.iterations)))
-
-    def _have_started(self, replicas: ReplicaBackend) -> None:
-        """Says that these replicas have equal weights and state already, before the first update."""
-        self.__dict__["_peers"] = replicas
-
-    def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
-        """Makes the gradients global."""
-        if reduction_is_claimed(self):
-            if self._shards is None or self._accumulates:
-                return grads
-            self.__dict__["_verdict"] = None if self._culprit is None else judge(grads, variables)
-            return self._shards.slices_of(grads, variables)
-        replicas = framework.replicas(self.axis_name)
-        framework.check_ready(variables, leaves(self))
-        if self.__dict__.pop("_is_loaded", False):
-            framework.check_loaded(variables)
-        if self._shards is not None:
-            self._shards.check(replicas)
-        elif self.shard_state and replicas.num_replicas > 1 and not replicas.speaks_for_all:
-            raise ValueError(
-                "`shard_state=True` on JAX is a layout of arrays under a `keras.distribution`, and inside `shard_map` "
-                f"and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "
-                f"{replicas.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
-                ", or use `shard_state=False`."
-            )
-        elif self.shard_state:
-            framework.check_can_lay_out(variables)
-        share = 1.0
-        self._check_peers(replicas)
-        if not replicas.runs_one_program and self.__dict__["_peers"] is not replicas:
-            framework.uncompiled(self._warn_of_sums, replicas.num_replicas)
-            share = replicas.start_together(self._trainable_variables, self._shared_variables, self._groups(replicas))
-            self.__dict__["_peers"] = replicas
-        if self.__dict__["_computed"]:
-            grads = scaled_gradients(grads, variables, self.loss_scale)
-        if self._accumulates:
-            return grads if self._is_stacked else self._own_gradients(grads, variables, share)
-        grads, self.__dict__["_verdict"] = self._reduced_and_judged(grads, variables, share)
-        return grads
-
-    def _own_gradients(self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0) -> Gradients:
-        """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
-        share = _share_of_rows()
-        if not isinstance(share, float) or share != 1:
-            arrival = self._arrival_of(grads, variables, framework.replicas(self.axis_name))
-            if arrival not in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED):  # every replica has those of all rows
-                self.__dict__["_came_reduced"] = arrival  # asked again, DDP would not know it any more
-                return grads
-        return weighted_gradients(grads, variables, _none_without_rows(weight, share))
-
-    def _reduce_gradients(
-        self, grads: Gradients, variables: Sequence[Variable], weight: Any = 1.0, loss_scale: Any = None
-    ) -> Gradients:
-        """Transforms and clips this replica's gradients, as the constructor was told, and reduces them. No more.
-
-        For training steps that reduce by themselves, and then update inside `claim_reduction([optimizer])`. All
-        replicas must call it. Where the inner optimizer scales the loss, the gradients are those of the scaled loss.
-
-        Args:
-            grads: one tensor or None per variable, as they arrive.
-            variables: the trainable variables of `grads`, in the same order.
-            weight: a number or scalar tensor: how much this replica counts in the mean, after its gradients have been
-                clipped. The weights of all replicas (of a group) should have the mean 1. Of a replica with weight 0
-                nothing counts, also not a NaN.
-            loss_scale: a number or scalar tensor: by what the loss was multiplied, where that was not done by the inner
-                optimizer alone. None asks that.
-
-        Returns:
-            A list like `grads`.
-
-        Raises:
-            ValueError: if the gradients of several replicas are not local here but must be; if `group_assignment`
-                names other replicas than there are; if replicas hold state of their own slices only.
-        """
-        if self._shards is not None:
-            raise ValueError(
-                "`_reduce_gradients` returns whole gradients, and with `shard_state=True` each replica takes slices. "
-                f"Received: {self!r}. Call `apply` with each replica's own gradients, which reduces them."
-            )
-        reduced = self._reduced_and_judged(grads, variables, weight, loss_scale)[0]
-        if self.__dict__["_buckets"] is None:
-            return reduced
-        return [None if grad is None else ops.copy(grad) for grad in reduced]  # out of memory that is used again
-
-    def _reduced_and_judged(
-        self,
-        grads: Gradients,
-        variables: Sequence[Variable],
-        weight: Any = 1.0,
-        loss_scale: Any = None,
-        share: Any = None,
-    ) -> tuple[Gradients, Tensor | None]:
-        """As `_reduce_gradients`, and what `reduce_and_judge` says of them; None with `on_nonfinite="ignore"`.
-
-        `share` is this replica's part of the rows, where that is not the one of the step that is running.
-        """
-        share = _share_of_rows() if share is None else share
-        # A replica's loss counts by the rows it has; what looks at its gradients wants those of its own mean loss.
-        replicas = framework.replicas(self.axis_name)
-        buckets = self._buckets_among(replicas)
-        if buckets is not None:
-            return buckets.reduce(grads, variables, bool(share), weight), None
-        groups = self._groups(replicas)
-        arrival = self.__dict__.pop("_came_reduced", None) or self._arrival_of(grads, variables, replicas)
-        if self._accumulates:
-            self._warn_if_reduced(arrival, replicas)
-        is_local = arrival in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED)
-        needs_own = self._looks_at_own_gradients or groups is not None
-        if needs_own or self.compression is not None:
-            self._check_local(arrival, replicas)
-        unit = 1.0
-        if needs_own:
-            # There is no mean loss of no rows; what a transform makes of them counts for nothing, as is seen to below.
-            rows = 1.0 if isinstance(share, float) and not share else share
-            unit = (self.loss_scale if loss_scale is None else loss_scale) * rows
-
-        def transformed(clipnorm: float | None, transform: LocalTransform | None) -> Gradients:
-            if clipnorm is None and transform is None:
-                return grads
-            return transformed_gradients(grads, variables, replicas.num_replicas, arrival, unit, clipnorm, transform)
-
-        grads = transformed(None, self.replica_transform)
-        chosen, trained = variables, None
-        if not replicas.runs_one_program and len(variables) < len(self._trainable_variables):
-            # All ranks send the same, also where some have frozen layers, so that they can notice.
-            grads, variables, trained = self._with_frozen(grads, variables)
-        # Before clipping, which makes all gradients NaN where one is, and after what may have put that right.
-        looks = self._culprit is not None and (is_local or self._looks_at_own_gradients)
-        found = first_not_finite(grads, variables) if looks else None
-        grads = transformed(self.replica_clipnorm, None)
-        if is_local:  # else every replica has the gradients of all rows, also one without any
-            weight = _none_without_rows(weight, share)
-            grads = weighted_gradients(grads, variables, weight)
-        if found is not None and is_local:
-            found = ops.where(ops.equal(weight, 0), ops.zeros_like(found), found)
-        if self.compression is not None and is_local:
-            replicas = Compressed(replicas, self.compression, divides=arrival is Arrival.LOCAL)
-        if self._shards is not None and is_local:
-            grads, verdict = self._shards.reduce(grads, variables, replicas, self.reduction, arrival, found, trained)
-            return self._without_frozen(grads, verdict, variables, chosen)
-        verdict = None
-        if self._culprit is None:
-            try:
-                grads = global_gradients(grads, variables, replicas, self.reduction, arrival, groups, trained)
-            except ValueError:
-                if groups is not None and self._meets_inside and not replicas.runs_one_program:
-                    fail_among_all(replicas)
-                raise
+    def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Makes the gradients global, and updates with them; when accumulating, at the end of a window."""
+        if self._scope.is_reduced:
+            step = self.pipeline.resumed.replace(grads=grads, variables=variables, is_reduced=True)
         else:
-            grads, verdict = reduce_and_judge(
-                grads, variables, replicas, self.reduction, arrival, groups, found, trained
-            )
-        grads = grads if self._shards is None else self._shards.slices_of(grads, variables)
-        return self._without_frozen(grads, verdict, variables, chosen)
+            weight = self.peers.ready(variables, runtime.communicator(self.axis_name))
+            if self._computed:
+                grads = scaled_gradients(grads, variables, self.loss_scale)
+            step = Step(grads, variables, weight=weight, row_share=row_share())
+        self.pipeline.run(step)
 
-    @property
-    def _meets_inside(self) -> bool:
-        """Whether a loss scaling inside decides together with all replicas, those of other groups too."""
-        return any(isinstance(part, OptimizerWrapper) and part._skips_overflows for part in inside(self))
+    def _update(self, step: Step) -> None:
+        self.scope_inside.give_to(descendants(self))  # another one may have been put around them since
+        with self.scope_inside.reduced():
+            super().update_inner(step.grads, step.variables)
 
-    def _with_frozen(
-        self, grads: Gradients, variables: Sequence[Variable]
-    ) -> tuple[list[Tensor | None], list[Variable], list[bool]]:
-        """Gradients of all trainable variables, None where none is given; the variables; and which are given."""
-        given = {self._position(variable): grad for variable, grad in zip(variables, grads)}
-        every = range(len(self._trainable_variables))
-        return [given.get(i) for i in every], list(self._trainable_variables), [i in given for i in every]
-
-    def _without_frozen(
-        self, grads: Gradients, verdict: Tensor | None, variables: Sequence[Variable], chosen: Sequence[Variable]
-    ) -> tuple[Gradients, Tensor | None]:
-        """The reverse of `_with_frozen`, of gradients and a verdict on them."""
-        if variables is chosen:
-            return grads, verdict
-        positions = [self._position(variable) for variable in chosen]
-        if verdict is not None:
-            places = [UNKNOWN] * (len(variables) + 1)
-            for place, position in enumerate(positions):
-                places[position] = place
-            name = ops.take(ops.convert_to_tensor(places, "int32"), verdict[2] % len(places), axis=0)
-            verdict = ops.stack([verdict[0], verdict[1], name])
-        return [grads[i] for i in positions], verdict
-
-    def _arrival_of(self, grads: Gradients, variables: Sequence[Variable], replicas: ReplicaBackend) -> Arrival:
-        """How these gradients arrive: as the constructor was told, or as the replicas find it."""
-        arrival = self.__dict__["_arrival"]
-        if arrival is not None:
-            self._warn_once(replicas.objections(arrival) if self.gradients != "auto" else ())
-            return arrival
-        arrival = replicas.arrival(grads, variables)
-        doubts = list(replicas.doubts)
-        if not replicas.has_seen_losses and self.__dict__["_last_arrival"] is Arrival.LOCAL_PRESCALED:
-            # Rather a function that was traced before, which is not seen again, than another kind of loss.
-            arrival, doubts = Arrival.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
-        self.__dict__["_last_arrival"] = arrival
-        self._warn_once(doubts)
-        return arrival
-
-    def _warn_once(self, doubts: Sequence[str]) -> None:
-        for doubt in doubts:
-            if doubt not in self.__dict__["_doubts"]:
-                self.__dict__["_doubts"].add(doubt)
-                warnings.warn(doubt, stacklevel=3)
-
-    def _buckets_among(self, replicas: ReplicaBackend) -> Any:
-        """What reduces gradients while they are computed; None where each is reduced by itself, after all of them."""
-        if self.__dict__["_peers"] is not replicas or self.__dict__["_bucketed"] is replicas:
-            return self.__dict__["_buckets"] if self.__dict__["_bucketed"] is replicas else None
-        self.__dict__["_buckets"], self.__dict__["_bucketed"] = None, replicas
-        is_local = self.gradients in ("auto", "local") and self.__dict__["_arrival"] in (None, Arrival.LOCAL)
-        needs_own = self._looks_at_own_gradients or self.group_assignment is not None
-        is_plain = not (needs_own or self._accumulates or self.shard_state or self._culprit is not None)
-        variables = self._trainable_variables
-        if self.overlap == "auto" and is_local and is_plain and not any(map(is_next_value, variables)):
-            num_bytes = self.bucket_mib * 2**20
-            takes_mean = self.reduction == "mean"
-            self.__dict__["_buckets"] = framework.buckets(
-                replicas, variables, takes_mean, num_bytes, self.compression, check_all_train
-            )
-        return self.__dict__["_buckets"]
-
-    def _num_flags(self, replicas: ReplicaBackend) -> int:
-        if self._culprit is None or self._groups(replicas) is not None:
-            return 0
-        return num_flags(len(self._trainable_variables), replicas.num_replicas)
-
-    @contextlib.contextmanager
-    def _judged(self, verdict: Tensor | None) -> Iterator[None]:
-        """Says, for the time of the block, what `_reduced_and_judged` has said of the gradients that come."""
-        self.__dict__["_verdict"] = verdict
-        try:
-            yield
-        finally:
-            self.__dict__["_verdict"] = None
-
-    def _groups(self, replicas: ReplicaBackend) -> Groups | None:
-        """The groups that average, each ascending; None where all replicas are in one."""
-        groups: list[list[int]] | None = self.group_assignment
-        check_groups(groups, replicas)
-        return None if groups is None or len(groups) == 1 else [sorted(group) for group in groups]
-
-    def _check_local(self, arrival: Arrival, replicas: ReplicaBackend) -> None:
-        """Refuses gradients that are reduced already where each replica's own are needed."""
-        is_reduced = arrival is Arrival.GLOBAL or arrival is Arrival.SUMMED
-        if replicas.num_replicas == 1 or not is_reduced:
-            return
-        given = [
-            f"{name}={getattr(self, name)!r}"
-            for name in ("group_assignment", "replica_clipnorm", "replica_transform", "compression")
-            if getattr(self, name) is not None
-        ]
-        rule = f"`{given[0].partition('=')[0]}` needs the gradients of each replica, before they are reduced."
-        if arrival is Arrival.SUMMED:
-            received = "gradients that `shard_map` has summed over the replicas already"
-            advice = _SUMMED_ADVICE
-        else:
-            received = f"gradients that are global already, with {replicas.num_replicas} replicas"
-            if self.group_assignment is not None:
-                # One program with replicated weights cannot hold weights that differ between groups.
-                advice = (
-                    "The weights of groups drift apart, so on JAX give each replica its own in a loop of your own "
-                    "inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`; `model.fit` has one copy for all. "
-                    "On PyTorch train without `DistributedDataParallel`."
-                )
-            else:
-                advice = _GLOBAL_ADVICE
-        raise ValueError(f"{rule} Received: {', '.join(given)}, and {received}. {advice}")
-
-    @framework.as_written
+    @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `keras.optimizers.Optimizer.scale_loss`."""
-        self.__dict__["_computed"] = False
+        self._computed = False
         loss = super().scale_loss(loss)
-        if self.__dict__["_buckets"] is not None:
-            self.__dict__["_buckets"].follow(loss, self, bool(_share_of_rows()))
+        self.pipeline.reducer.watch(loss, row_share())
         return loss
-
-    # ------------------------------------------------------------------------------------------------------------
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
-        peers = self.__dict__["_peers"]
-        has_peers = peers is not None and peers.are_current()
-        if has_peers and not ends_together() and not reduction_is_claimed(self):
-            buckets = self._buckets_among(peers)
-            if self.compression is not None:
-                peers = Compressed(peers, self.compression, divides=True)
-            if buckets is not None:
-                buckets.end_together()
-            elif self._shards is not None:
-                self._shards.end_together(peers, self._num_flags(peers))
-            else:
-                end_together(self._trainable_variables, peers, self._groups(peers), self._num_flags(peers))
-        if not framework.stops_in_step:
+        started = self.peers.still_there()
+        if started is not None and not joins_uneven_inputs() and not self._scope.is_reduced:
+            self.pipeline.reducer.finish(started)
+        if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()
-        if self._shards is None:
-            super().finalize_variable_values(var_list)
-        elif self.use_ema or _finalizes(innermost(self)):
-            self._shards.finalize(self.inner, var_list)
+        super().finalize_variable_values(var_list)
 
-    def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Updates with gradients that nobody inside may reduce again; when accumulating, at the end of a window."""
-        if self._accumulates:
-            framework.uncompiled(self._accumulate, grads, variables)
-        else:
-            verdict, self.__dict__["_verdict"] = self.__dict__["_verdict"], None
-            self._update_if_finite(grads, variables, verdict)
+    def _written(self) -> list[Variable]:
+        """All that an update reads or assigns."""
+        return [*self._trainable_variables, *self._shared_variables]
 
-    def _accumulate(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        positions = [self._position(variable) for variable in variables]
-        # The counter is the same on all replicas, so that all of them meet in the branch.
-        is_complete, sums = self._accumulators.add(grads, positions, _share_of_rows())
-        # Not the sums, or JAX would copy them in each micro-step.
-        state = [*self._trainable_variables, *self._shared_variables]
-        framework.update_if(is_complete, self._end_window, sums, state)
-
-    def _end_window(self, sums: Sequence[Tensor]) -> None:
-        means, positions, share = self._accumulators.means(sums)
-        variables = [self._trainable_variables[i] for i in positions]
-
-        def reduced(own: Any) -> tuple[Gradients, Tensor | None]:
-            means, (share,) = own if isinstance(own, tuple) else (own, (1.0,))
-            return self._reduced_and_judged(means, variables, share=share)
-
-        own = means if isinstance(share, float) else (means, [share])
-        if reduction_is_claimed(self):
-            verdict = None if self._culprit is None else judge(means, variables)
-            slices = means if self._shards is None else self._shards.slices_of(means, variables)
-            self._update_if_finite(slices, variables, verdict)
-            return
-        grads, verdict = framework.over_replicas(reduced, own) if self._is_stacked else reduced(own)
-        self._update_if_finite(grads, variables, verdict)
-
-    def _join_step(self, arrival: Arrival | None) -> None:
-        """Called by a training step that knows how gradients arrive; None finds it."""
-        if self.gradients == "auto":
-            self.__dict__["_arrival"] = arrival
-
-    def _decide_window(self, ends: bool) -> None:
-        """Says whether the next call of `apply` updates, however many micro-steps there were; each counts as ever."""
-        self._accumulators.decide(ends)
-
-    def _warn_if_reduced(self, arrival: Arrival, replicas: ReplicaBackend) -> None:
-        if replicas.num_replicas > 1 and arrival in (Arrival.GLOBAL, Arrival.SUMMED) and not self.__dict__["_warned"]:
-            self.__dict__["_warned"] = True
-            warnings.warn(
-                f"{self!r} accumulates gradients that are reduced already, so that updates are right, but each "
-                f"micro-step communicates. {_SUMMED_ADVICE if arrival is Arrival.SUMMED else _GLOBAL_ADVICE}",
-                stacklevel=2,
-            )
-
-    def _update_if_finite(self, grads: Gradients, variables: Sequence[Variable], verdict: Tensor | None) -> None:
-        if self._culprit is None:
-            self._update(grads, variables)
-            return
-        if verdict is None:  # somebody else has reduced them
-            verdict = judge(grads, variables)
-        is_bad = verdict[0] > 0
-        places = ops.convert_to_tensor([*[self._position(v) for v in variables], UNKNOWN], "int32")
-        names = ops.stack([verdict[1], ops.take(places, verdict[2] % (len(variables) + 1), axis=0)])
-        self._culprit.assign(ops.where(is_bad, names, ops.convert_to_tensor(self._culprit)))
-        if self._skips_inside:  # a loss scaling decides, and counts
-            self._update(grads, variables)
-            return
-        self._skipped.assign(self._skipped + ops.cast(is_bad, self._skipped.dtype))
-        framework.update_if(
-            ops.logical_not(is_bad),
-            lambda grads: self._update(grads, variables),
-            grads,
-            [*self._trainable_variables, *self._shared_variables],
-        )
-
-    def _update(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        if self.fused is False:
-            self._update_with(grads, variables)
-        else:
-            framework.update_fused(leaves(self), self._update_with, grads, variables)
-
-    def _update_with(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        with claim_reduction(inside(self), None if self.group_assignment is None else self.axis_name):
-            if self._shards is None:
-                super().update_inner(grads, variables)
-            else:
-                replicas = framework.replicas(self.axis_name)
-                framework.uncompiled(self._shards.update, self.inner, grads, variables, replicas)
-
-    def _meet_outer_loss_scaling(self) -> None:
+    def _on_outer_loss_scaling(self) -> None:
         """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""
         raise ValueError(
             "A `LossScaleOptimizer` must be inside `CrossShard`, not around it: outside it sees the gradients of one "
@@ -950,72 +256,27 @@ class CrossShard(TwoPhases, DividedState):
             "loss: `model.compile(optimizer=CrossShard(LossScaling(inner_optimizer)))`."
         )
 
+    # -- configuration -------------------------------------------------------------------------------------------
+
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`."""
-        return {
-            **super().get_config(),
-            "reduction": self.reduction,
-            "group_assignment": self.group_assignment,
-            "gradients": self.gradients,
-            "gradient_accumulation_steps": self.__dict__["_num_steps"],
-            "on_nonfinite": self.on_nonfinite,
-            "replica_clipnorm": self.replica_clipnorm,
-            "replica_transform": keras.saving.serialize_keras_object(self.replica_transform),
-            "shard_state": self.shard_state,
-            "compression": self.compression,
-            "fused": self.fused,
-            "overlap": self.overlap,
-            "bucket_mib": self.bucket_mib,
-            "axis_name": self.axis_name,
-        }
+        return {**super().get_config(), **self._options.config()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
         """The reverse of `get_config`. `config` is left as it is."""
-        transform = config.get("replica_transform")
-        if isinstance(transform, dict):
-            transform = keras.saving.deserialize_keras_object(transform, custom_objects=custom_objects)
-            config = {**config, "replica_transform": transform}
-        loaded = super().from_config(config, custom_objects)
-        loaded.__dict__["_is_loaded"] = True
+        loaded: Any = super().from_config(CrossShardOptions.from_config(config, custom_objects), custom_objects)
+        loaded.peers.is_loaded = True
         return loaded
 
     def _repr_arguments(self) -> str:
-        given = [f", reduction={self.reduction!r}"]
-        if self.__dict__["_num_steps"] is not None:
-            given.append(f", gradient_accumulation_steps={self.__dict__['_num_steps']}")
-        if self.on_nonfinite != "ignore":
-            given.append(f", on_nonfinite={self.on_nonfinite!r}")
-        if self.shard_state:
-            given.append(", shard_state=True")
-        if self.fused is False:
-            given.append(", fused=False")
-        if self.overlap is False:
-            given.append(", overlap=False")
-        if self.bucket_mib != _BUCKET_MIB:
-            given.append(f", bucket_mib={self.bucket_mib:g}")
-        given += [
-            f", {name}={getattr(self, name)!r}"
-            for name in ("group_assignment", "replica_clipnorm", "replica_transform", "compression")
-            if getattr(self, name) is not None
-        ]
-        given += [
-            f", {name}={getattr(self, name)!r}"
-            for name, default in (("gradients", "auto"), ("axis_name", "batch"))
-            if getattr(self, name) != default
-        ]
-        return "".join(given)
+        return self._options.shown()
 
 
 def cross_shards(optimizer: Any) -> list[CrossShard]:
     """Every `CrossShard` of an optimizer, itself and inside it, from the outside in; none where it is None."""
-    chain = [] if optimizer is None else [optimizer, *inside(optimizer)]
+    chain = [] if optimizer is None else [optimizer, *descendants(optimizer)]
     return [part for part in chain if isinstance(part, CrossShard)]
-
-
-def _finalizes(leaf: Any) -> bool:
-    """Whether an optimizer of a user's has something of its own to do when training ends."""
-    return type(leaf).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values
 
 
 def _skips_overflows(optimizer: Any) -> bool:
@@ -1024,36 +285,19 @@ def _skips_overflows(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
-def _share_of_rows() -> Any:
-    """This replica's rows in units of an equal part of the batch."""
-    part = current_part()
-    return 1.0 if part is None else part.share
-
-
-def _none_without_rows(weight: Any, share: Any) -> Any:
-    if isinstance(share, float):
-        return weight if share else 0.0
-    return ops.where(share > 0, weight, 0.0)
-
-
 def _refuse_inside(optimizer: Any) -> None:
     """Refuses a `CrossShard` inside another one that would wait in vain for local gradients."""
-    if isinstance(optimizer, CrossShard) and optimizer._accumulates:
+    if isinstance(optimizer, CrossShard) and optimizer.accumulation is not None:
         raise ValueError(
             "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate in "
             f"each micro-step. Received: inner_optimizer={optimizer!r}."
         )
-    if isinstance(optimizer, CrossShard) and optimizer._needs_local_gradients:
+    if isinstance(optimizer, CrossShard) and optimizer.arrival.needs_local_gradients:
         raise ValueError(
-            "`group_assignment`, `replica_clipnorm`, `replica_transform` and `compression` need the gradients of each "
-            f"replica, and inside another `CrossShard` they are global already. Received: inner_optimizer={optimizer!r}. "
+            "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` that look at them "
+            "need the gradients of each replica, and inside another `CrossShard` they are global already. "
+            f"Received: inner_optimizer={optimizer!r}. "
             "Give these arguments to the outer `CrossShard`."
         )
-    for inner in parts(optimizer):
+    for inner in children(optimizer):
         _refuse_inside(inner)
-
-
-def _check_clipnorm(replica_clipnorm: Any) -> None:
-    if replica_clipnorm is None:
-        return
-    check.real("replica_clipnorm", replica_clipnorm, above=0, finite=False, fix="Leave it out to not clip.")

@@ -9,9 +9,9 @@ import keras
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import clip_by_global_norm, global_norm, is_next_value, like_variable
-from keras_shardopt.replica import framework, holds_slices
-from keras_shardopt.wrapper import OptimizerWrapper
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.numerics import clip_by_global_norm, global_norm, like_variable, overwrites_variable
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -68,9 +68,9 @@ class GradientClipping(OptimizerWrapper):
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Clips the gradients together."""
         result = list(grads)
-        clipped = [i for i, variable in enumerate(variables) if not is_next_value(variable)]
+        clipped = [i for i, variable in enumerate(variables) if not overwrites_variable(variable)]
         seen = [grads[i] for i in clipped]
-        norm = norm_over_replicas(global_norm(seen)) if holds_slices(self) else None
+        norm = norm_over_replicas(global_norm(seen)) if self._scope.holds_slices else None
         values, _ = clip_by_global_norm(seen, self.clip_gradients * self._incoming_scale(), norm)
         for i, value in zip(clipped, values):
             result[i] = like_variable(value, variables[i])
@@ -86,5 +86,5 @@ class GradientClipping(OptimizerWrapper):
 
 def norm_over_replicas(norm: Tensor) -> Tensor:
     """The norm of what all replicas have together, from that of what each has."""
-    (total,) = framework.replicas("batch").all_reduce([keras.ops.reshape(keras.ops.square(norm), (1,))], "sum")
+    (total,) = runtime.communicator("batch").all_reduce([keras.ops.reshape(keras.ops.square(norm), (1,))], "sum")
     return keras.ops.sqrt(total[0])

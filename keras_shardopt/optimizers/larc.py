@@ -10,10 +10,9 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import dense, dtype_of, in_float32, is_next_value, norm
-from keras_shardopt.wrapper import OptimizerWrapper, leaf_of
-
-_LARGEST_FLOAT16 = 65504.0
+from keras_shardopt.numerics import LARGEST_FLOAT16, dense, dtype_of, in_float32, norm, overwrites_variable
+from keras_shardopt.wrapping.chain import leaf_of
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -100,7 +99,7 @@ class LARC(OptimizerWrapper):
         """Scales each gradient on its own."""
         loss_scale = self._incoming_scale()
         return [
-            grad if grad is None or is_next_value(variable) else self._scaled(grad, variable, loss_scale)
+            grad if grad is None or overwrites_variable(variable) else self._scaled(grad, variable, loss_scale)
             for grad, variable in zip(grads, variables)
         ]
 
@@ -130,7 +129,7 @@ class LARC(OptimizerWrapper):
         factor = self._ratio(wide, variable, loss_scale)
         if self.faithful:
             if dtype_of(variable) == "float16":
-                factor = ops.minimum(factor, ops.full_like(factor, _LARGEST_FLOAT16))
+                factor = ops.minimum(factor, ops.full_like(factor, LARGEST_FLOAT16))
             return ops.cast(factor, dtype_of(variable)) * ops.cast(wide, dtype_of(variable))
         return ops.cast(wide * factor, dtype_of(variable))
 

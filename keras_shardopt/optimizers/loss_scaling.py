@@ -16,18 +16,14 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.finite import largest_of_all
-from keras_shardopt.numerics import dtype_of, in_float32, is_next_value, map_values
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import GlobalView, GradientState
+from keras_shardopt.numerics import dtype_of, in_float32, map_values, overwrites_variable
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
-from keras_shardopt.replica import (
-    Arrival,
-    differing_along,
-    framework,
-    holds_slices,
-    reduction_is_claimed,
-)
-from keras_shardopt.rollback import note_assignments
-from keras_shardopt.wrapper import OptimizerWrapper, inside
+from keras_shardopt.update.nonfinite import largest_of_all
+from keras_shardopt.wrapping.chain import descendants
+from keras_shardopt.wrapping.rollback import note_assignments
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class ScaledUpdate(OptimizerWrapper):
@@ -39,22 +35,25 @@ class ScaledUpdate(OptimizerWrapper):
         name: str or None.
     """
 
+    _scale_argument: str
+    """What the constructor of the concrete wrapper calls the scale."""
+
     _scaler: AutomaticLossScaler | None
     _static: float | None
+    _skipped: Variable | None
     _shard_unit = "element"
 
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
         super().__init__(inner_optimizer, name=name)
         if isinstance(scale, AutomaticLossScaler):
             _refuse_accumulation_inside(self)
-        # Past `__setattr__`: what is in it is added to the state below, and nothing else of it is state.
-        self.__dict__["_scaler"] = scale if isinstance(scale, AutomaticLossScaler) else None
-        self.__dict__["_static"] = None if isinstance(scale, AutomaticLossScaler) else scale
-        self.__dict__["_skipped"] = None
+        self._scaler = scale if isinstance(scale, AutomaticLossScaler) else None
+        self._static = None if isinstance(scale, AutomaticLossScaler) else scale
+        self._skipped = None
         if self._scaler is not None:
             # Now, as Keras makes its own counters, so that the scale can be read, and the loss scaled, before `build`.
             self._scaler.build(self._add_scalar)
-            self.__dict__["_skipped"] = self._add_scalar("skipped_steps", 0, "int")
+            self._skipped = self._add_scalar("skipped_steps", 0, "int")
         if self._leaves_out_updates:
             note_assignments()
 
@@ -73,7 +72,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]
-        return self.__dict__["_skipped"] is not None
+        return self._skipped is not None
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
@@ -104,11 +103,11 @@ class ScaledUpdate(OptimizerWrapper):
     @property
     def skipped_steps(self) -> Any:
         """How many updates an overflow has prevented so far: a scalar variable; 0 where none is prevented."""
-        return super().skipped_steps if self.__dict__["_skipped"] is None else self.__dict__["_skipped"]
+        return super().skipped_steps if self._skipped is None else self._skipped
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    @framework.as_written
+    @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32 where it was in half precision, which would overflow."""
         loss = self.inner.scale_loss(loss)
@@ -133,10 +132,12 @@ class ScaledUpdate(OptimizerWrapper):
         # A copy: the variable is about to change, and so would what merely refers to it.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
         unscaled = [
-            grad if grad is None or is_next_value(v) else map_values(functools.partial(self._unscaled, v, scale), grad)
+            grad
+            if grad is None or overwrites_variable(v)
+            else map_values(functools.partial(self._unscaled, v, scale), grad)
             for grad, v in zip(grads, variables)
         ]
-        skipped = self.__dict__["_skipped"]
+        skipped = self._skipped
         if skipped is None:
             self._update_unscaled(unscaled, variables)
             return
@@ -145,7 +146,7 @@ class ScaledUpdate(OptimizerWrapper):
             self._scaler.update(has_nan, amax)
         overflows = overflow(has_nan, amax)
         skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
-        framework.update_if(
+        runtime.cond(
             ops.logical_not(overflows),
             lambda grads: self._update_unscaled(grads, variables),
             unscaled,
@@ -154,42 +155,57 @@ class ScaledUpdate(OptimizerWrapper):
 
     def _checked(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> tuple[Tensor, Tensor]:
         """What `check_grads` finds in the gradients of all replicas, unscaled."""
-        seen = [grad for grad, variable in zip(grads, variables) if not is_next_value(variable)]
+        seen = [grad for grad, variable in zip(grads, variables) if not overwrites_variable(variable)]
         has_nan, amax = check_grads(seen)
         amax = amax / scale
-        if holds_slices(self):
-            return largest_of_all(has_nan, amax, framework.replicas("batch"))
-        reducers = [optimizer for optimizer in inside(self) if hasattr(optimizer, "axis_name")]
+        if self._scope.holds_slices:
+            return largest_of_all(has_nan, amax, runtime.communicator("batch"))
+        reducers = [optimizer for optimizer in descendants(self) if hasattr(optimizer, "axis_name")]
         axes = [reducer.axis_name for reducer in reducers]
-        if reduction_is_claimed(self):
-            axis = differing_along(self)
-            if axis is None:
+        if self._scope.is_reduced:
+            if self._scope.group_axis is None:
                 return has_nan, amax  # the gradients are global
-            axes = [axis]  # those of a group
-        replicas = framework.replicas(axes[0] if axes else "batch")
+            axes = [self._scope.group_axis]
+        replicas = runtime.communicator(axes[0] if axes else "batch")
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
         # user has said how they come, replicas may not know: what they hear from each other is right in any case.
-        is_said = any(reducer.__dict__["_arrival"] is not None for reducer in reducers)
-        may_differ = is_said and replicas.num_replicas > 1 and not replicas.speaks_for_all
+        is_said = any(reducer.arrival.told is not None for reducer in reducers)
+        may_differ = is_said and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
             may_differ
-            or not replicas.runs_one_program
-            or replicas.arrival(grads, variables) in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED)
+            or not replicas.is_spmd
+            or replicas.gradient_state(grads, variables) in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED)
         ):
             return largest_of_all(has_nan, amax, replicas)
         return has_nan, amax
 
-    def _meet_outer_loss_scaling(self) -> None:
+    def _on_outer_loss_scaling(self) -> None:
         """Refuses: the loss would be scaled twice, and the gradients unscaled by either."""
         if self._scales_loss:
             self._refuse_outer_scaling()
-        super()._meet_outer_loss_scaling()
+        super()._on_outer_loss_scaling()
 
     def _refuse_outer_scaling(self) -> NoReturn:
         raise ValueError(
             f"One loss scaling is enough. Received: a `LossScaleOptimizer` around {self!r}. "
             f"Leave the `LossScaleOptimizer` out; `model.compile(optimizer=...)` needs none around it either."
         )
+
+    def get_config(self) -> dict[str, Any]:
+        """See `keras.optimizers.Optimizer.get_config`."""
+        stored = self._static if self._scaler is None else keras.saving.serialize_keras_object(self._scaler)
+        return {**super().get_config(), self._scale_argument: stored}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
+        """The reverse of `get_config`. `config` is left as it is."""
+        stored = config.get(cls._scale_argument)
+        if isinstance(stored, dict):
+            config = {**config, cls._scale_argument: keras.saving.deserialize_keras_object(stored)}
+        return super().from_config(config, custom_objects)
+
+    def _repr_arguments(self) -> str:
+        return f", {self._scale_argument}={self._scaler or self._static!r}"
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -244,6 +260,8 @@ class LossScaling(ScaledUpdate):
         LogMax sees too small ones. Micikevicius et al., "Mixed Precision Training", 2018.
     """
 
+    _scale_argument = "loss_scaling"
+
     def __init__(
         self,
         inner_optimizer: Any,
@@ -265,22 +283,13 @@ class LossScaling(ScaledUpdate):
                 raise type(error)(f"{rule} {error}") from None
         super().__init__(inner_optimizer, checked_scale(loss_scaling, "loss_scaling"), name)
 
-    def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`."""
-        return {**super().get_config(), "loss_scaling": stored_scale(self)}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
-        """The reverse of `get_config`. `config` is left as it is."""
-        return super().from_config(with_scaler(config, "loss_scaling"), custom_objects)
-
-    def _repr_arguments(self) -> str:
-        return f", loss_scaling={self._scaler or self._static!r}"
-
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
-    for optimizer in inside(outer):
-        if getattr(optimizer, "_makes_gradients_global", False) and getattr(optimizer, "_accumulates", False):
+    for optimizer in descendants(outer):
+        if (
+            getattr(optimizer, "_makes_gradients_global", False)
+            and getattr(optimizer, "accumulation", None) is not None
+        ):
             name = type(outer).__name__
             raise ValueError(
                 f"`{name}` must be inside a `CrossShard` that accumulates, not around it: replicas would have to agree "
@@ -301,16 +310,3 @@ def checked_scale(scale: Any, argument: str) -> float | AutomaticLossScaler:
             f"`{argument}=AutomaticLossScaler('Backoff')`."
         )
     return check.real(argument, scale, above=0)
-
-
-def stored_scale(optimizer: ScaledUpdate) -> Any:
-    """The scale as it goes into a config."""
-    return optimizer._static if optimizer._scaler is None else keras.saving.serialize_keras_object(optimizer._scaler)
-
-
-def with_scaler(config: dict[str, Any], argument: str) -> dict[str, Any]:
-    """The config with the scale as the constructor takes it."""
-    stored = config.get(argument)
-    if not isinstance(stored, dict):
-        return config
-    return {**config, argument: keras.saving.deserialize_keras_object(stored)}

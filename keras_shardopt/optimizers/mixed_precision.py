@@ -11,24 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.models import optimizers_of
-from keras_shardopt.numerics import add, dtype_of, in_float32
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.keras_callers import running_instance
+from keras_shardopt.backends.models import optimizers_in_step
+from keras_shardopt.numerics import LARGEST_FLOAT16, add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
-from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale, stored_scale, with_scaler
-from keras_shardopt.replica import framework, reduction_is_claimed
-from keras_shardopt.wrapper import OptimizerWrapper, empty_name_scope, inside
+from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
+from keras_shardopt.wrapping.chain import descendants
+from keras_shardopt.wrapping.slots import empty_name_scope
+
+# Where Keras' own optimizers add up the gradients of replicas.
+_summing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.runtime"})
 
 _LOW = ("float16", "bfloat16")
-_LARGEST_FLOAT16 = 65504.0
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -90,6 +94,14 @@ class MixedPrecision(ScaledUpdate):
     _needs_global_gradients = True
 
     _takes_penalties = True
+    _scale_argument = "loss_scale"
+
+    _masters: Mapping[Any, tuple[Variable, Variable]] = {}
+    """The low-precision variables and their masters, by the key of the variable."""
+
+    _excluded: tuple[list[Variable] | None, Sequence[str] | None] | None = None
+    _loss_came_before_build = False
+    _penalties_are_in_the_loss = False
 
     def __init__(
         self,
@@ -97,10 +109,6 @@ class MixedPrecision(ScaledUpdate):
         loss_scale: float | AutomaticLossScaler | None = None,
         name: str | None = None,
     ) -> None:
-        # Pairs of a low-precision variable and its master, by the key of the variable.
-        self.__dict__["_masters"] = {}
-        self.__dict__["_excluded"] = None
-        self.__dict__["_loss_came_before_build"] = False
         scale = None if loss_scale is None else checked_scale(loss_scale, "loss_scale")
         super().__init__(inner_optimizer, scale, name)
 
@@ -116,7 +124,7 @@ class MixedPrecision(ScaledUpdate):
     @property
     def _lasting_state(self) -> list[Variable]:
         """Without the count of a scale that stays, so that files are those of versions that had none."""
-        skipped = self.__dict__["_skipped"] if self._scaler is None else None
+        skipped = self._skipped if self._scaler is None else None
         return [v for v in super()._lasting_state if v is not skipped]
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -126,18 +134,16 @@ class MixedPrecision(ScaledUpdate):
         if self.built:
             return
         variables = list(variables)
-        self.__dict__["_masters"] = {
-            self._var_key(v): (v, self._new_master(v)) for v in variables if dtype_of(v) in _LOW
-        }
-        if self.__dict__["_excluded"] is not None:
-            var_list, var_names = self.__dict__["_excluded"]
+        self._masters = {self._var_key(v): (v, self._new_master(v)) for v in variables if dtype_of(v) in _LOW}
+        if self._excluded is not None:
+            var_list, var_names = self._excluded
             masters = None if var_list is None else self._variables_inside(var_list)
             super().exclude_from_weight_decay(var_list=masters, var_names=var_names)
         # A scale that stays skips overflows too; without any, float16 weights are those that can overflow.
         if self._scaler is None and (self._static is not None or any(dtype_of(v) == "float16" for v in variables)):
-            self.__dict__["_skipped"] = self._add_scalar("skipped_steps", 0, "int")
+            self._skipped = self._add_scalar("skipped_steps", 0, "int")
         super().build(variables)
-        for variable, _ in self.__dict__["_masters"].values():
+        for variable, _ in self._masters.values():
             if variable.regularizer is not None:
                 variable.regularizer = _OnMaster(variable.regularizer, self)
 
@@ -163,12 +169,12 @@ class MixedPrecision(ScaledUpdate):
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
         """The masters of those that have one."""
-        masters = self.__dict__["_masters"]
+        masters = self._masters
         return [masters.get(self._var_key(variable), (None, variable))[1] for variable in variables]
 
     def _own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
         """The masters."""
-        return ((key, "master", master) for key, (_, master) in self.__dict__["_masters"].items())
+        return ((key, "master", master) for key, (_, master) in self._masters.items())
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Variable] | None = None, var_names: Sequence[str] | None = None
@@ -176,58 +182,59 @@ class MixedPrecision(ScaledUpdate):
         """See `keras.optimizers.Optimizer.exclude_from_weight_decay`."""
         if self.built:
             super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)  # which refuses
-        self.__dict__["_excluded"] = (None if var_list is None else list(var_list), var_names)
+        self._excluded = (None if var_list is None else list(var_list), var_names)
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    @framework.as_written
+    @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32."""
         if not self.built:
-            self.__dict__["_loss_came_before_build"] = True
+            self._loss_came_before_build = True
         return super().scale_loss(loss)
 
-    @framework.as_written
+    @runtime.no_autograph
     def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
         """Updates the variables. See `keras.optimizers.Optimizer.apply`."""
         # TensorFlow builds during the first step, whose loss had penalties with their gradients in it.
-        penalised = not self.built and self.__dict__["_loss_came_before_build"]
-        self.__dict__["_penalties_are_in_the_loss"] = penalised
+        penalised = not self.built and self._loss_came_before_build
+        self._penalties_are_in_the_loss = penalised
         super().apply(grads, trainable_variables)
-        self.__dict__["_penalties_are_in_the_loss"] = False
+        self._penalties_are_in_the_loss = False
 
     def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
         """The gradient, no longer scaled; in float32 where there is a master."""
-        if self._var_key(variable) not in self.__dict__["_masters"]:
+        if self._var_key(variable) not in self._masters:
             return super()._unscaled(variable, scale, grad) if self._scales_loss else grad
         grad = in_float32(grad)
         return grad / ops.cast(scale, "float32") if self._scales_loss else grad
 
     def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Lets masters follow their variables, updates them, and writes them back."""
-        pairs = self.__dict__["_masters"]
+        pairs = self._masters
         for variable, master in pairs.values():
             master.assign(_followed(master, variable))
         grads = list(grads)
-        if not self.__dict__.get("_penalties_are_in_the_loss"):
+        if not self._penalties_are_in_the_loss:
             for i, variable in enumerate(variables):
                 grads[i] = self._penalised(grads[i], variable, variables)
         super()._update_unscaled(grads, variables)
         self._write_back()
 
     def _write_back(self) -> None:
-        for variable, master in self.__dict__["_masters"].values():
+        for variable, master in self._masters.values():
             variable.assign(_rounded(ops.convert_to_tensor(master), dtype_of(variable)))
 
     def _penalised(self, grad: Tensor | None, variable: Variable, variables: Sequence[Variable]) -> Tensor | None:
         """The gradient of a variable with a master, plus that of its penalty at the master."""
-        pair = self.__dict__["_masters"].get(self._var_key(variable))
+        pair = self._masters.get(self._var_key(variable))
         if pair is None:
             return grad
         variable, master = pair
         if not isinstance(variable.regularizer, _OnMaster):
             return grad
-        added = framework.gradient_of(variable.regularizer.regularizer, ops.convert_to_tensor(master))
+        penalty = variable.regularizer.regularizer
+        (added,), _ = runtime.value_and_grad(lambda: (penalty(ops.convert_to_tensor(master)), None), [master], None)
         share = self._share_of_penalty(variables)
         added = ops.cast(added, "float32") if share == 1 else ops.cast(added, "float32") * share
         if grad is None:
@@ -236,32 +243,13 @@ class MixedPrecision(ScaledUpdate):
 
     def _share_of_penalty(self, variables: Sequence[Variable]) -> float:
         """What of the penalty each replica adds: the inner optimizer itself sums over TensorFlow's replicas."""
-        if reduction_is_claimed(self):
-            return 1.0
-        replicas = framework.replicas("batch")
-        if replicas.inner_optimizers_sum:
-            return 1.0 / replicas.num_replicas
-        return 1.0
+        return 1.0 if _summing is None or self._scope.is_reduced else 1.0 / _summing.num_summed()
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`."""
         self.inner.finalize_variable_values(self._variables_inside(var_list))
         if self.use_ema:
             self._write_back()
-
-    # -- saving --------------------------------------------------------------------------------------------------
-
-    def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`."""
-        return {**super().get_config(), "loss_scale": stored_scale(self)}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
-        """The reverse of `get_config`. `config` is left as it is."""
-        return super().from_config(with_scaler(config, "loss_scale"), custom_objects)
-
-    def _repr_arguments(self) -> str:
-        return f", loss_scale={self._scaler or self._static!r}"
 
 
 @contextlib.contextmanager
@@ -324,17 +312,12 @@ class _OnMaster(keras.regularizers.Regularizer):
             return False
         named = _updating.get()
         if named is not None:
-            return any(optimizer is owner for optimizer in [named, *inside(named)])
-        frame = sys._getframe(2)
-        while frame is not None:
-            model = frame.f_locals.get("self")
-            if isinstance(model, keras.Model) and getattr(model, "optimizer", None) is not None:
-                # Keras' own step uses this one; a step of the model's own may use any that it holds.
-                has_own_step = type(model).train_step is not keras.Model.train_step
-                held = optimizers_of(model) if has_own_step else [model.optimizer]
-                return any(optimizer is owner for each in held for optimizer in [each, *inside(each)])
-            frame = frame.f_back  # type: ignore[assignment]
-        return True  # a loop of one's own
+            return any(optimizer is owner for optimizer in [named, *descendants(named)])
+        model = running_instance(keras.Model, condition=lambda model: getattr(model, "optimizer", None) is not None)
+        if model is None:
+            return True  # a custom training loop
+        used = optimizers_in_step(model)
+        return any(optimizer is owner for each in used for optimizer in [each, *descendants(each)])
 
     def get_config(self) -> dict[str, Any]:
         """That of the regulariser."""
@@ -346,7 +329,7 @@ def _rounded(master: Tensor, dtype: str) -> Tensor:
     """The master in the dtype of its variable."""
     if dtype == "float16":
         # Not the infinite ones: they shall be seen.
-        clamped = ops.clip(master, -_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+        clamped = ops.clip(master, -LARGEST_FLOAT16, LARGEST_FLOAT16)
         master = ops.where(ops.isfinite(master), clamped, master)
     return ops.cast(master, dtype)
 

@@ -17,8 +17,8 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.numerics import dense, dtype_of, in_float32, is_next_value
-from keras_shardopt.slots import SlotAccess, slot_prefix
+from keras_shardopt.numerics import dense, dtype_of, in_float32, overwrites_variable
+from keras_shardopt.wrapping.slots import SlotAccess, slot_prefix
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -143,7 +143,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
             return
         super().build(variables)
         self._momentums = self.add_optimizer_variables(variables, "momentum")
-        self._second_moments = [None if is_next_value(v) else self._add_second_moment(v) for v in variables]
+        self._second_moments = [None if overwrites_variable(v) else self._add_second_moment(v) for v in variables]
 
     def _add_second_moment(self, variable: Variable) -> Variable:
         dtype = "float64" if dtype_of(variable) == "float64" else "float32"

@@ -18,9 +18,13 @@ from keras.src.backend.common import global_state
 
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import add, is_next_value, map_values
-from keras_shardopt.replica import framework, reduction_is_claimed
-from keras_shardopt.wrapper import OptimizerWrapper, get_optimizer, shown
+from keras_shardopt.backends import for_backend
+from keras_shardopt.numerics import add, map_values, overwrites_variable
+from keras_shardopt.wrapping.chain import get_optimizer, shown
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+# Where parts of one step can run on several devices while the weights stay on one.
+_on_devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.towers"})
 
 _USED = "keras_shardopt_tower_has_been_used"
 
@@ -109,7 +113,7 @@ class _Call:
             if grad is None:
                 self._sums.setdefault(key, None)
                 continue
-            if is_next_value(variable):
+            if overwrites_variable(variable):
                 self._sums[key] = ops.copy(grad) if before is None else ops.maximum(before, grad)
                 continue
             # A copy in any case: PyTorch adds the next tower's gradient to the same tensor, or zeroes it.
@@ -180,55 +184,50 @@ class Tower(OptimizerWrapper):
     _makes_gradients_global = True
 
     def __init__(self, optimizer_or_optimizer_fn: Any, name: str | None = None) -> None:
-        self.__dict__["_factory"] = None
-        self.__dict__["_is_in_loss_scaling"] = False
-        if callable(optimizer_or_optimizer_fn) and not isinstance(
-            optimizer_or_optimizer_fn, keras.optimizers.Optimizer
-        ):
-            self.__dict__["_factory"] = optimizer_or_optimizer_fn
-            inner = None
-        else:
-            inner = get_optimizer(optimizer_or_optimizer_fn, "Tower", "optimizer_or_optimizer_fn")
-        self._init_around(inner, name)
+        given, is_made = optimizer_or_optimizer_fn, isinstance(optimizer_or_optimizer_fn, keras.optimizers.Optimizer)
+        makes = callable(given) and not is_made
+        self._init_around(None if makes else get_optimizer(given, "Tower", "optimizer_or_optimizer_fn"), name)
+        self._factory = given if makes else None
+        self._is_in_loss_scaling = False
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
         """The wrapped optimizer, made now if it was given as a function."""
         _mark_used()
-        if self.__dict__["_factory"] is not None:
-            made = get_optimizer(self.__dict__["_factory"](), "Tower", "optimizer_or_optimizer_fn")
-            self.__dict__["_inner"], self.__dict__["_factory"] = (made,), None
-        return self.__dict__["_inner"][0]
+        if self._factory is not None:
+            made = get_optimizer(self._factory(), "Tower", "optimizer_or_optimizer_fn")
+            self._inner, self._factory = (made,), None
+        return self._inner[0]
 
     def __repr__(self) -> str:
         # To be shown is no use: it neither makes the optimizer nor counts for `has_been_used`.
-        factory = self.__dict__["_factory"]
-        inside = shown(self.__dict__["_inner"][0]) if factory is None else repr(factory)
+        factory = self._factory
+        inside = shown(self._inner[0]) if factory is None else repr(factory)
         return f"{type(self).__name__}({inside})"
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates, or inside `replicate` collects until the last tower."""
         replication = _replication()
         if replication is None:
-            self.__dict__["_collects"] = False
+            self._collects = False
             super().update_inner(grads, variables)
             return
         self._refuse_to_be_inside()
         call = replication.collect(self, grads, variables)
-        self.__dict__["_collects"] = call is None
+        self._collects = call is None
         if call is not None:
             super().update_inner(call.grads, call.variables)
 
-    def _meet_outer_loss_scaling(self) -> None:
+    def _on_outer_loss_scaling(self) -> None:
         """Remembers it: to update without `replicate` is still right."""
-        self.__dict__["_is_in_loss_scaling"] = True
-        super()._meet_outer_loss_scaling()
+        self._is_in_loss_scaling = True
+        super()._on_outer_loss_scaling()
 
     def _refuse_to_be_inside(self) -> None:
         outer = None
-        if reduction_is_claimed(self):
+        if self._scope.is_reduced:
             outer = "CrossShard"
-        elif self.__dict__["_is_in_loss_scaling"]:
+        elif self._is_in_loss_scaling:
             outer = "LossScaleOptimizer"
         if outer is not None:
             raise ValueError(
@@ -330,7 +329,7 @@ def replicate(
             f'`loss_reduction` must be "sum" or "mean" (or one of {[*_SUMS[1:], *_MEANS[1:]]}). '
             f"Received: loss_reduction={loss_reduction!r}"
         )
-    if devices is not None and not framework.places_towers:
+    if devices is not None and _on_devices is None:
         raise ValueError(
             "`devices` can be given on TensorFlow only: elsewhere the weights that a tower reads must be on its own "
             f"device. Received: devices={devices!r}. Leave it out: towers then run one after the other on one device. "
@@ -354,7 +353,7 @@ def replicate(
         with _replicating(_Replication(num_towers, factor)) as replication, _divided(batch, num_towers) as parts:
             for tower, part in enumerate(parts):
                 replication.tower = tower
-                with framework.place_tower(devices[tower % len(devices)]) if devices else contextlib.nullcontext():
+                with _on_device(devices, tower):
                     returned = step(*state, part)
                 replication.end_tower()
                 outputs = returned
@@ -418,9 +417,27 @@ def _divided(batch: Any, num_towers: int) -> Iterator[list[Any]]:
         if leaf.shape[0] is not None and int(leaf.shape[0]) % num_towers:
             raise ValueError(f"{_RULE.format(num_towers)} {int(leaf.shape[0])}. {_REMEDY}")
     unknown = [leaf for leaf in with_rows if leaf.shape[0] is None]
-    with framework.running_if_divisible(unknown, num_towers, _RULE.format(num_towers), _REMEDY):
-        split = [framework.divide_rows(leaf, num_towers) if _has_rows(leaf) else [leaf] * num_towers for leaf in leaves]
+    scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if unknown and _on_devices is not None:
+        scope = _on_devices.running_if_divisible(unknown, num_towers, _RULE.format(num_towers), _REMEDY)
+    with scope:
+        split = [_rows_of_each(leaf, num_towers) if _has_rows(leaf) else [leaf] * num_towers for leaf in leaves]
         yield [tree.pack_sequence_as(batch, [parts[k] for parts in split]) for k in range(num_towers)]
+
+
+def _rows_of_each(tensor: Tensor, num_towers: int) -> list[Tensor]:
+    parts = None if _on_devices is None else _on_devices.divide_rows(tensor, num_towers)
+    if parts is not None:
+        return list(parts)
+    size = tensor.shape[0] // num_towers
+    return [tensor[k * size : (k + 1) * size] for k in range(num_towers)]
+
+
+def _on_device(devices: Sequence[str] | None, tower: int) -> contextlib.AbstractContextManager[Any]:
+    if not devices or _on_devices is None:
+        return contextlib.nullcontext()
+    scope: contextlib.AbstractContextManager[Any] = _on_devices.on_device(devices[tower % len(devices)])
+    return scope
 
 
 def _has_rows(leaf: Any) -> bool:

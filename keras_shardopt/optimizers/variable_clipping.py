@@ -12,7 +12,7 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.numerics import dtype_of, factor_within, in_float32, is_sparse
-from keras_shardopt.wrapper import OptimizerWrapper
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -83,9 +83,8 @@ class VariableClipping(OptimizerWrapper):
         max_norm = check.real("max_norm", max_norm, above=0, finite=False)
         super().__init__(inner_optimizer, name=name)
         self.max_norm = max_norm
-        # Past `__setattr__`: variables given as keys would be taken for state of the optimizer.
-        self.__dict__["_keys"] = pairs
-        self.__dict__["_clip_dims"] = {}
+        self._keys = pairs
+        self._clip_dims = {}
 
     @property
     def vars_to_clip_dims(self) -> dict[str, list[int]]:
@@ -97,7 +96,7 @@ class VariableClipping(OptimizerWrapper):
         if not self.built:
             clip_dims = self._resolved(list(variables))
             super().build(variables)
-            self.__dict__["_clip_dims"] = clip_dims
+            self._clip_dims = clip_dims
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Updates, then clips."""

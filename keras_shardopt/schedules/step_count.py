@@ -11,6 +11,7 @@ Steps that come as Python or NumPy integers are counted with NumPy, since JAX an
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -147,8 +148,7 @@ class StepCount:
         return ops.convert_to_tensor(values.astype(dtype), dtype=dtype) if self._on_host else ops.cast(values, dtype)
 
     def _with(self, value: Any) -> StepCount:
-        changed = object.__new__(StepCount)
-        changed.__dict__.update(self.__dict__)
+        changed = copy.copy(self)
         changed._value = value
         return changed
 

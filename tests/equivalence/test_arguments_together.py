@@ -11,8 +11,8 @@ from support import every_argument
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.base import Part, part_of_batch
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 BACKEND = keras.config.backend()
 FEW = {
@@ -44,7 +44,7 @@ def each_row(backend, **limits):
 
 def of_all(row):
     """`(rows, gradients)` of each micro-step: of the gradients an array of all replicas', or None."""
-    for rows, step in zip(every_argument.num_rows(row), every_argument.arriving(row)):
+    for rows, step in zip(every_argument.num_rows(row), every_argument.before_transform(row)):
         yield rows, [None if column[0] is None else np.stack(column).astype("float32") for column in zip(*step)]
 
 
@@ -55,9 +55,9 @@ def applied(row, optimizer, mine, own, rows):
     if row["rows"] == "even":
         optimizer.apply(own, mine)
         return
-    replicas = framework.replicas(row["axis_name"])
+    replicas = runtime.communicator(row["axis_name"])
     whole = ops.convert_to_tensor(every_argument.ROWS_OF_ALL)
-    with part_of_batch(Part(rows, whole, replicas, losses_are_divided=row["gradients"][1] == "prescaled")):
+    with batch_shared(BatchShare(rows, whole, replicas, losses_are_divided=row["gradients"][1] == "prescaled")):
         optimizer.apply(own, mine)
 
 

@@ -9,8 +9,8 @@ from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.replica import Arrival
+from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.update import reducers
 
 pytestmark = pytest.mark.backends("tensorflow", "jax")
 
@@ -157,21 +157,21 @@ def _unreduced(grads, variables, replicas, *_):
     return grads
 
 
-def _reduced_twice(grads, variables, replicas, reduction="mean", arrival=None, groups=None, trained=None):
-    once = real_global_gradients(grads, variables, replicas, reduction, arrival)
-    return real_global_gradients(once, variables, replicas, reduction, arrival)
+def _reduced_twice(grads, variables, replicas, reduction="mean", gradient_state=None, trained=None):
+    once = real_global_gradients(grads, variables, replicas, reduction, gradient_state)
+    return real_global_gradients(once, variables, replicas, reduction, gradient_state)
 
 
-def _taken_for_summed(grads, variables, replicas, reduction="mean", arrival=None, groups=None, trained=None):
-    return real_global_gradients(grads, variables, replicas, reduction, Arrival.SUMMED)
+def _taken_for_summed(grads, variables, replicas, reduction="mean", gradient_state=None, trained=None):
+    return real_global_gradients(grads, variables, replicas, reduction, GradientState.SUMMED)
 
 
-real_global_gradients = cross_shard.global_gradients
+real_global_gradients = reducers.global_gradients
 FAULTS = {"tensorflow": [_unreduced, _reduced_twice, _taken_for_summed], "jax": [_taken_for_summed]}
 
 
 @pytest.mark.parametrize("fault", some(FAULTS.get(BACKEND, []), 3))
 def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
-    monkeypatch.setattr(cross_shard, "global_gradients", fault)
+    monkeypatch.setattr(reducers, "global_gradients", fault)
     with pytest.raises(AssertionError):
         check_equals_one_device(2)

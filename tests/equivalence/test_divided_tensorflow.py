@@ -9,7 +9,7 @@ from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import even_shards
+from keras_shardopt.sharding import even_slices as even_shards
 
 pytestmark = pytest.mark.backends("tensorflow")
 tf = pytest.importorskip("tensorflow", reason="about TensorFlow, which is not installed")
@@ -210,10 +210,10 @@ def test_it_may_be_built_by_the_first_update():
 
 def test_the_checks_can_fail(monkeypatch):
     expected = arrays(trained(problem.sgd_momentum, shard_state=False, num_steps=1)[1])
-    real = even_shards.EvenShards._slice
-    monkeypatch.setattr(even_shards.EvenShards, "_slice", lambda self, i, whole, replica_id: real(self, i, whole, 0))
+    real = even_shards.PaddedShards._slice
+    monkeypatch.setattr(even_shards.PaddedShards, "_slice", lambda self, i, whole, replica_id: real(self, i, whole, 0))
     assert largest(arrays(trained(problem.sgd_momentum, num_steps=1)[1]), expected) > 1e-2
-    monkeypatch.setattr(even_shards.EvenShards, "_slice", real)
+    monkeypatch.setattr(even_shards.PaddedShards, "_slice", real)
     make, given = CASES["exclusions"]
     expected = arrays(trained(make, **given, num_steps=1)[1])
     monkeypatch.setattr(even_shards, "keep_exclusions", lambda *args: None)
@@ -247,7 +247,7 @@ def test_files_are_those_of_whole_state_for_any_number_of_replicas():
 @pytest.fixture
 def moved(monkeypatch):
     """How many elements each replica has sent into each all-reduce and all-gather."""
-    from keras_shardopt.replica.tf_distribute import ReplicaContext
+    from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 
     calls = []
     for move in ("all_reduce", "all_gather"):

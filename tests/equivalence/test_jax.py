@@ -9,7 +9,7 @@ from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.update import reducers
 
 pytestmark = pytest.mark.backends("jax")
 jax = pytest.importorskip("jax", reason="about JAX, which is not installed")
@@ -187,16 +187,16 @@ def test_the_sum_is_that_many_times_the_mean(way):
     assert problem.relative_difference(weights, summed_in_numpy()) <= problem.TOLERANCE
 
 
-def summed_in_numpy(num_micro_steps=1):
+def summed_in_numpy(num_micro_batches=1):
     """SGD with momentum on the sum over four replicas of the gradients of their mean losses."""
     held = []
 
     def update(step, weights, grads):
         held.append([4 * grad for grad in grads])  # the whole batch's gradient is the mean of the replicas'
-        if len(held) == num_micro_steps:
+        if len(held) == num_micro_batches:
             for velocity, weight, *window in zip(velocities, weights, *held):
                 velocity *= 0.9
-                velocity -= 0.1 * sum(window) / num_micro_steps
+                velocity -= 0.1 * sum(window) / num_micro_batches
                 weight += velocity
             held.clear()
 
@@ -252,19 +252,19 @@ LOCAL_SUMS = [(way, compression, num_steps) for way, num_steps in LOCAL_SUMS for
 
 
 @pytest.mark.parametrize(
-    ("way", "compression", "num_micro_steps"),
+    ("way", "compression", "num_micro_batches"),
     some(LOCAL_SUMS, [("shard_map, local", "bfloat16", 1), ("pmap", None, 2)]),
 )
-def test_the_sum_of_local_gradients_is_that_of_numpy(way, compression, num_micro_steps):
-    given = {} if num_micro_steps == 1 else {"gradient_accumulation_steps": num_micro_steps}
+def test_the_sum_of_local_gradients_is_that_of_numpy(way, compression, num_micro_batches):
+    given = {} if num_micro_batches == 1 else {"gradient_accumulation_steps": num_micro_batches}
     weights = WAYS[way](4, ks.CrossShard(problem.sgd_momentum(), "sum", compression=compression, **given))
     tolerance = problem.TOLERANCE if compression is None else COMPRESSED
-    assert problem.relative_difference(weights, summed_in_numpy(num_micro_steps)) <= tolerance
+    assert problem.relative_difference(weights, summed_in_numpy(num_micro_batches)) <= tolerance
 
 
 @by_local
 def test_a_dropped_reduction_turns_the_check_red(way, one_device, monkeypatch):
-    monkeypatch.setattr(cross_shard, "global_gradients", lambda grads, *_: grads)
+    monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: grads)
     # Where JAX knows what varies, it refuses weights that differ between replicas; elsewhere the numbers tell.
     with pytest.raises((AssertionError, ValueError)):
         weights = way(4, ks.CrossShard(problem.sgd_momentum()))
@@ -273,11 +273,11 @@ def test_a_dropped_reduction_turns_the_check_red(way, one_device, monkeypatch):
 
 @pytest.mark.parametrize("op", some(["sum", "mean"], ["mean"]))
 def test_a_second_reduction_turns_the_check_red(one_device, monkeypatch, op):
-    def wrong(grads, variables, replicas, reduction="mean", arrival=None, groups=None, trained=None):
+    def wrong(grads, variables, replicas, reduction="mean", gradient_state=None, trained=None):
         once = replicas.all_reduce(grads, "sum")
         return once if op == "sum" else [g / 16 for g in once]
 
-    monkeypatch.setattr(cross_shard, "global_gradients", wrong)
+    monkeypatch.setattr(reducers, "global_gradients", wrong)
     weights = WAYS["shard_map, local"](4, ks.CrossShard(problem.sgd_momentum()))
     assert problem.relative_difference(weights, one_device) > 1000 * problem.TOLERANCE
 
@@ -480,8 +480,12 @@ def test_groups_drift_apart(way, clipnorm):
 
 
 def test_forgotten_groups_turn_the_check_red(monkeypatch):
-    real = cross_shard.global_gradients
-    monkeypatch.setattr(cross_shard, "global_gradients", lambda *arguments: real(*arguments[:5]))
+    real = reducers.global_gradients
+    monkeypatch.setattr(
+        reducers,
+        "global_gradients",
+        lambda grads, variables, group, *rest: real(grads, variables, group.world, *rest),
+    )
     with pytest.raises(AssertionError):
         test_groups_drift_apart("shard_map", None)
 
@@ -529,10 +533,10 @@ def test_minimize_under_a_distribution(one_device):
 
 
 def test_the_moves():
-    from keras_shardopt.replica import framework
+    from keras_shardopt.backends.active import runtime
 
     def on_replica():
-        replicas = framework.replicas("batch")
+        replicas = runtime.communicator("batch")
         mine = jax.numpy.arange(4.0) + 10.0 * replicas.replica_id
         found = problem.moves(replicas, mine)
         return {name: value[None] for name, value in found.items()}

@@ -13,9 +13,8 @@ from support import accumulating, launch, problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import accumulation
-from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.replica import framework
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.update import accumulation, reducers
 
 in_one_process = pytest.mark.backends("tensorflow", "jax")
 NUMBERS = accumulating.NUMBERS if BACKEND != "torch" else [(1, 2), (1, 3)]
@@ -208,15 +207,15 @@ def _not_divided(self, i, total):
     return total
 
 
-real_add_to = framework.add_to
+real_add_to = runtime.add_n
 
 
 @pytest.mark.parametrize("fault", ["not cleared", "not divided"])
 def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
     if fault == "not cleared":
-        monkeypatch.setattr(framework, "add_to", _not_cleared)
+        monkeypatch.setattr(runtime, "add_n", _not_cleared)
     else:
-        monkeypatch.setattr(accumulation.Accumulators, "_mean", _not_divided)
+        monkeypatch.setattr(accumulation.Accumulation, "_mean", _not_divided)
     with pytest.raises(AssertionError):
         accumulating.check("momentum", 2, *trained("momentum", 1, 2))
 
@@ -224,7 +223,7 @@ def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
 @in_one_process
 def test_a_lost_reduction_turns_the_check_red(monkeypatch):
     # On JAX the sums are per replica, and leaving out the reduction leaves replicas with weights of their own.
-    monkeypatch.setattr(cross_shard, "global_gradients", lambda grads, *_: list(grads))
+    monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: list(grads))
     with pytest.raises(AssertionError):
         accumulating.check("momentum", 2, *trained("momentum", 2, 2))
 

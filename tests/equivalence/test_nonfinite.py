@@ -12,8 +12,7 @@ from support import checks, nonfinite, problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import finite
-from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.update import nonfinite as finite
 
 in_one_process = pytest.mark.backends("tensorflow", "jax")
 NUM_REPLICAS = nonfinite.NUM_REPLICAS
@@ -109,8 +108,7 @@ def test_on_any_replica_the_update_is_left_out_on_all(way):
 
 @in_one_process
 def test_a_check_that_is_left_out_turns_the_check_red(monkeypatch):
-    for module in (finite, cross_shard):
-        monkeypatch.setattr(module, "first_not_finite", lambda grads, variables: keras.ops.zeros((), "int32"))
+    monkeypatch.setattr(finite, "first_not_finite", lambda grads, variables: keras.ops.zeros((), "int32"))
     run = Steps("accumulating")
     with pytest.raises(AssertionError):
         nonfinite.check("accumulating", run.optimizer, run(nonfinite.gradients(np.nan, 1))[0], 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import launch, problem
 
-from keras_shardopt.replica.same_variables import NUM_MARKS
+from keras_shardopt.backends.side_channel import NUM_MARKS
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(400)]
 

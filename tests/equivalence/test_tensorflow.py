@@ -92,10 +92,10 @@ def test_exactly_one_all_reduce_per_update(strategy, reductions, inner, eagerly,
 @pytest.mark.parametrize("eagerly", some([True, False], [False]))
 def test_without_the_claim_the_inner_optimizer_would_reduce_again(strategy, reductions, monkeypatch, eagerly):
     """The count above can fail."""
-    from keras_shardopt.optimizers import cross_shard
+    from keras_shardopt.backends.gradient_scope import GradientScope
 
     x, y = problem.data(num_steps=1)
-    monkeypatch.setattr(cross_shard, "inside", lambda optimizer: [])
+    monkeypatch.setattr(GradientScope, "is_reduced", False)
     with strategy.scope():
         model, optimizer = problem.model(), ks.CrossShard(problem.sgd_momentum())
     fit(model, x, y, optimizer=optimizer, run_eagerly=eagerly)
@@ -243,14 +243,14 @@ def test_what_cannot_work_inside_is_refused_with_its_name(strategy, argument):
 
 
 def test_the_moves(strategy):
-    from keras_shardopt.replica import framework
+    from keras_shardopt.backends.active import runtime
 
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
 
     @tf.function
     def moves():
         def on_replica():
-            replicas = framework.replicas("batch")
+            replicas = runtime.communicator("batch")
             mine = tf.range(4.0) + 10.0 * tf.cast(replicas.replica_id, tf.float32)
             return problem.moves(replicas, mine)
 
@@ -299,12 +299,14 @@ def test_clipping_in_units_of_the_loss_that_is_scaled_inside():
 
 
 def test_clipping_where_the_prescaling_is_forgotten_turns_the_check_red(monkeypatch):
-    from keras_shardopt.optimizers import cross_shard
-    from keras_shardopt.replica import Arrival
+    from keras_shardopt.backends.communicator import GradientState
+    from keras_shardopt.update import replica_transform
 
-    real = cross_shard.transformed_gradients
+    real = replica_transform.transformed_gradients
     monkeypatch.setattr(
-        cross_shard, "transformed_gradients", lambda g, v, n, arrival, *rest: real(g, v, n, Arrival.LOCAL, *rest)
+        replica_transform,
+        "transformed_gradients",
+        lambda g, v, n, gradient_state, *rest: real(g, v, n, GradientState.LOCAL, *rest),
     )
     with pytest.raises(AssertionError):
         test_each_replica_is_clipped_by_itself_under_fit(2)
@@ -390,7 +392,7 @@ def test_groups_of_sparse_gradients():
 
 def test_on_tpu_groups_are_summed_by_the_op_that_takes_them(strategy, monkeypatch):
     """TPUs cannot be had here; that the op is called, and with what, can be seen."""
-    from keras_shardopt.replica import tf_distribute
+    from keras_shardopt.backends.tensorflow import communicator
 
     calls = []
 
@@ -399,12 +401,13 @@ def test_on_tpu_groups_are_summed_by_the_op_that_takes_them(strategy, monkeypatc
         return 2 * input
 
     monkeypatch.setattr(tf.raw_ops, "CrossReplicaSum", recording)
-    replicas = tf_distribute.ReplicaContext(strategy, None)
+    replicas = communicator.ReplicaContext(strategy, None)
     assert not replicas._is_on_tpu
     replicas._is_on_tpu, replicas.num_replicas = True, 4
-    found = replicas.all_reduce([tf.constant([1.0, 3.0])], "mean", GROUPS)
+    group = replicas.split(GROUPS)
+    found = group.all_reduce([tf.constant([1.0, 3.0])], "mean")
     np.testing.assert_array_equal(found[0], [1.0, 3.0])
-    np.testing.assert_array_equal(replicas.all_reduce([tf.constant([1.0])], "sum", GROUPS)[0], [2.0])
+    np.testing.assert_array_equal(group.all_reduce([tf.constant([1.0])], "sum")[0], [2.0])
     assert calls == [GROUPS, GROUPS]
 
 

@@ -11,9 +11,9 @@ from support import events, launch, problem, steps
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import training
-from keras_shardopt.summaries import SUMMARIES
-from keras_shardopt.training import TrainingStep
+from keras_shardopt.steps import optimize_loss as training
+from keras_shardopt.steps.optimize_loss import TrainingStep
+from keras_shardopt.summaries.tags import SUMMARIES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -115,19 +115,19 @@ def test_planted_faults_are_found(fault, monkeypatch):
     def init(self, *args):
         real(self, *args)
         if fault == "window of one":
-            self._reducer._accumulators.num_steps = 1
+            self._reducer.accumulation.num_steps = 1
 
     def gradients(*args):
-        grads, value = framework_gradients(*args)
+        grads, value = real_gradients(*args)
         if fault == "twice":
             grads = [2 * g for g in grads]
         elif fault == "dropped":
             grads = [0 * grads[0], *grads[1:]]
         return grads, value
 
-    framework_gradients = training.framework.gradients_and_more
+    real_gradients = training.runtime.value_and_grad
     monkeypatch.setattr(TrainingStep, "__init__", init)
-    monkeypatch.setattr(training.framework, "gradients_and_more", gradients)
+    monkeypatch.setattr(training.runtime, "value_and_grad", gradients)
     found, _, _, _ = steps.trained("everything", *problem.data(), problem.BATCH_SIZE, on_horovod=False)
     with contextlib.nullcontext() if fault == "none" else pytest.raises(AssertionError):
         steps.check_equal(found, reference)

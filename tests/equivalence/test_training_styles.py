@@ -6,8 +6,9 @@ from conftest import BACKEND
 from support import launch, problem, styles
 
 import keras_shardopt as ks
-from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.replica import framework
+from keras_shardopt.backends.active import placement
+from keras_shardopt.fit.scope import largest_difference
+from keras_shardopt.update import reducers
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -41,8 +42,8 @@ def on_devices(style):
     with ks.data_parallel(NUM_REPLICAS[BACKEND]) as replicas:
         model = styles.trained(style, ks.CrossShard(problem.sgd_momentum()), *problem.data(), problem.BATCH_SIZE)
         variables = [*model.trainable_variables, *model.optimizer.variables]
-        assert framework.fingerprints(variables).shape == (NUM_REPLICAS[BACKEND], len(variables))
-        difference = framework.largest_difference(variables)
+        assert placement.fingerprints(variables).shape == (NUM_REPLICAS[BACKEND], len(variables))
+        difference = largest_difference(variables)
         found = styles.outcome(model)
     replicas.close()
     return difference, found
@@ -63,6 +64,6 @@ def test_replicas_are_identical_and_equal_one_process(style, one_process, ranks)
 @pytest.mark.backends("tensorflow", "jax")
 def test_replicas_that_do_not_reduce_are_found(monkeypatch):
     """The zero above can be something else."""
-    monkeypatch.setattr(cross_shard, "global_gradients", lambda grads, *_: grads)
+    monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: grads)
     difference, _ = on_devices("hand-written loop")
     assert difference > 1e-3

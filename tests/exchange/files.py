@@ -1,7 +1,8 @@
-"""Writes models on one backend, or reads those of all three. Arguments: write FOLDER, or read FOLDER."""
+"""Writes models on one backend, waits for those of the other two, and reads all. Argument: the folder."""
 
 import pathlib
 import sys
+import time
 import warnings
 
 import keras
@@ -9,23 +10,45 @@ import numpy as np
 from support import catalogue, problem
 
 BACKENDS = ("jax", "tensorflow", "torch")
+BACKEND = keras.config.backend()
 INNERS = ["SGD momentum", "Adam", "Adam schedule", "Adam ema", "Adafactor", "LossScaleOptimizer", "MultiOptimizer"]
 # Every kind of inner optimizer in one wrapper, and one in each of the others, which save by the same code.
 PAIRS = [("CrossShard", inner) for inner in INNERS]
 PAIRS += [(w, "Adam") for w in catalogue.WRAPPERS if w != "CrossShard" and " " not in w]
 
 
+# A file says how its model is compiled. This one as usual, so other backends compile it too: that takes each of them
+# longer than all else here.
+COMPILED = ("CrossShard", "Adam")
+
+
 def write(folder):
-    for wrapper, inner in PAIRS:
-        model = catalogue.trained(catalogue.make(wrapper, inner))
-        stem = folder / f"{keras.config.backend()} {wrapper} {inner}"
+    for pair in PAIRS:
+        optimizer, model = catalogue.make(*pair), None
+        if pair != COMPILED:
+            model = problem.model()
+            model.compile(optimizer, "mse", run_eagerly=True)
+        model = catalogue.trained(optimizer, model=model)
+        stem = folder / " ".join([BACKEND, *pair])
         model.save(f"{stem}.keras")
         np.savez(f"{stem}.npz", *catalogue.state_of(model.optimizer))
     for inner in INNERS:
-        model = catalogue.trained(catalogue.plain(inner))
-        stem = folder / f"{keras.config.backend()} plain {inner}"
+        model = problem.model()
+        model.compile(catalogue.plain(inner), "mse")
+        model.optimizer.build(model.trainable_variables)
+        # The values that training has left above: for files any will do.
+        saved = state(folder / f"{BACKEND} CrossShard {inner}.npz")
+        for variable, value in zip(model.optimizer.variables, saved, strict=True):
+            variable.assign(value)
+        stem = folder / f"{BACKEND} plain {inner}"
         model.save_weights(f"{stem}.weights.h5")
-        np.savez(f"{stem}.npz", *catalogue.state_of(model.optimizer))
+        np.savez(f"{stem}.npz", *saved)
+
+
+def meet(folder):
+    (folder / f"{BACKEND} is done").touch()
+    while not all((folder / f"{backend} is done").exists() for backend in BACKENDS):
+        time.sleep(0.1)
 
 
 def state(file):
@@ -59,5 +82,12 @@ def read(folder):
             print("weights", stem.name, flush=True)
 
 
-warnings.filterwarnings("ignore")
-{"write": write, "read": read}[sys.argv[1]](pathlib.Path(sys.argv[2]))
+def main():
+    warnings.filterwarnings("ignore")
+    folder = pathlib.Path(sys.argv[1])
+    write(folder)
+    meet(folder)
+    read(folder)
+
+
+main()

@@ -11,11 +11,11 @@ import jax
 import keras
 import numpy as np
 from support import flips, in_parts, problem, uneven
-from support.checks import Dropping, refused
+from support.checks import NullStore, refused
 
 import keras_shardopt as ks
-from keras_shardopt import divided_state as divided
-from keras_shardopt.replica import framework
+from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.sharding import sharded_optimizer as divided
 
 warnings.filterwarnings("ignore")
 
@@ -28,7 +28,7 @@ def compiled(inner=None):
 
 def on_all(value):
     """A list of every process' value."""
-    return framework.gather_objects(value)
+    return processes.gather_objects(value)
 
 
 def divided_state(scope, x, y, mine):
@@ -47,13 +47,13 @@ def divided_state(scope, x, y, mine):
     assert not slot.value.is_fully_addressable and not slot.value.is_fully_replicated
     values = np.arange(24, dtype="float32").reshape(8, 3)
     optimizer.load_own_variables({"0": 3, "1": 0.5, "2": values, "3": -values})
-    real, divided.MEETING_SECONDS = divided.MEETING_SECONDS, 0.5
+    real, divided.BARRIER_SECONDS = divided.BARRIER_SECONDS, 0.5
     for alone in (0, 1):
         if scope.process_id == alone:
             refused(lambda: optimizer.save_own_variables({}), RuntimeError, "save_model(model, path)` (or")
         on_all(alone)
-    divided.MEETING_SECONDS = real
-    store = {} if scope.is_chief else Dropping()
+    divided.BARRIER_SECONDS = real
+    store = {} if scope.is_chief else NullStore()
     optimizer.save_own_variables(store)
     if scope.is_chief:
         assert (store["2"] == values).all() and (store["3"] == -values).all()
@@ -125,7 +125,9 @@ def main():
     sync.on_train_begin()
     check.check()
     assert np.signbit(np.asarray(model.trainable_variables[0].value).flat[0])
-    refused(lambda: framework.start_equal(model.variables[scope.process_id :], []), ValueError, "same model variables")
+    refused(
+        lambda: placement.broadcast_state(model.variables[scope.process_id :], []), ValueError, "same model variables"
+    )
     logs = {"loss": float(scope.process_id)}
     sync.on_epoch_end(0, logs)
     assert logs == {"loss": 0.5}
@@ -134,10 +136,14 @@ def main():
 
     # Unequal parts of each batch, a process without a batch left, one without any.
     unequal = {}
+    case = uneven.CASES["divided by weights"]
+    other = ks.prepare(uneven.compiled(**case))  # one, whose steps are compiled once
+    other.optimizer.build(other.trainable_variables)
+    start = [(v, keras.ops.convert_to_numpy(v)) for v in [*other.variables, *other.optimizer.variables]]
     for division in (uneven.divided, uneven.some_without, uneven.all_on_the_last):
-        case = uneven.CASES["divided by weights"]
+        for variable, value in start:
+            variable.assign(value)
         rows = division(scope.process_id, scope.num_processes)
-        other = ks.prepare(uneven.compiled(**case))
         parts = uneven.Batches(case, rows)
         history = other.fit(parts, validation_data=parts, shuffle=False, verbose=2).history
         assert on_all(history)[0] == history

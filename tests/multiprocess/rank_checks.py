@@ -22,10 +22,13 @@ from support.checks import check, refused
 from torch.nn.parallel import DistributedDataParallel
 
 import keras_shardopt as ks
-from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.replica import framework, torch_distributed
-from keras_shardopt.replica.base import Part, part_of_batch
-from keras_shardopt.replica.same_variables import NUM_MARKS
+from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.side_channel import NUM_MARKS
+from keras_shardopt.backends.torch import communicator as torch_communicator
+from keras_shardopt.backends.torch import placement as torch_placement
+from keras_shardopt.fit.scope import largest_difference
+from keras_shardopt.update import reducers
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 warnings.filterwarnings("ignore")
 
@@ -73,7 +76,7 @@ def facts(scope):
 def seeds_agree(scope):
     from keras.src.utils import rng_utils
 
-    from keras_shardopt.replica.torch_distributed import _agree_on_seed
+    from keras_shardopt.backends.torch.processes import _agree_on_seed
 
     keras.utils.set_random_seed(100 + scope.replica_id)
     _agree_on_seed()
@@ -99,7 +102,7 @@ def every_argument_does_what_the_docstring_says(scope):
                 variable.assign(variable + 1)
         optimizer = every_argument.cross_shard(row)
         optimizer.build(mine)
-        replicas = framework.replicas("batch")
+        replicas = runtime.communicator("batch")
         try:
             with torch.no_grad():
                 errors = every_argument.train(row, replicas, mine, optimizer, scope.replica_id)
@@ -128,10 +131,10 @@ def what_ddp_has_reduced_counts_also_on_a_rank_without_rows(scope):
             keras.ops.mean(keras.ops.square(keras.ops.subtract(owner(x), y))).backward()
             grads = [v.value.grad for v in model.trainable_variables]
             num_rows = 0 if scope.replica_id == 3 else len(x)
-            with part_of_batch(Part(num_rows, len(x) * scope.num_replicas, framework.replicas("batch"))):
+            with batch_shared(BatchShare(num_rows, len(x) * scope.num_replicas, runtime.communicator("batch"))):
                 optimizer.apply(grads, model.trainable_variables)
         assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
-        assert framework.largest_difference([*model.trainable_variables, *optimizer.inner.variables]) == 0
+        assert largest_difference([*model.trainable_variables, *optimizer.inner.variables]) == 0
         assert all(np.any(a != b) for a, b in zip(model.get_weights(), problem.start_weights()))
 
 
@@ -166,7 +169,7 @@ def all_start_with_what_rank_0_has(scope):
     from keras.src.random.seed_generator import global_seed_generator
 
     state = [*model.variables, *optimizer.variables, global_seed_generator().state]
-    assert framework.largest_difference(state) == 0
+    assert largest_difference(state) == 0
     if scope.is_chief:
         # Only rank 0's gradients are of the weights that all have now.
         for variable, start, speed in zip(model.trainable_variables, first, velocity):
@@ -229,7 +232,7 @@ def an_overflow_on_any_rank_is_skipped_on_all(scope):
             model.compile(wrap(problem.sgd_momentum()), "mse")
             model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
             optimizer = model.optimizer
-            assert framework.largest_difference([*model.variables, *optimizer.variables]) == 0
+            assert largest_difference([*model.variables, *optimizer.variables]) == 0
             assert (float(optimizer.loss_scale), int(optimizer.skipped_steps)) == (32.0, 1), (way, bad)
             assert int(optimizer.iterations) == 3
             if way == "masters":
@@ -254,7 +257,7 @@ def an_overflow_on_any_rank_is_skipped_on_all(scope):
 @check
 def all_enter_and_the_chief_saves(scope):
     mine = pathlib.Path(tempfile.mkdtemp())
-    folder = framework.gather_objects(mine)[0]
+    folder = processes.gather_objects(mine)[0]
     x, y = my_rows(scope, num_steps=2)
     model = problem.model()
     model.compile(ks.CrossShard(in_parts.InParts(keras.optimizers.Adam(0.01))), "mse")
@@ -362,14 +365,14 @@ def a_ddp_that_fit_does_not_call_reduces_nothing(scope):
 
 @check
 def buckets_and_dtypes(scope):
-    replicas = framework.replicas("batch")
+    replicas = runtime.communicator("batch")
     sizes = [3, 400, 5, 1000, 2, 7]
     dtypes = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float16, torch.bfloat16]
     tensors = [torch.full((n, 1), float(scope.replica_id + 1), dtype=d) for n, d in zip(sizes, dtypes)]
     found = []
-    real, torch_distributed.BUCKET_BYTES = torch_distributed.BUCKET_BYTES, 2000
+    real, torch_communicator.BUCKET_BYTES = torch_communicator.BUCKET_BYTES, 2000
     calls = counted(lambda: found.extend(replicas.all_reduce(tensors, "mean")))
-    torch_distributed.BUCKET_BYTES = real
+    torch_communicator.BUCKET_BYTES = real
     assert sorted(calls) == [2, 5, 7, 403, 1000], calls
     mean = (scope.num_replicas + 1) / 2
     for result, tensor in zip(found, tensors):
@@ -382,7 +385,7 @@ def buckets_and_dtypes(scope):
 
 @check
 def moves(scope):
-    replicas = framework.replicas("batch")
+    replicas = runtime.communicator("batch")
     mine = torch.arange(4.0) + 10.0 * scope.replica_id
     found = problem.moves(replicas, mine)
     everyones = {}
@@ -403,7 +406,7 @@ def groups_drift_apart_and_are_made_once(scope):
         made.append(list(ranks))
         return real(ranks, *args, **kwargs)
 
-    framework.replicas("batch").forget_groups()
+    runtime.communicator("batch").forget_groups()
     dist.new_group = counting
     x, y = (problem.rows_of_replica(a, scope.replica_id, scope.num_replicas) for a in problem.data())
     for clipnorm in (None, problem.CLIPNORM):
@@ -553,20 +556,20 @@ def ranks_draw_other_numbers_from_equal_seeds(scope):
                 assert all((a == b).all() for a, b in zip(mine, again)), "not reproducible"
             if scope.is_chief:  # what one process draws
                 assert all((a == b).all() for a, b in zip(mine, alone))
-            everyones = framework.gather_objects(mine)
+            everyones = processes.gather_objects(mine)
             for number, drawn in enumerate(zip(*everyones)):
                 for i, some in enumerate(drawn):
                     assert not any((some == other).all() for other in drawn[:i]), (layer, way, number, i)
-            assert framework.largest_difference(model.variables) == 0  # seeds too: what files hold
+            assert largest_difference(model.variables) == 0  # seeds too: what files hold
             # Weights of what is built later, and seeds that are numbers.
             later = keras.layers.Dense(4)
             later.build((None, 9))
             values = keras.Variable(keras.random.normal((4,), seed=7))
-            assert framework.largest_difference([later.kernel, values]) == 0
+            assert largest_difference([later.kernel, values]) == 0
             # Orders that are drawn between steps: all ranks must divide the same.
             orders = [keras.random.shuffle(np.arange(20), seed=seed) for seed in (keras.random.SeedGenerator(5), None)]
             orders = [keras.ops.convert_to_numpy(order).tolist() for order in orders]
-            everyones = framework.gather_objects([*orders, epochs_of(ShufflingWithASeed())])
+            everyones = processes.gather_objects([*orders, epochs_of(ShufflingWithASeed())])
             assert all(each == everyones[0] for each in everyones), everyones
 
 
@@ -591,7 +594,7 @@ def epochs_of(dataset):
     seen = []
     for _ in range(2):
         mine = [part[i] for i in range(len(part))]
-        seen.append(sorted(row for rows in framework.gather_objects(mine) for batch in rows for row in batch))
+        seen.append(sorted(row for rows in processes.gather_objects(mine) for batch in rows for row in batch))
         part.on_epoch_end()
     assert seen == [list(range(12))] * 2, seen
     return seen
@@ -782,12 +785,12 @@ def sync_replicas_starts_all_with_what_rank_0_has(scope):
     first = [v.numpy().copy() for v in state]
     callback = ks.callbacks.SyncReplicas()
     callback.set_model(model)
-    real, framework.start_equal = framework.start_equal, lambda *_: None
+    real, placement.broadcast_state = placement.broadcast_state, lambda *_: None
     callback.on_train_begin()
-    framework.start_equal = real
-    assert framework.largest_difference(state) >= 1  # so the check below can fail
+    placement.broadcast_state = real
+    assert largest_difference(state) >= 1  # so the check below can fail
     callback.on_train_begin()
-    assert framework.largest_difference(state) == 0
+    assert largest_difference(state) == 0
     if scope.is_chief:
         assert all((v.numpy() == before).all() for v, before in zip(state, first))
 
@@ -840,15 +843,15 @@ def elements_that_changed_places_are_found(scope):
 
 @check
 def fingerprints_of_large_tensors_count_every_chunk(scope):
-    large = keras.Variable(np.zeros(3 * torch_distributed._CHUNK + 17, "float32"))
+    large = keras.Variable(np.zeros(3 * torch_placement._CHUNK + 17, "float32"))
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-    seen = {framework.fingerprints([large]).tobytes()}
-    places = [0, torch_distributed._CHUNK - 1, torch_distributed._CHUNK, 2 * torch_distributed._CHUNK + 5, -1]
+    seen = {placement.fingerprints([large]).tobytes()}
+    places = [0, torch_placement._CHUNK - 1, torch_placement._CHUNK, 2 * torch_placement._CHUNK + 5, -1]
     for place in places:
         values = np.zeros(tuple(large.shape), "float32")
         values[place] = 1
         large.assign(values)
-        rows = framework.fingerprints([large])
+        rows = placement.fingerprints([large])
         assert (rows == rows[0]).all()
         seen.add(rows.tobytes())
     assert len(seen) == len(places) + 1
@@ -859,7 +862,7 @@ def fingerprints_of_large_tensors_count_every_chunk(scope):
 def other_numbers_of_variables_are_refused_on_every_rank(scope):
     variables = problem.model().trainable_variables
     mine = variables[: 3 if scope.replica_id == 1 else 4]
-    refused(lambda: framework.fingerprints(mine), ValueError, "by rank, [4, 3, 4, 4]")
+    refused(lambda: placement.fingerprints(mine), ValueError, "by rank, [4, 3, 4, 4]")
 
 
 @check
@@ -870,11 +873,11 @@ def check_replicas_stops_fit_on_every_rank(scope):
     model.compile(ks.CrossShard(problem.sgd_momentum(), overlap=False), "mse")
     model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(2)], **arguments)
 
-    real, cross_shard.global_gradients = cross_shard.global_gradients, lambda grads, *_: grads  # local from here on
+    real, reducers.global_gradients = reducers.global_gradients, lambda grads, *_: grads  # local from here on
     fit = lambda: model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(4)], **arguments)  # noqa: E731
     words = "after 4 batches of this `fit`: another value of `mlp/hidden/kernel` on replica 0 against replica 1 against"
     refused(fit, RuntimeError, words)
-    cross_shard.global_gradients = real
+    reducers.global_gradients = real
 
 
 def main():

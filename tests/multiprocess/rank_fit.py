@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support import problem
 
 import keras_shardopt as ks
-from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.update import reducers
 
 warnings.filterwarnings("ignore")
 
@@ -62,7 +62,7 @@ def main():
     with ks.data_parallel() as replicas:
         rank, size = replicas.replica_id, replicas.num_replicas
         x, y = (problem.rows_of_replica(data, rank, size) for data in problem.data())
-        real = cross_shard.global_gradients
+        real = reducers.global_gradients
         for name in names:
             if seeds == "different":
                 keras.utils.set_random_seed(rank)
@@ -75,7 +75,7 @@ def main():
             optimizer = ks.CrossShard(CASES[name](), reduction=reduction, replica_clipnorm=clipnorm, **more)
             model.compile(optimizer, "mse")
             model.optimizer.build(model.trainable_variables)
-            cross_shard.global_gradients = FAULTS.get(name, real)
+            reducers.global_gradients = FAULTS.get(name, real)
             dist.all_reduce, CALLS[:] = counting_all_reduce, []
             if name == "eager loop":
                 loop(model, x, y)

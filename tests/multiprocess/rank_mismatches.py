@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework, torch_group
+from keras_shardopt.backends.active import processes
+from keras_shardopt.backends.torch import process_group as torch_group
 
 warnings.filterwarnings("ignore")
 
@@ -220,7 +221,7 @@ def main():
             assert words in message, f"{name}: {message}"
             assert f"on process {odd}" in message, f"{name}, {odd}: {message}"
             assert unchanged, name
-            assert len(set(framework.gather_objects(message))) == 1
+            assert len(set(processes.gather_objects(message))) == 1
             passed.append(name)
 
         # Right programs: other counters, other names of optimizers, functions that have no name.
@@ -242,7 +243,7 @@ def main():
         for _ in range(3):
             optimizer.apply([torch.ones(tuple(v.shape)) for v in model.trainable_variables])
         dist.all_gather_object = gather
-        assert len(calls) == 2, calls  # the digest, and what `start_together` asks
+        assert len(calls) == 2, calls  # the digest, and what `broadcast_from_rank_0` asks
         passed.append("compared once")
 
         # A model that differs in what no variable shows.

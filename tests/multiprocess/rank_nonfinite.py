@@ -14,8 +14,8 @@ from support import checks, nonfinite, problem
 from support.checks import check, refused
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.same_variables import NUM_MARKS
+from keras_shardopt.backends.side_channel import NUM_MARKS
+from keras_shardopt.fit.scope import largest_difference
 
 warnings.filterwarnings("ignore")
 
@@ -41,7 +41,7 @@ def the_update_is_left_out_on_all_ranks(scope):
             run(optimizer, weights, nonfinite.gradients(bad, bad_rank), rank)
             nonfinite.check(way, optimizer, [w.numpy() for w in weights], bad_rank, rank)
         if way != "in groups":
-            assert framework.largest_difference([*weights, *optimizer._shared_variables]) == 0
+            assert largest_difference([*weights, *optimizer._shared_variables]) == 0
 
 
 @check
@@ -73,7 +73,7 @@ def every_rank_raises(scope):
         "on replica 3, first in that of second",
     )
     assert int(optimizer.iterations) == 0
-    assert framework.largest_difference(weights) == 0
+    assert largest_difference(weights) == 0
 
 
 # -- what forward passes have changed ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from support.checks import check, refused
 from torch.utils.checkpoint import checkpoint
 
 import keras_shardopt as ks
-from keras_shardopt.replica import torch_overlap
+from keras_shardopt.backends.torch import overlap as torch_overlap
 
 warnings.filterwarnings("ignore")
 NUM_STEPS = 6
@@ -34,6 +34,10 @@ def my_rows(scope, num_steps):
     size = problem.BATCH_SIZE // scope.num_replicas
     starts = [s + scope.replica_id * size for s in range(0, num_steps * problem.BATCH_SIZE, problem.BATCH_SIZE)]
     return [np.concatenate([a[s : s + size] for s in starts]) for a in problem.data(num_steps)], size
+
+
+def buckets_of(model):
+    return getattr(model.optimizer.pipeline.reducer, "buckets", None)
 
 
 def trained(scope, arguments, model=None, inner=problem.sgd_momentum, kind=None, loop=None, num_steps=NUM_STEPS):
@@ -100,7 +104,7 @@ def fit_sends_in_the_backward_pass(scope):
     assert [inside for _, inside in calls] == [False] * 4 + [True] * (4 * (NUM_STEPS - 1)) + [False] * 4
     whole = trained(scope, {})
     assert_same(whole, plain, tolerance)
-    assert len(whole.optimizer._buckets._buckets) == 1
+    assert len(whole.optimizer.pipeline.reducer.buckets._buckets) == 1
 
 
 @check
@@ -255,7 +259,7 @@ def gradients_that_come_in_parts(scope):
         plain = trained(scope, {"overlap": False}, make_model(Twice()))
         model = trained(scope, {"bucket_mib": TINY}, make_model(Twice()))
         assert_same(model, plain, close(scope))
-        assert model.optimizer._buckets._overlaps == (scope.replica_id not in ranks)
+        assert model.optimizer.pipeline.reducer.buckets._overlaps == (scope.replica_id not in ranks)
 
 
 class ClipsItself(keras.Sequential):
@@ -433,11 +437,11 @@ def what_needs_gradients_before_sends_at_the_end(scope):
         {"group_assignment": [[r] for r in range(scope.num_replicas)]},
         {"overlap": False},
     ):
-        assert trained(scope, arguments).optimizer._buckets is None, arguments
+        assert buckets_of(trained(scope, arguments)) is None, arguments
     model = make_model()
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     plain, model = trained(scope, {"overlap": False}), trained(scope, {}, model)
-    assert model.optimizer._buckets is None
+    assert buckets_of(model) is None
     assert_same(model, plain, close(scope))
     del ddp
 
@@ -563,7 +567,7 @@ def parts_that_come_on_one_rank_after_another(scope):
             model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
         found.append(model)
     assert_same(*found, 1e-6)
-    assert not found[1].optimizer._buckets._overlaps
+    assert not found[1].optimizer.pipeline.reducer.buckets._overlaps
 
 
 @check
@@ -595,7 +599,7 @@ def compiled_steps(scope):
 def planted_faults_are_seen(scope):
     plain = trained(scope, {"overlap": False})
     kind = torch_overlap.Buckets
-    reals = kind._take, kind._laid_out
+    reals = kind._take, torch_overlap.laid_out
 
     def before_it_is_there(self, i, parameter):
         """Sends what the step before has left."""
@@ -603,14 +607,13 @@ def planted_faults_are_seen(scope):
         reals[0](self, i, parameter)
         self._put = put
 
-    def as_a_sum(self, bucket_bytes):
-        self._takes_mean = False
-        return reals[1](self, bucket_bytes)
+    def as_a_sum(tensors, bucket_bytes, op, *rest):
+        return reals[1](tensors, bucket_bytes, "sum", *rest)
 
     for faults in ((before_it_is_there, reals[1]), (reals[0], as_a_sum)):
-        kind._take, kind._laid_out = faults
+        kind._take, torch_overlap.laid_out = faults
         model = trained(scope, {"bucket_mib": TINY})
-        kind._take, kind._laid_out = reals
+        kind._take, torch_overlap.laid_out = reals
         refused(lambda: assert_same(model, plain, 1e-3), AssertionError, "")  # noqa: B023
 
 

@@ -1,4 +1,6 @@
-"""Trains with backups, on ranks that torchrun starts again when one of them has killed itself.
+"""Trains with backups, on ranks that are started again when one of them has killed itself.
+
+By torchrun; started without it, by its agent in this process, which forks two ranks that need not import all again.
 
 Arguments: a folder; "whole", or "sharded" for ranks that hold a part of the state each; and the steps in which rank 1
 dies: in the first of them when it was started first, and so on.
@@ -11,7 +13,8 @@ import warnings
 
 import keras
 import numpy as np
-from support import problem, restarting
+from support import launch, problem, restarting
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import keras_shardopt as ks
 
@@ -58,4 +61,23 @@ def main():
         np.savez(folder / "end.npz", **saved)
 
 
-main()
+def start_ranks():
+    (port,) = launch.free_ports(1)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="static",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": 0},
+        max_restarts=2,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, main)()
+
+
+if "RANK" in os.environ:
+    main()
+else:
+    start_ranks()

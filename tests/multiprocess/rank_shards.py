@@ -16,12 +16,17 @@ import torch
 import torch.distributed as dist
 from keras.src.saving.saving_lib import H5IOStore
 from support import checks, gan, problem
-from support.checks import Dropping, check, refused
+from support.checks import NullStore, check, refused
 
 import keras_shardopt as ks
-from keras_shardopt import divided_state, sharding
+from keras_shardopt.backends.active import processes
+from keras_shardopt.backends.torch import communicator as torch_communicator
+from keras_shardopt.backends.torch import memory
+from keras_shardopt.backends.torch import process_group as torch_group
+from keras_shardopt.fit.scope import largest_difference
 from keras_shardopt.optimizers import gradient_clipping
-from keras_shardopt.replica import framework, torch_distributed, torch_group
+from keras_shardopt.sharding import sharded_optimizer as divided_state
+from keras_shardopt.sharding import slices as sharding
 
 warnings.filterwarnings("ignore")
 NUM_STEPS = 3
@@ -94,7 +99,7 @@ def assert_equal(scope, optimizer, mine, inner, alone, tolerance=0.0):
     for variable, reference in zip(mine, alone):
         a, b = keras.ops.convert_to_numpy(variable), keras.ops.convert_to_numpy(reference)
         assert np.abs(a - b).max() <= tolerance * max(1.0, np.abs(b).max()), (variable.path, np.abs(a - b).max())
-    assert framework.largest_difference(mine) == 0
+    assert largest_difference(mine) == 0
     found, expected = saved(optimizer), saved(inner)
     assert list(found) == list(expected)
     for key, array in expected.items():
@@ -225,14 +230,14 @@ def next_values_are_the_largest_of_all_ranks(scope):
         scale.overwrite_with_gradient = True
         optimizer = ks.CrossShard(around(ELEMENTWISE["momentum"]()), shard_state=True, fused=False, **arguments)
         optimizer.build([*mine[:2], scale, *mine[2:]])
-        num_micro_steps = arguments.get("gradient_accumulation_steps", 1)
+        num_micro_batches = arguments.get("gradient_accumulation_steps", 1)
         values = lambda rank, call: (np.arange(3) + rank * np.array([1, -1, 0]) + 5.0 - call) / 7  # noqa: E731
         with torch.no_grad():
-            for call in range(2 * num_micro_steps):
-                grads = gradients(scope.replica_id, call // num_micro_steps, factor)
+            for call in range(2 * num_micro_batches):
+                grads = gradients(scope.replica_id, call // num_micro_batches, factor)
                 value = torch.tensor(values(scope.replica_id, call), dtype=torch.float32)
                 optimizer.apply([*grads[:2], value, *grads[2:]], [*mine[:2], scale, *mine[2:]])
-        first = 2 * num_micro_steps - num_micro_steps  # of the last window, whose first values are the largest
+        first = 2 * num_micro_batches - num_micro_batches  # of the last window, whose first values are the largest
         expected = np.max([values(rank, first) for rank in range(scope.num_replicas)], axis=0)
         np.testing.assert_array_equal(scale.numpy(), expected.astype("float32"))
         trained(ELEMENTWISE["momentum"](), lambda step: mean_gradients(scope.num_replicas, step), alone, 2)
@@ -327,7 +332,7 @@ def an_overflow_on_one_rank_is_skipped_on_all(scope):
             optimizer.apply(grads, weights)
         assert int(optimizer.skipped_steps) == 1
         assert all((w.numpy() == b).all() for w, b in zip(weights, before))
-        assert all(each == 1 for each in framework.gather_objects(int(optimizer.iterations)))
+        assert all(each == 1 for each in processes.gather_objects(int(optimizer.iterations)))
         if arguments:
             assert optimizer.last_nonfinite == (scope.num_replicas - 1, "out/kernel"), optimizer.last_nonfinite
         else:
@@ -393,8 +398,8 @@ def wire_bytes_are_those_of_one_reduction(scope):
         (dist, "all_to_all_single"): lambda result, tensor: tensor.nbytes * (n - 1) / n,
         (dist, "all_reduce"): lambda tensor, *_: 2 * tensor.nbytes * (n - 1) / n,
         (dist, "broadcast"): lambda tensor, *_: tensor.nbytes * (n - 1) / n,
-        (torch_distributed, "_all_gather"): lambda result, tensor: result.nbytes * (n - 1) / n,
-        (torch_distributed, "_reduce_scatter"): lambda result, tensor, *_: tensor.nbytes * (n - 1) / n,
+        (torch_communicator, "_all_gather"): lambda result, tensor: result.nbytes * (n - 1) / n,
+        (torch_communicator, "_reduce_scatter"): lambda result, tensor, *_: tensor.nbytes * (n - 1) / n,
     }
     with torch.no_grad():
         optimizer.apply(grads, weights)  # which lets ranks start together
@@ -471,15 +476,15 @@ def saved_state_fits_again_and_elsewhere(scope):
 @check
 def a_rank_that_saves_alone_is_told_so_in_time(scope):
     optimizer = both(scope, ELEMENTWISE["adam"])[0]
-    real, divided_state.MEETING_SECONDS = sharding.MEETING_SECONDS, 0.3
+    real, divided_state.BARRIER_SECONDS = sharding.BARRIER_SECONDS, 0.3
     for alone in (0, 1):
         if scope.replica_id == alone:
             refused(
                 lambda: saved(optimizer), RuntimeError, "save_model(model, path)` (or `save_weights`) on every rank"
             )
         dist.barrier()
-    divided_state.MEETING_SECONDS = real
-    store = {} if scope.is_chief else Dropping()
+    divided_state.BARRIER_SECONDS = real
+    store = {} if scope.is_chief else NullStore()
     optimizer.save_own_variables(store)  # together it works as ever
     assert len(store) == (len(optimizer.variables) if scope.is_chief else 0)
 
@@ -500,7 +505,7 @@ def a_rank_that_saves_alone_and_leaves_tells_the_others(scope):
         torch_group.close_group()  # as when the program ends
     else:
         words = "Before that: All ranks must save together. Received: no call on rank"
-        refused(lambda: framework.largest_difference(optimizer._trainable_variables), RuntimeError, words)
+        refused(lambda: largest_difference(optimizer._trainable_variables), RuntimeError, words)
     assert time.monotonic() - start < 20
     torch_group.open_group("gloo", rank, size, None)
 
@@ -520,16 +525,16 @@ def the_checks_can_fail(scope):
         optimizer.exclude_from_weight_decay(var_list=weights[:2])
 
     for where, name, nothing, make, prepare in (
-        (framework, "assign_slices", lambda variable, slices: None, momentum, None),
+        (memory, "assign_slices", lambda variable, slices: None, momentum, None),
         (gradient_clipping, "norm_over_replicas", lambda norm: norm, clipped, None),
-        (sharding.Shards, "_keep_exclusions", lambda self, optimizer: None, decaying, excluded),
+        (sharding, "keep_exclusions", lambda *args: None, decaying, excluded),
     ):
         real = getattr(where, name)
         setattr(where, name, nothing)
         _, mine, _, alone = both(scope, make, prepare=prepare)
         setattr(where, name, real)
         difference = max(float(np.abs(a.numpy() - b.numpy()).max()) for a, b in zip(mine, alone))
-        assert max(framework.gather_objects(difference)) > 1e-4, name
+        assert max(processes.gather_objects(difference)) > 1e-4, name
 
 
 @check

@@ -10,7 +10,7 @@ import numpy as np
 from support import problem, styles
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.fit.scope import largest_difference
 
 warnings.filterwarnings("ignore")
 
@@ -21,7 +21,7 @@ with ks.data_parallel() as replicas:
     for style in styles.STYLES:
         model = styles.trained(style, ks.CrossShard(problem.sgd_momentum()), x, y, problem.BATCH_SIZE // size)
         variables = [*model.trainable_variables, *model.optimizer.variables]
-        results[f"{style}/difference"] = framework.largest_difference(variables)
+        results[f"{style}/difference"] = largest_difference(variables)
         for i, array in enumerate(styles.outcome(model)):
             results[f"{style}/{i}"] = array
     if replicas.is_chief:

@@ -49,9 +49,8 @@ def test_ranks_that_train_the_same_go_on(passed, name):
 @pytest.fixture(scope="module")
 def rounds():
     """Four rounds, a rank killed before a collective or inside it, and one stopped; by hand it is 50."""
-    environment = {**launch.variables("torch"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(launch.TESTS / "multiprocess" / "rank_deaths.py"), "4", "2"]
-    printed = launch.run(command, 200, environment)
+    environment = launch.variables("torch", OMP_NUM_THREADS="1")
+    (printed,) = launch.workers("rank_deaths.py", [environment], 4, 2, timeout=200, start=launch.fork_with("torch"))
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
@@ -73,14 +72,19 @@ def test_the_others_end_in_time_and_name_the_rank(rounds, how):
         assert named and case["victim"] in map(int, re.findall(r"\d+", named[1])), (case, rank, end)
 
 
-def trained(folder, kind, *deaths):
-    """The weights and state that torchrun's ranks end with, where rank 1 dies once in each of the steps `deaths`."""
+def trained(folder, kind, *deaths, by_torchrun=False):
+    """The weights and state that two ranks end with, of which rank 1 dies once in each of the steps `deaths`."""
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-    (port,) = launch.free_ports(1)
-    command += ["--master-port", str(port), "--monitor-interval", "0.1"]
-    command += [str(launch.TESTS / "multiprocess" / "rank_restart.py"), str(folder), kind, *map(str, deaths)]
-    printed = launch.run(command, 200, {**launch.variables("torch"), "OMP_NUM_THREADS": "1"})
+    environment = launch.variables("torch", OMP_NUM_THREADS="1")
+    if by_torchrun:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+        (port,) = launch.free_ports(1)
+        command += ["--master-port", str(port), "--monitor-interval", "0.1"]
+        command += [str(launch.TESTS / "multiprocess" / "rank_restart.py"), str(folder), kind, *map(str, deaths)]
+        printed = launch.run(command, 200, environment)
+    else:
+        start = launch.fork_with("torch")
+        (printed,) = launch.workers("rank_restart.py", [environment], folder, kind, *deaths, timeout=200, start=start)
     return dict(np.load(folder / "end.npz")), printed
 
 
@@ -89,13 +93,14 @@ def nobody_killed(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("restart") / "alone", "whole")[0]
 
 
+# The second is the agent of torchrun in a process that forks, which takes a tenth of the time of importing.
 @pytest.mark.parametrize(
     ("kind", "deaths", "begun"),
     some([("whole", (8, 17), "epoch 3"), ("sharded", (13,), "epoch 2")], lambda case: case[0] == "sharded"),
     ids=["whole", "sharded"],
 )
 def test_a_restarted_job_ends_with_the_weights_of_one_that_nobody_killed(nobody_killed, kind, deaths, begun, tmp_path):
-    found, printed = trained(tmp_path / kind, kind, *deaths)
+    found, printed = trained(tmp_path / kind, kind, *deaths, by_torchrun=kind == "whole")
     assert printed.count("begins with epoch") == (len(deaths) + 1) * 2, printed
     assert f"begins with {begun}" in printed, printed
     # Two ranks' sums are the same in any order, so that even the bits are, whoever holds which part.

@@ -20,7 +20,7 @@ from support.checks import refused
 from support.patience import patient
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.backends.active import placement
 
 
 class Count(keras.layers.Layer):
@@ -76,7 +76,7 @@ def main():
     check.set_model(model)
     check.check()
     variables = [*model.trainable_variables, *optimizer.variables]
-    assert framework.fingerprints(variables).shape == (2, len(variables))
+    assert placement.fingerprints(variables).shape == (2, len(variables))
     if scope.process_id == 1:
         flips.flip(optimizer.variables[2], 0, 1, 30)
     try:

@@ -53,7 +53,7 @@ def refused(function, error, words):
         raise AssertionError(f"not refused: {words}")
 
 
-class Dropping(dict):
+class NullStore(dict):
     """A store for processes that take part in saving, and keep nothing."""
 
     def __setitem__(self, key, value):

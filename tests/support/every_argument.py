@@ -15,8 +15,8 @@ from keras import ops
 from support import pairwise, reference_cross_shard
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.base import Part, part_of_batch
+from keras_shardopt.backends.active import placement
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 NUM_REPLICAS = 4
 NUM_UPDATES = 4
@@ -80,6 +80,22 @@ class ClippedAdam(Adam):
         super().update(weights, reference_cross_shard.clipped(grads, self.limit)[0])
 
 
+class Passing(ks.Stage):
+    """Hands everything on, and notes a number where replicas have gradients of their own."""
+
+    needs_local_gradients = False
+
+    def collect(self, step, proceed):
+        proceed(step.replace())
+
+    def local(self, step, comm):
+        return step.replace(notes={**step.notes, "one": keras.ops.ones(())})
+
+    def commit(self, step, proceed):
+        assert all(tuple(note.shape) == () for note in step.notes.values())
+        proceed(step.replace(notes={}))
+
+
 LEVELS = {
     "inner_optimizer": list(INNERS),
     "reduction": ["mean", "sum"],
@@ -95,6 +111,7 @@ LEVELS = {
     "fused": ["auto", False],
     "overlap": ["auto", False],
     "bucket_mib": [25.0, 1e-4],
+    "stages": [(), "passing"],
     "axis_name": ["batch", "rows"],
     "name": [None, "mine"],
     # Not arguments: what is trained, and where.
@@ -197,6 +214,7 @@ def cross_shard(row):
     given["group_assignment"] = None if row["group_assignment"] is None else GROUPS
     given["gradients"] = row["gradients"][0]
     given["replica_transform"] = None if row["replica_transform"] is None else limited
+    given["stages"] = () if row["stages"] == () else [Passing()]
     return ks.CrossShard(**given)
 
 
@@ -264,7 +282,7 @@ def shares(row):
     return (np.array(num_rows(row)) * NUM_REPLICAS / ROWS_OF_ALL).tolist()
 
 
-def arriving(row):
+def before_transform(row):
     """As `gradients`, in the state in which the row says that they come."""
     state = row["gradients"][1]
     found = []
@@ -317,7 +335,7 @@ def expected(row):
 def train(row, replicas, mine, optimizer, replica_id):
     """All updates of one replica that runs by itself. Returns in which of them an error came, and its words."""
     errors = []
-    for s, (step, rows) in enumerate(zip(arriving(row), num_rows(row))):
+    for s, (step, rows) in enumerate(zip(before_transform(row), num_rows(row))):
         scale = float(ops.convert_to_numpy(optimizer.scale_loss(ops.convert_to_tensor(1.0))))
         pairs = zip(step[replica_id], mine)
         own = [None if g is None else ops.cast(np.asarray(g * scale, "float32"), v.dtype) for g, v in pairs]
@@ -328,7 +346,7 @@ def train(row, replicas, mine, optimizer, replica_id):
                 counts = rows[replica_id], ROWS_OF_ALL
                 if row["program"] == "one":
                     counts = map(ops.convert_to_tensor, counts)
-                with part_of_batch(Part(*counts, replicas, losses_are_divided=row["gradients"][1] == "prescaled")):
+                with batch_shared(BatchShare(*counts, replicas, losses_are_divided=row["gradients"][1] == "prescaled")):
                     optimizer.apply(own, mine)
         except FloatingPointError as error:
             errors.append((s // num_steps(row), str(error)))
@@ -353,7 +371,10 @@ def check(row, replica_id, weights, optimizer, errors=None):
             tolerance += steps * 2.0**-11 * _largest(wanted)
         message = f"variable {i} of replica {replica_id}"
         np.testing.assert_allclose(found.astype("float64"), wanted, rtol=0, atol=tolerance, err_msg=message)
-    iterations, skipped_steps = (int(framework.copies(v)[0]) for v in (optimizer.iterations, optimizer.skipped_steps))
+    iterations, skipped_steps = (
+        v if isinstance(v, int) else int(placement.replica_values(v)[0])  # nobody counts
+        for v in (optimizer.iterations, optimizer.skipped_steps)
+    )
     assert iterations == reference.iterations, (iterations, reference.iterations)
     counts = row["on_nonfinite"] != "ignore" or _inner_skips(row) == "together"
     assert skipped_steps == (reference.skipped_steps if counts else 0), (skipped_steps, reference.skipped_steps)

@@ -11,60 +11,51 @@ import keras
 import numpy as np
 from support.patience import patient
 
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.base import Arrival, ReplicaBackend
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.update.step import Step
 
 _REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max}
 
 
-class FakeReplicas(ReplicaBackend):
+class FakeReplicas(Communicator):
     def __init__(self, world, replica_id):
-        self._world = world
+        self._threads = world
         self.num_replicas = world.num_replicas
         self.replica_id = replica_id
-        self.is_chief = replica_id == 0
-        self.runs_one_program = world.runs_one_program
+        self.is_spmd = world.is_spmd
         self.calls = []
 
-    def arrival(self, grads, variables):
-        return self._world.arrives
+    def gradient_state(self, grads, variables):
+        return self._threads.arrives
+
+    def split(self, groups):
+        part = super().split(groups)
+        part.replica_id = list(part.members).index(self.replica_id)
+        return part
 
     def _exchange(self, tensors):
-        return self._world.exchange(self.replica_id, [keras.ops.convert_to_numpy(t) for t in tensors])
+        """Of each tensor those of all members."""
+        mine = [keras.ops.convert_to_numpy(t) for t in tensors]
+        everyones = self._threads.exchange(self.world.replica_id, mine)
+        return zip(*[everyones[r] for r in self.members])
 
-    def _peers(self, groups):
-        if groups is None:
-            return range(self.num_replicas)
-        return next(group for group in groups if self.replica_id in group)
-
-    def all_reduce(self, tensors, op, groups=None):
+    def all_reduce(self, tensors, op):
         self.calls.append(("all_reduce", op, len(tensors)))
-        everyones = self._exchange(tensors)
-        columns = zip(*[everyones[r] for r in self._peers(groups)])
+        columns = self._exchange(tensors)
         return [keras.ops.convert_to_tensor(_REDUCE[op](np.stack(column), axis=0)) for column in columns]
 
-    def reduce_scatter(self, tensors, op, groups=None):
-        peers = list(self._peers(groups))
-        reduced = self.all_reduce(tensors, op, groups)
-        return [keras.ops.split(t, len(peers))[peers.index(self.replica_id)] for t in reduced]
-
-    def all_gather(self, tensors, groups=None):
-        everyones = self._exchange(tensors)
-        columns = zip(*[everyones[r] for r in self._peers(groups)])
-        return [keras.ops.convert_to_tensor(np.concatenate(column)) for column in columns]
-
-    def broadcast(self, tensors, root=0, groups=None):
-        source = list(self._peers(groups))[root]
-        return [keras.ops.convert_to_tensor(t) for t in self._exchange(tensors)[source]]
+    def all_gather(self, tensors):
+        return [keras.ops.convert_to_tensor(np.concatenate(column)) for column in self._exchange(tensors)]
 
 
 class FakeWorld:
     """Runs a function once per replica, all at a time."""
 
-    def __init__(self, num_replicas, arrives=Arrival.LOCAL, runs_one_program=True, timeout=20.0):
+    def __init__(self, num_replicas, arrives=GradientState.LOCAL, is_spmd=True, timeout=20.0):
         self.num_replicas = num_replicas
         self.arrives = arrives
-        self.runs_one_program = runs_one_program
+        self.is_spmd = is_spmd
         self.replicas = [FakeReplicas(self, r) for r in range(num_replicas)]
         self._running = threading.local()
         self._posted = [None] * num_replicas
@@ -81,7 +72,7 @@ class FakeWorld:
 
     def hold(self, monkeypatch):
         """Makes every optimizer that runs inside `run` see these replicas."""
-        monkeypatch.setattr(framework, "replicas", lambda axis_name: self._running.replicas)
+        monkeypatch.setattr(runtime, "communicator", lambda axis_name: self._running.replicas)
         return self
 
     def run(self, function):
@@ -104,3 +95,8 @@ class FakeWorld:
         if errors:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
         return results
+
+
+def reduced(optimizer, grads, variables, weight=1.0):
+    """What the stages of a `CrossShard`, and its reduction, make of gradients."""
+    return optimizer.pipeline.reduce(Step(grads, variables, weight=weight)).grads

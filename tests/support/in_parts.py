@@ -9,8 +9,9 @@ import keras
 import numpy as np
 from support.patience import patient
 
-from keras_shardopt.replica import framework
-from keras_shardopt.wrapper import OptimizerWrapper
+from keras_shardopt.backends.active import processes
+from keras_shardopt.wrapping.stored_state import named_store
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 @keras.saving.register_keras_serializable("keras_shardopt_tests")
@@ -25,12 +26,12 @@ class InParts(OptimizerWrapper):
             variable.assign(self._part(keras.ops.convert_to_numpy(variable)))
 
     def save_own_variables(self, store):
-        store = self._with_names(store)
+        store = named_store(self, store)
         here = {id(v) for v in self._slots_here()}
         for i, variable in enumerate(self._inner_state):
             mine = np.array(keras.ops.convert_to_numpy(variable))
             # One exchange for each, which all processes must enter.
-            everyones = framework.gather_objects(mine)
+            everyones = processes.gather_objects(mine)
             if id(variable) in here:
                 for process, theirs in enumerate(everyones):
                     mine.reshape(-1)[process :: len(everyones)] = theirs.reshape(-1)[process :: len(everyones)]
@@ -45,7 +46,7 @@ class InParts(OptimizerWrapper):
         return [v for v in self._inner_state if len(v.shape)]
 
     def _part(self, array):
-        num_processes, process_id = framework.process()
+        num_processes, process_id = processes.process()
         part = np.full_like(array, np.nan)
         part.reshape(-1)[process_id::num_processes] = array.reshape(-1)[process_id::num_processes]
         return part
@@ -60,8 +61,8 @@ class Processes:
         self._barrier = threading.Barrier(number, timeout=patient(patience))
         self._said = [None] * number
         self.num_exchanges = 0
-        monkeypatch.setattr(framework, "process", lambda: (number, getattr(self._here, "rank", 0)))
-        monkeypatch.setattr(framework, "gather_objects", self._gather)
+        monkeypatch.setattr(processes, "process", lambda: (number, getattr(self._here, "rank", 0)))
+        monkeypatch.setattr(processes, "gather_objects", self._gather)
 
     def _gather(self, value):
         rank = self._here.rank

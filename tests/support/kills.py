@@ -17,7 +17,7 @@ import warnings
 import keras
 
 import keras_shardopt as ks
-from keras_shardopt import saving
+from keras_shardopt.checkpoint import saving
 
 NUM_FEATURES = 400  # some megabytes with Adam's state
 

@@ -10,8 +10,8 @@ from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.agreement import described
 from keras_shardopt.optimizers import AutomaticLossScaler, NovoGrad
+from keras_shardopt.update.agreement import described
 
 SGD, layers = keras.optimizers.SGD, keras.layers
 
@@ -60,6 +60,7 @@ CASES = {
         "fused": ({}, "auto", False),
         "overlap": ({}, "auto", False),
         "bucket_mib": ({}, 25.0, 5.0),
+        "stages": ({}, (), [ks.GradientNoise()]),
         "axis_name": ({}, "batch", "rows"),
     },
     ks.GradientClipping: {**COMMON, "inner_optimizer": INNER, "clip_gradients": ({}, 1.0, 2.0)},

@@ -5,8 +5,8 @@ import pytest
 from support import problem
 
 import keras_shardopt as ks
-from keras_shardopt.agreement import check_agreement, described
-from keras_shardopt.replica import framework
+from keras_shardopt.backends.active import processes
+from keras_shardopt.update.agreement import check_agreement, described
 
 
 def description(make):
@@ -40,7 +40,7 @@ def test_what_differs_is_named_at_any_depth(monkeypatch, other, words):
     for each in (mine, odd):
         others = [mine, odd, mine]
         digests = iter([["one", "another", "one"], others])
-        monkeypatch.setattr(framework, "gather_objects", lambda value: next(digests))  # noqa: B023
+        monkeypatch.setattr(processes, "gather_objects", lambda value: next(digests))  # noqa: B023
         with pytest.raises(ValueError) as caught:
             check_agreement(each)
         assert words in str(caught.value), str(caught.value)
@@ -48,7 +48,7 @@ def test_what_differs_is_named_at_any_depth(monkeypatch, other, words):
 
 def test_equal_ones_pass_after_one_exchange(monkeypatch):
     exchanged = []
-    monkeypatch.setattr(framework, "gather_objects", lambda value: exchanged.append(value) or [value] * 3)
+    monkeypatch.setattr(processes, "gather_objects", lambda value: exchanged.append(value) or [value] * 3)
     check_agreement(description(clipping()))
     check_agreement(description(clipping()))
     assert len(exchanged) == 2 and exchanged[0] == exchanged[1]

@@ -1,4 +1,4 @@
-"""The layout holds: who may import a framework, who may ask for the backend, which way imports point."""
+"""The layout holds: who may import a framework, who may ask for the backend, and imports go round in no circle."""
 
 import ast
 import pathlib
@@ -13,56 +13,24 @@ MODULES = {
     for file in PACKAGE.rglob("*.py")
 }
 FRAMEWORKS = {"tensorflow", "jax", "jaxlib", "torch", "flax", "optax"}
-MAY_IMPORT_A_FRAMEWORK = {
-    "keras_shardopt.replica.tf_distribute": {"tensorflow"},
-    "keras_shardopt.replica.jax_sharding": {"jax"},
-    "keras_shardopt.replica.torch_distributed": {"torch"},
-    "keras_shardopt.replica.tf_fit": {"tensorflow"},
-    "keras_shardopt.replica.tf_losses": {"tensorflow"},
-    "keras_shardopt.replica.tf_step": {"tensorflow"},
-    "keras_shardopt.replica.tf_random": {"tensorflow"},
-    "keras_shardopt.replica.jax_step": {"jax"},
-    "keras_shardopt.replica.jax_fit": {"jax"},
-    "keras_shardopt.replica.torch_fit": {"torch"},
-    "keras_shardopt.replica.torch_fused": {"torch"},
-    "keras_shardopt.replica.torch_overlap": {"torch"},
-    "keras_shardopt.replica.torch_group": {"torch"},
-    "keras_shardopt.replica.torch_random": {"torch"},
-}
-# From the top down. A module imports from its own layer or below.
-LAYERS = [
-    {"keras_shardopt"},
-    {
-        "keras_shardopt.backup",
-        "keras_shardopt.data",
-        "keras_shardopt.training",
-        "keras_shardopt.callbacks",
-        "keras_shardopt.parallel",
-    },
-    {"keras_shardopt.summaries", "keras_shardopt.saving"},
-    {"keras_shardopt.optimizers", "keras_shardopt.schedules"},
-    {
-        "keras_shardopt.wrapper",
-        "keras_shardopt.finite",
-        "keras_shardopt.agreement",
-        "keras_shardopt.cutting",
-        "keras_shardopt.sharding",
-        "keras_shardopt.even_shards",
-        "keras_shardopt.divided_state",
-        "keras_shardopt.two_phases",
-    },
-    {"keras_shardopt.rollback"},
-    {"keras_shardopt.reduction", "keras_shardopt.accumulation"},
-    {"keras_shardopt.replica"},
-    {
-        "keras_shardopt.replica.base",
-        "keras_shardopt.partition",
-        "keras_shardopt.numerics",
-        "keras_shardopt.slots",
-        "keras_shardopt.models",
-        "keras_shardopt.whole_batch",
-    },
-    {"keras_shardopt._typing", "keras_shardopt.arguments", "keras_shardopt.atomic"},
+# From the top down. A room imports from itself and from those below.
+ROOMS = [
+    "keras_shardopt",
+    "callbacks",
+    "steps",
+    "fit",
+    "checkpoint",
+    "summaries",
+    "optimizers",
+    "schedules",
+    "sharding",
+    "update",
+    "wrapping",
+    "data",
+    "backends",
+    "numerics",
+    "arguments",
+    "_typing",
 ]
 
 each_module = pytest.mark.parametrize("name", MODULES)
@@ -84,6 +52,11 @@ def frameworks_of(source):
     return {module.split(".")[0] for module, _ in imports(source)} & FRAMEWORKS
 
 
+def may_import(name):
+    """A file or folder named after a framework may import that one."""
+    return {"jax", "jaxlib"} if "jax" in name.split(".") else FRAMEWORKS & set(name.split("."))
+
+
 def asks_for_the_backend(source):
     return any(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backend"
@@ -91,40 +64,57 @@ def asks_for_the_backend(source):
     ) or any(name == "backend" and module.startswith("keras") for module, name in imports(source))
 
 
-def layer(module):
-    while module:
-        for height, names in enumerate(LAYERS):
-            if module in names:
-                return height
-        module = module.rpartition(".")[0]
-    raise AssertionError("unreachable")
+def modules_imported(source):
+    """The modules of the package that a source text imports."""
+    return {f"{m}.{n}" if f"{m}.{n}" in MODULES else m for m, n in imports(source) if m.startswith("keras_shardopt")}
 
 
-def wrong_way(name, source):
-    """The modules of the package that `name` imports although they are above it."""
-    targets = set()
-    for module, taken in imports(source):
-        full = f"{module}.{taken}"
-        targets.add(full if full in MODULES else module)
-    return {target for target in targets if target.startswith("keras_shardopt") and layer(target) < layer(name)}
+def circles(graph):
+    """The modules on circles of a graph `{module: those that it imports}`."""
+    left = {name: set(targets) & set(graph) for name, targets in graph.items()}
+    while loose := {name for name, targets in left.items() if not targets}:
+        left = {name: targets - loose for name, targets in left.items() if name not in loose}
+    return sorted(left)
 
 
-@each_module
-@pytest.mark.neutral
-def test_only_the_three_backend_files_import_a_framework(name):
-    assert frameworks_of(MODULES[name].read_text()) <= MAY_IMPORT_A_FRAMEWORK.get(name, set())
+def room(module):
+    return (module.split(".") + ["keras_shardopt"])[1] if module != "keras_shardopt" else module
 
 
-@each_module
-@pytest.mark.neutral
-def test_only_replica_asks_which_backend_runs(name):
-    assert asks_for_the_backend(MODULES[name].read_text()) == (name == "keras_shardopt.replica")
+def upwards(name, source):
+    """The modules that `name` imports although their rooms are above its own."""
+    return {m for m in modules_imported(source) if ROOMS.index(room(m)) < ROOMS.index(room(name))}
 
 
 @each_module
 @pytest.mark.neutral
-def test_imports_point_one_way(name):
-    assert not wrong_way(name, MODULES[name].read_text())
+def test_only_what_is_named_after_a_framework_imports_it(name):
+    assert frameworks_of(MODULES[name].read_text()) <= may_import(name)
+
+
+@each_module
+@pytest.mark.neutral
+def test_only_backends_asks_which_backend_runs(name):
+    assert asks_for_the_backend(MODULES[name].read_text()) == (name == "keras_shardopt.backends")
+
+
+@pytest.mark.neutral
+def test_no_imports_go_in_a_circle():
+    graph = {name: modules_imported(file.read_text()) - {name} for name, file in MODULES.items()}
+    assert not circles(graph)
+
+
+@each_module
+@pytest.mark.neutral
+def test_rooms_import_from_rooms_below(name):
+    assert not upwards(name, MODULES[name].read_text())
+
+
+@each_module
+@pytest.mark.neutral
+def test_only_one_file_looks_at_the_call_stack(name):
+    looks = any(word in MODULES[name].read_text() for word in ("_getframe", "currentframe", "inspect.stack"))
+    assert looks == (name == "keras_shardopt.backends.keras_callers")
 
 
 @each_module
@@ -134,16 +124,29 @@ def test_no_module_is_named_after_nothing(name):
 
 
 @pytest.mark.neutral
+def test_the_drawing_in_the_guide_is_that_of_the_imports(monkeypatch):
+    monkeypatch.syspath_prepend(PACKAGE.parent / "docs")
+    import draw_house
+
+    page = draw_house.PAGE.read_text(encoding="utf-8")
+    assert draw_house.drawing() in page, "run `python docs/draw_house.py`"
+    assert "update --> wrapping" in draw_house.drawing()
+
+
+@pytest.mark.neutral
 def test_the_checks_can_fail():
     assert frameworks_of("def f():\n    import torch.nn") == {"torch"}
+    assert not may_import("keras_shardopt.update.all_reduce")
+    assert may_import("keras_shardopt.fit.torch") == may_import("keras_shardopt.backends.torch.ddp") == {"torch"}
     assert asks_for_the_backend("import keras\nkeras.config.backend()")
     assert asks_for_the_backend("from keras import backend")
-    assert wrong_way("keras_shardopt.reduction", "from keras_shardopt.optimizers import CrossShard")
-    assert wrong_way("keras_shardopt.replica.base", "from keras_shardopt import replica")
-    assert not wrong_way("keras_shardopt.parallel", "from keras_shardopt.replica import framework")
+    assert upwards("keras_shardopt.update.all_reduce", "from keras_shardopt.optimizers import CrossShard")
+    assert upwards("keras_shardopt.backends.runtime", "from keras_shardopt import fit")
+    assert not upwards("keras_shardopt.fit.scope", "from keras_shardopt.backends.active import runtime")
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
-@pytest.mark.exhaustive("jax", "tensorflow")
+@pytest.mark.exhaustive  # test_import.py: no package at all
 def test_importing_the_package_loads_no_other_framework(tmp_path):
     import os
     import subprocess

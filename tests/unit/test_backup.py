@@ -175,7 +175,7 @@ def test_a_backup_of_another_optimizer_is_refused(tmp_path):
 
 
 def test_errors_keep_their_class_and_say_it_once():
-    from keras_shardopt import backup
+    from keras_shardopt.checkpoint import backup
 
     for error in (OSError("full"), OSError(), PermissionError("no"), ValueError()):
         assert backup._for_all(error) is error
@@ -234,9 +234,9 @@ def test_an_unfinished_window_of_micro_steps_begins_anew_with_a_warning(tmp_path
         model.fit(*problem.data(STEPS), batch_size=problem.BATCH_SIZE, callbacks=[backup], shuffle=False, verbose=0)
     said = [str(w.message) for w in caught if "window of micro-steps" in str(w.message)]
     assert len(said) == (0 if is_whole else 1), said
-    assert optimizer._is_within_window is not is_whole
+    assert bool(optimizer.accumulation.num_taken) is not is_whole
     restored, anew = accumulating()
     backup.set_model(restored)
     backup.on_train_begin()
-    assert not anew._is_within_window and int(anew.iterations) == int(optimizer.iterations) == STEPS // num_steps
+    assert not anew.accumulation.num_taken and int(anew.iterations) == int(optimizer.iterations) == STEPS // num_steps
     assert_same([np.asarray(w) for w in restored.get_weights()], [np.asarray(w) for w in model.get_weights()])

@@ -8,7 +8,7 @@ from support.fake_replicas import FakeReplicas, FakeWorld
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.replica.base import Arrival
+from keras_shardopt.backends.communicator import GradientState
 
 SHAPES = [(7, 5), (5,), ()]
 UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -29,27 +29,27 @@ def sent(monkeypatch):
     found = []
     real = FakeReplicas.all_reduce
 
-    def all_reduce(self, tensors, op, groups=None):
+    def all_reduce(self, tensors, op):
         found.extend(keras.backend.standardize_dtype(t.dtype) for t in tensors)
         with np.errstate(all="ignore"):
-            totals = real(self, [keras.ops.cast(t, "float32") for t in tensors], op, groups)
+            totals = real(self, [keras.ops.cast(t, "float32") for t in tensors], op)
         return [keras.ops.cast(total, t.dtype) for total, t in zip(totals, tensors)]
 
     monkeypatch.setattr(FakeReplicas, "all_reduce", all_reduce)
     return found
 
 
-def updated(world, arrival, scales=None, offset=0.0, **arguments):
+def updated(world, gradient_state, scales=None, offset=0.0, **arguments):
     """What each replica's weights are moved by, and its optimizer."""
 
     def work(replicas):
         mine, own = weights(), grads(replicas.replica_id, 1.0 if scales is None else scales[replicas.replica_id])
         own = [g + np.float32(offset) for g in own]
-        if arrival is Arrival.LOCAL_PRESCALED:
+        if gradient_state is GradientState.LOCAL_PRESCALED:
             own = [g / world.num_replicas for g in own]
-        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradients=arrival.value, **arguments)
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradients=gradient_state.value, **arguments)
         optimizer.build(mine)
-        optimizer._have_started(replicas)
+        optimizer.peers.started = replicas
         optimizer.apply([keras.ops.convert_to_tensor(np.asarray(g, "float32")) for g in own], mine)
         return [-np.array(v) for v in mine], optimizer
 
@@ -60,12 +60,12 @@ def updated(world, arrival, scales=None, offset=0.0, **arguments):
 @pytest.mark.backends("torch", "tensorflow")
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("arrival", [Arrival.LOCAL, Arrival.LOCAL_PRESCALED])
-def test_the_error_is_bounded(monkeypatch, sent, dtype, reduction, arrival):
-    world = FakeWorld(3, arrives=arrival, runs_one_program=False).hold(monkeypatch)
+@pytest.mark.parametrize("gradient_state", [GradientState.LOCAL, GradientState.LOCAL_PRESCALED])
+def test_the_error_is_bounded(monkeypatch, sent, dtype, reduction, gradient_state):
+    world = FakeWorld(3, arrives=gradient_state, is_spmd=False).hold(monkeypatch)
     everyones = list(zip(*[grads(r) for r in range(3)]))
     factor = 3 if reduction == "sum" else 1
-    for moved, _ in updated(world, arrival, reduction=reduction, compression=dtype):
+    for moved, _ in updated(world, gradient_state, reduction=reduction, compression=dtype):
         for found, local in zip(moved, everyones):
             error = np.abs(found / factor - np.mean(local, axis=0))
             assert (error <= 4 * UNITS[dtype] * np.mean(np.abs(local), axis=0) + 1e-7).all()
@@ -75,12 +75,12 @@ def test_the_error_is_bounded(monkeypatch, sent, dtype, reduction, arrival):
 
 @pytest.mark.backends("torch", "tensorflow")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("arrival", [Arrival.LOCAL, Arrival.LOCAL_PRESCALED])
-def test_within_groups_the_divisor_is_their_size(monkeypatch, sent, reduction, arrival):
+@pytest.mark.parametrize("gradient_state", [GradientState.LOCAL, GradientState.LOCAL_PRESCALED])
+def test_within_groups_the_divisor_is_their_size(monkeypatch, sent, reduction, gradient_state):
     groups = [[0, 3], [1, 2]]
-    world = FakeWorld(4, arrives=arrival, runs_one_program=False).hold(monkeypatch)
+    world = FakeWorld(4, arrives=gradient_state, is_spmd=False).hold(monkeypatch)
     arguments = {"reduction": reduction, "compression": "float16", "group_assignment": groups}
-    found = updated(world, arrival, [1.0, 2.0, 3.0, 4.0], **arguments)
+    found = updated(world, gradient_state, [1.0, 2.0, 3.0, 4.0], **arguments)
     for group in groups:
         everyones = list(zip(*[grads(r, r + 1.0) for r in group]))
         for moved, _ in (found[r] for r in group):
@@ -89,26 +89,26 @@ def test_within_groups_the_divisor_is_their_size(monkeypatch, sent, reduction, a
                 bound = 3 * UNITS["float16"] * len(group) * np.mean(np.abs(local), axis=0) + 1e-6
                 assert (np.abs(mine - expected) <= bound).all()
     assert set(sent) == {"float16"}
-    if arrival is Arrival.LOCAL and reduction == "mean":
+    if gradient_state is GradientState.LOCAL and reduction == "mean":
         # As halves they fit into a float16, and so does their sum.
-        large = [-moved[0] for moved, _ in updated(world, arrival, [0.0] * 4, offset=6e4, **arguments)]
+        large = [-moved[0] for moved, _ in updated(world, gradient_state, [0.0] * 4, offset=6e4, **arguments)]
         assert all(np.isfinite(array).all() for array in large)
         np.testing.assert_allclose(np.abs(large), 6e4, rtol=UNITS["float16"])
 
 
 @pytest.mark.backends("torch", "tensorflow")
 def test_what_is_not_finite_is_noticed(monkeypatch, sent):
-    world = FakeWorld(3, runs_one_program=False).hold(monkeypatch)
+    world = FakeWorld(3, is_spmd=False).hold(monkeypatch)
     arguments = {"compression": "float16", "on_nonfinite": "skip"}
     # In turn: a NaN on one; what only float16 cannot hold; a sum that would overflow where the mean does not.
-    for scales, skipped, culprit in (
+    for scales, skipped, nonfinite_source in (
         ([1.0, np.nan, 1.0], 1, (1, "w0")),
         ([1e9, 1e9, 1e9], 1, (None, "w0")),
         ([1e4, 1e4, 1e4], 0, None),
     ):
-        for moved, optimizer in updated(world, Arrival.LOCAL, scales, **arguments):
+        for moved, optimizer in updated(world, GradientState.LOCAL, scales, **arguments):
             assert int(optimizer.skipped_steps) == skipped
-            assert optimizer.last_nonfinite == culprit
+            assert optimizer.last_nonfinite == nonfinite_source
             assert all(np.any(array) != skipped for array in moved)
 
 
@@ -124,11 +124,11 @@ def test_a_lone_replica_sends_nothing():
 
 
 @pytest.mark.backends("torch", "tensorflow")
-@pytest.mark.parametrize("arrival", [Arrival.GLOBAL, Arrival.SUMMED])
-def test_gradients_that_are_reduced_already_are_refused(monkeypatch, arrival):
-    world = FakeWorld(2, arrives=arrival, runs_one_program=False).hold(monkeypatch)
+@pytest.mark.parametrize("gradient_state", [GradientState.GLOBAL, GradientState.SUMMED])
+def test_gradients_that_are_reduced_already_are_refused(monkeypatch, gradient_state):
+    world = FakeWorld(2, arrives=gradient_state, is_spmd=False).hold(monkeypatch)
     with pytest.raises(ValueError, match="`compression` needs the gradients of each replica"):
-        updated(world, arrival, compression="bfloat16")
+        updated(world, gradient_state, compression="bfloat16")
 
 
 @pytest.mark.backends("jax")

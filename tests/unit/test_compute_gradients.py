@@ -9,7 +9,7 @@ from support import problem
 from support.fake_replicas import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.replica import Arrival
+from keras_shardopt.backends.communicator import GradientState
 
 
 def batches(num_steps=4):
@@ -107,10 +107,10 @@ def test_units_that_are_not_restored_turn_the_check_red(monkeypatch):
         test_it_trains("scaled dynamically", two_phases)
 
 
-@pytest.mark.parametrize("arrival", [Arrival.LOCAL, Arrival.LOCAL_PRESCALED])
+@pytest.mark.parametrize("gradient_state", [GradientState.LOCAL, GradientState.LOCAL_PRESCALED])
 @each_inner
-def test_replicas_equal_one_process_with_the_whole_batch(inner, arrival, monkeypatch):
-    world = FakeWorld(2, arrival, runs_one_program=False).hold(monkeypatch)
+def test_replicas_equal_one_process_with_the_whole_batch(inner, gradient_state, monkeypatch):
+    world = FakeWorld(2, gradient_state, is_spmd=False).hold(monkeypatch)
     models = [problem.model() for _ in range(2)]
     optimizers = [ks.CrossShard(INNERS[inner]()) for _ in range(2)]
     for optimizer, model in zip(optimizers, models):
@@ -124,7 +124,7 @@ def test_replicas_equal_one_process_with_the_whole_batch(inner, arrival, monkeyp
 
             def loss(rows=rows):
                 value = squared_error(models[r], x[r][rows], y[r][rows])
-                return value / 2 if arrival is Arrival.LOCAL_PRESCALED else value
+                return value / 2 if gradient_state is GradientState.LOCAL_PRESCALED else value
 
             optimizers[r].minimize(loss)
 

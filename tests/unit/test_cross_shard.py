@@ -119,7 +119,7 @@ def test_an_inner_optimizer_of_another_model_is_refused():
 @pytest.mark.neutral
 @pytest.mark.parametrize("gradients", ["local", "global"])
 def test_the_name_of_what_is_not_finite_is_right_beside_frozen_variables(monkeypatch, gradients):
-    world = FakeWorld(2, runs_one_program=False).hold(monkeypatch)
+    world = FakeWorld(2, is_spmd=False).hold(monkeypatch)
 
     def work(replicas):
         weights = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("frozen", "good", "bad", "last")]
@@ -134,7 +134,7 @@ def test_the_name_of_what_is_not_finite_is_right_beside_frozen_variables(monkeyp
 
 @pytest.mark.neutral
 def test_a_variable_that_one_replica_leaves_out_is_named_on_all(monkeypatch):
-    world = FakeWorld(2, runs_one_program=False).hold(monkeypatch)
+    world = FakeWorld(2, is_spmd=False).hold(monkeypatch)
 
     def work(replicas):
         weights = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("first", "second", "third")]
@@ -163,3 +163,13 @@ def test_the_loss_scale_is_that_of_whatever_scales_inside():
     assert ks.CrossShard("sgd").loss_scale == 1.0
     scaled = keras.optimizers.SGD(loss_scale_factor=8.0)
     assert ks.CrossShard(ks.GradientClipping(scaled, 1.0)).loss_scale == 8.0
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("name", ["reduction", "replica_clipnorm", "fused", "stages"])
+def test_arguments_cannot_be_changed_afterwards(name):
+    optimizer = ks.CrossShard("sgd")
+    with pytest.raises(
+        AttributeError, match=f"`{name}` of a `CrossShard` cannot be changed. Received: 'x'. Make a new"
+    ):
+        setattr(optimizer, name, "x")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from keras import ops
 from support import golden
-from support.fake_replicas import FakeWorld
+from support.fake_replicas import FakeWorld, reduced
 from support.inner import TF1Momentum
 
 import keras_shardopt as ks
-from keras_shardopt.optimizers import cross_shard
+from keras_shardopt.update import reducers
 
 FILE = golden.load("cross_shard")
 CONSTRUCTION = golden.cases("cross_shard", "construction_cases")
@@ -84,7 +84,7 @@ def test_golden_groups_that_are_refused(id, monkeypatch):
     world = FakeWorld(case["num_shards"] or 1).hold(monkeypatch)
     with pytest.raises(ValueError, match="`group_assignment` must") as caught:
         optimizer = ks.CrossShard("sgd", case["reduction"], groups_of(case))
-        world.run(lambda _: optimizer._reduce_gradients([ops.ones(2)], [keras.Variable([0.0, 0.0])]))
+        world.run(lambda _: reduced(optimizer, [ops.ones(2)], [keras.Variable([0.0, 0.0])]))
     assert "Received: group_assignment=" in str(caught.value)
 
 
@@ -106,11 +106,11 @@ def test_golden_gradients(id, monkeypatch):
     variables = [keras.Variable([1.0, 1.0]), keras.Variable([1.0])]
     optimizer = ks.CrossShard("sgd", case["reduction"], groups)
 
-    def reduced(replicas):
+    def of_replica(replicas):
         grads = [ops.convert_to_tensor(np.array(case["unscaled_gradient"], "float32")), None]
-        return optimizer._reduce_gradients(grads, variables)
+        return reduced(optimizer, grads, variables)
 
-    for grad, none in world.run(reduced):
+    for grad, none in world.run(of_replica):
         golden.assert_close(grad, np.array(case["result"]["gradient"]) * size)
         assert keras.backend.standardize_dtype(grad.dtype) == case["result"]["dtype"]
         assert (none is None) == case["result"]["none_kept"]
@@ -127,7 +127,7 @@ def test_golden_outside_a_context(reduction):
     golden.assert_close(grad, case["result"]["gradient"])
     # JAX has zeros for what a loss does not depend on.
     assert none is None or not np.any(ops.convert_to_numpy(none))
-    golden.assert_close(optimizer._reduce_gradients([unscaled], [weight])[0], case["result"]["gradient"])
+    golden.assert_close(reduced(optimizer, [unscaled], [weight])[0], case["result"]["gradient"])
 
 
 def inner_of(case):
@@ -206,6 +206,6 @@ def test_golden_errors_of_apply():
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_a_dropped_reduction_turns_the_goldens_red(monkeypatch):
-    monkeypatch.setattr(cross_shard, "global_gradients", lambda grads, *_: grads)
+    monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: grads)
     with pytest.raises(AssertionError):
         test_golden_steps("weighted_mean/momentum/shards4/[[0, 1], [2, 3]]", monkeypatch)

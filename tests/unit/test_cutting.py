@@ -6,8 +6,8 @@ import pytest
 from keras import ops
 
 import keras_shardopt as ks
-from keras_shardopt import cutting
-from keras_shardopt.slots import slot_prefix
+from keras_shardopt.sharding import separability as cutting
+from keras_shardopt.wrapping.slots import slot_prefix
 
 pytestmark = pytest.mark.backends("torch")  # the only one that cuts so far
 
@@ -85,7 +85,7 @@ class OwnFactored(Own):
 
 
 def test_what_may_be_cut():
-    found = cutting.which_may_be_cut
+    found = cutting.are_elementwise
     assert found(keras.optimizers.SGD(0.1, momentum=0.9), variables()) == [True] * 4
     assert found(Own(0.1), variables()) == [True] * 4
     assert found(OwnPerVariable(0.1), variables()) == [False, False, False, True]
@@ -113,22 +113,22 @@ def warm_up():
 )
 def test_what_hides_an_update_does_not_hide_what_it_depends_on(make, arguments):
     if "clipnorm" in arguments:
-        assert cutting.which_may_be_cut(make(**arguments), variables())[:3] == [False] * 3
+        assert cutting.are_elementwise(make(**arguments), variables())[:3] == [False] * 3
     else:
         with pytest.raises(ValueError, match="depends on other variables"):
-            cutting.which_may_be_cut(make(**arguments), variables())
+            cutting.are_elementwise(make(**arguments), variables())
 
 
 def test_state_of_large_variables_may_be_another_kind():
     shapes = {"a": (130, 140), "b": (20, 30), "c": (7,)}
     large = [keras.Variable(np.ones(shape, "float32"), name=name) for name, shape in shapes.items()]
-    assert cutting.which_may_be_cut(OwnFactored(0.1), large) == [False, True, True]
+    assert cutting.are_elementwise(OwnFactored(0.1), large) == [False, True, True]
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "Muon"), reason="not in this Keras")
 def test_each_variable_is_tried_by_its_name_and_rank():
     # Muon takes embeddings, and what is no matrix, for Adam.
-    assert cutting.which_may_be_cut(keras.optimizers.Muon(0.01), variables()) == [True, False, True, True]
+    assert cutting.are_elementwise(keras.optimizers.Muon(0.01), variables()) == [True, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_each_variable_is_tried_by_its_name_and_rank():
 @pytest.mark.parametrize("num_variables", [1, 4])
 def test_what_depends_on_more_is_refused(optimizer, words, num_variables):
     with pytest.raises(ValueError, match=words):
-        cutting.which_may_be_cut(optimizer(), variables()[:num_variables])
+        cutting.are_elementwise(optimizer(), variables()[:num_variables])
 
 
 def test_an_optimizer_that_cannot_be_made_again_is_refused():
@@ -151,12 +151,12 @@ def test_an_optimizer_that_cannot_be_made_again_is_refused():
             super().__init__(learning_rate=0.1)
 
     with pytest.raises(ValueError, match="made from its config"):
-        cutting.which_may_be_cut(NoConfig(1), variables())
+        cutting.are_elementwise(NoConfig(1), variables())
 
 
 def test_nothing_of_the_optimizer_or_the_variables_changes():
     optimizer, mine = keras.optimizers.Adam(), variables()
-    cutting.which_may_be_cut(optimizer, mine)
+    cutting.are_elementwise(optimizer, mine)
     assert not optimizer.built and len(optimizer.variables) == 2
     assert all((keras.ops.convert_to_numpy(v) == 1).all() for v in mine)
 

@@ -12,8 +12,9 @@ import pytest
 from keras import ops
 
 import keras_shardopt as ks
-from keras_shardopt import data
-from keras_shardopt.replica import framework
+from keras_shardopt.backends.active import processes
+from keras_shardopt.data import dispatch as data
+from keras_shardopt.data import py_dataset, torch_loader
 
 BACKEND = keras.config.backend()
 NUM_ROWS = 23
@@ -25,7 +26,7 @@ each_number = pytest.mark.parametrize("num_processes", NUM_PROCESSES)
 @pytest.fixture
 def process(monkeypatch):
     def become(num_processes, process_id):
-        monkeypatch.setattr(framework, "process", lambda: (num_processes, process_id))
+        monkeypatch.setattr(processes, "process", lambda: (num_processes, process_id))
 
     return become
 
@@ -239,7 +240,8 @@ def test_py_dataset(process, shuffles, shuffle, num_processes):
 def test_without_common_random_numbers_rows_are_lost(process, monkeypatch, make):
     """That the tests above can fail."""
     pytest.importorskip("torch")
-    monkeypatch.setattr(data, "_drawing_alike", lambda *key, generators=(): contextlib.nullcontext())
+    for module in (py_dataset, torch_loader):
+        monkeypatch.setattr(module, "drawing_alike", lambda *key, generators=(): contextlib.nullcontext())
     parts = parts_of(process, 2, make)
     for _ in range(2):
         epochs = [epoch_of(part) for part in parts]
@@ -368,7 +370,7 @@ def test_rows_drawn_with_weights_are_drawn_alike(process):
     assert whole.sampler.num_samples == 40
     drawn = together([epoch_of(part) for part in parts])
     process(1, 0)
-    expected = epoch_of(data._part_of_loader(make(), False, 0, data._Part(1, 0)))
+    expected = epoch_of(data.part_of_loader(make(), False, 0, data.Part(1, 0)))
     flat = [row for batch in expected for row in batch]
     assert drawn == [sorted(flat[i : i + 8]) for i in range(0, 40, 8)]
 
@@ -661,14 +663,14 @@ def test_wrong_loaders_are_refused(process):
 
 
 def test_this_process_is_alone():
-    assert framework.process() == (1, 0)
+    assert processes.process() == (1, 0)
 
 
 @pytest.mark.backends("torch")
 def test_ranks_are_known_before_their_group_is_open(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
-    assert framework.process() == (4, 3)
+    assert processes.process() == (4, 3)
     assert list(ks.shard_data(np.arange(9))) == [3, 7]
 
 
@@ -678,7 +680,7 @@ def test_processes_of_jax(monkeypatch):
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(framework, "gather_objects", lambda fact: [fact, fact])
+    monkeypatch.setattr(processes, "gather_objects", lambda fact: [fact, fact])
     assert list(ks.shard_data(np.arange(5))) == [1, 3]
 
 
@@ -691,7 +693,7 @@ def test_tasks_of_a_cluster(monkeypatch, task, expected):
     cluster = {"worker": ["localhost:1", "localhost:2"], "evaluator": ["localhost:3"]}
     description = {"cluster": cluster, "task": {"type": task[0], "index": task[1]}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(description))
-    assert framework.process() == expected
+    assert processes.process() == expected
 
 
 @pytest.mark.backends("tensorflow")
@@ -699,7 +701,7 @@ def test_the_chief_is_the_first_of_the_workers(monkeypatch):
     cluster = {"chief": ["localhost:1"], "worker": ["localhost:2"]}
     for kind, expected in (("chief", (2, 0)), ("worker", (2, 1))):
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}}))
-        assert framework.process() == expected
+        assert processes.process() == expected
 
 
 # -- private names

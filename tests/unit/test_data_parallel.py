@@ -10,7 +10,7 @@ from conftest import BACKEND
 from support import launch, problem, suites
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.optimizers.made import collected
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
@@ -185,7 +185,7 @@ def test_jax_batches_that_do_not_divide_are_refused_with_what_to_do():
 @pytest.mark.parametrize("given", [((None, True), {}), ((), {"is_super_batch": True})])
 def test_jax_rows_of_stacked_batches_are_not_their_number(given, monkeypatch):
     """As Keras 3.16 hands over the batches of one execution."""
-    from keras_shardopt.replica import jax_fit
+    from keras_shardopt.fit import jax as jax_fit
 
     monkeypatch.setattr(jax_fit, "_distribute_in_keras", lambda data, *args, **kwargs: data)
     stacked = np.zeros((3, 8, 1))
@@ -341,16 +341,16 @@ def test_prepare_switches_the_ddp_of_newer_keras_off():
 def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
     import torch.distributed as dist
 
-    from keras_shardopt.replica.torch_distributed import Ranks
+    from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 
     model = problem.model()
     model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
     model.optimizer.build(model.trainable_variables)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        ranks = Ranks()
-        model.optimizer._have_started(ranks)
-        assert model.optimizer._buckets_among(ranks) is not None
+        ranks = TorchProcessGroup()
+        model.optimizer.peers.started = ranks
+        assert model.optimizer.pipeline.reducer.buckets_among(ranks) is not None
         assert ranks.are_current()
     finally:
         dist.destroy_process_group()
@@ -361,8 +361,8 @@ def test_training_goes_on_alone_once_the_group_is_closed(tmp_path):
 
 
 def test_a_scope_inside_another_that_has_seen_the_same_optimizers_ends_by_itself():
-    with framework.watch() as outer:
-        with framework.watch() as inner:
+    with collected() as outer:
+        with collected() as inner:
             first = ks.CrossShard("sgd")
         second = ks.CrossShard("sgd")
     assert list(inner) == [first]

@@ -12,8 +12,8 @@ from support import pages
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import parallel
-from keras_shardopt.replica import framework
+from keras_shardopt.backends.active import processes
+from keras_shardopt.fit import scope as parallel
 
 BACKEND = keras.config.backend()
 RUNNING = [page for page in pages.PAGES if any(block.runs_on(BACKEND) for block in pages.blocks(page))]
@@ -63,13 +63,13 @@ def run(block, names):
 @pytest.fixture
 def scopes(monkeypatch):
     """Two replicas where a page leaves the number open, which compiles faster than many; and none in the end."""
-    real = framework.world
+    real = processes.open
 
     def world(requested, timeout):
-        is_open = BACKEND == "torch" or framework.num_replicas_of_steps() > 1  # and then says how many
+        is_open = BACKEND == "torch" or processes.num_replicas() > 1  # and then says how many
         return real(requested if is_open else requested or 2, timeout)
 
-    monkeypatch.setattr(framework, "world", world)
+    monkeypatch.setattr(processes, "open", world)
     yield
     if parallel._lingering is not None:
         parallel._lingering.close()

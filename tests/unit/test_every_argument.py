@@ -10,8 +10,8 @@ from support import every_argument, pairwise
 from support.fake_replicas import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.base import Arrival
+from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.communicator import GradientState
 
 # Updates in threads are not traced, as JAX would have it.
 # Replicas in threads: TensorFlow's own operations fail there now and then ("Error while creating shape").
@@ -26,26 +26,27 @@ def world_of(monkeypatch):
 
     def made(row):
         world = FakeWorld(
-            every_argument.NUM_REPLICAS, Arrival(row["gradients"][1]), runs_one_program=row["program"] == "one"
+            every_argument.NUM_REPLICAS, GradientState(row["gradients"][1]), is_spmd=row["program"] == "one"
         )
         if row["gradients"][0] != "auto":  # what is said counts, and not what is found
-            local, reduced = (Arrival.LOCAL, Arrival.LOCAL_PRESCALED), (Arrival.SUMMED, Arrival.GLOBAL)
+            local, reduced = (
+                (GradientState.LOCAL, GradientState.LOCAL_PRESCALED),
+                (GradientState.SUMMED, GradientState.GLOBAL),
+            )
             (world.arrives,) = {*(local if world.arrives in local else reduced)} - {world.arrives}
-        for replicas in world.replicas:
-            factor = (every_argument.first_weights(row) or [1.0] * world.num_replicas)[replicas.replica_id]
-            replicas.start_together = lambda *_, factor=factor: factor
+        factors = every_argument.first_weights(row) or [1.0] * world.num_replicas
+        monkeypatch.setattr(placement, "broadcast_state", lambda *given: factors[given[2].world.replica_id])
         asked = world.asked = []
 
         def replicas(axis_name):
             asked.append(axis_name)
             return world._running.replicas
 
-        monkeypatch.setattr(framework, "replicas", replicas)
-        monkeypatch.setattr(framework, "divides_state", row["program"] == "several")
-        monkeypatch.setattr(framework, "num_copies", lambda variables: world.num_replicas)
-        monkeypatch.setattr(framework, "copies", lambda v: [np.array(v)] * world.num_replicas)
+        monkeypatch.setattr(runtime, "communicator", replicas)
+        monkeypatch.setattr(placement, "state_sharding", "slices" if row["program"] == "several" else "copies")
+        monkeypatch.setattr(placement, "replica_values", lambda v: [np.array(v)] * world.num_replicas)
         monkeypatch.setattr(
-            framework, "assign_each", lambda v, arrays: v.assign(arrays[world._running.replicas.replica_id])
+            placement, "assign_replica_values", lambda v, arrays: v.assign(arrays[world._running.replicas.replica_id])
         )
         return world
 

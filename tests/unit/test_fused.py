@@ -91,7 +91,7 @@ def assert_alike(name, found, expected):
 @pytest.fixture
 def without_keras_arithmetic(monkeypatch):
     """Fails if an optimizer with a kernel updates by Keras' own operations."""
-    from keras_shardopt.replica import torch_fused
+    from keras_shardopt.backends.torch import fused as torch_fused
 
     def refuse(*_):
         raise AssertionError("not fused")
@@ -227,7 +227,7 @@ def epsilon_not_divided(optimizer, rate, weights, grads, momentums, velocities):
 
 
 def rate_forgotten(optimizer, rate, weights, grads, momentums):
-    from keras_shardopt.replica import torch_fused
+    from keras_shardopt.backends.torch import fused as torch_fused
 
     torch_fused._fused_sgd(weights, grads, momentums, momentum=optimizer.momentum, lr=-1.0, dampening=1.0)
 
@@ -237,7 +237,7 @@ def rate_forgotten(optimizer, rate, weights, grads, momentums):
     [("Adam epsilon", "_adam", epsilon_not_divided), ("SGD momentum", "_momentum", rate_forgotten)],
 )
 def test_a_planted_fault_is_seen(monkeypatch, variant, rule, fault):
-    from keras_shardopt.replica import torch_fused
+    from keras_shardopt.backends.torch import fused as torch_fused
 
     expected = trained(ks.CrossShard(VARIANTS[variant](), fused=False))
     monkeypatch.setattr(torch_fused, rule, fault)
@@ -246,7 +246,7 @@ def test_a_planted_fault_is_seen(monkeypatch, variant, rule, fault):
 
 
 def test_fit_with_torch_compile():
-    model = problem.model()
+    model = problem.InOneLayer()
     model.compile(ks.CrossShard(o.Adam(0.01)), "mse", jit_compile=True)
     reference = problem.model()
     reference.compile(o.Adam(0.01), "mse")

@@ -1,20 +1,21 @@
 """Processes that are killed while they save; `python tests/support/kills.py FOLDER` kills a hundred."""
 
 import json
-import sys
 
 import pytest
 from support import launch
 
-pytestmark = pytest.mark.backends("torch")  # the one that can be forked
+# The backend that can be forked; in one process, as both look at the same kills.
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.xdist_group("kills")]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What there was after kills while files were replaced, and while they were written in place."""
-    script = str(launch.TESTS / "support" / "kills.py")
-    command = [sys.executable, script, str(tmp_path_factory.mktemp("kills")), "--rounds", "12", "--fault", "8"]
-    output = launch.run(command, 150, launch.variables("torch", OMP_NUM_THREADS="1"))
+    arguments = [tmp_path_factory.mktemp("kills"), "--rounds", 12, "--fault", 8]
+    environments = [launch.variables("torch", OMP_NUM_THREADS="1")]
+    script, start = launch.TESTS / "support" / "kills.py", launch.fork_with("torch")
+    (output,) = launch.workers(script, environments, *arguments, timeout=150, start=start)
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 

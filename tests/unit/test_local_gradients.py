@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 from keras import ops
 from support import problem
-from support.fake_replicas import FakeWorld
+from support.fake_replicas import FakeWorld, reduced
 
 import keras_shardopt as ks
-from keras_shardopt.optimizers import cross_shard
-from keras_shardopt.replica import Arrival
+from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.update import reducers, replica_transform
 
 SHAPES = [(3, 2), (5,), ()]
 CLIPNORM = 2.0
-LOCAL_ARRIVALS = [Arrival.LOCAL, Arrival.LOCAL_PRESCALED]
-each_local_arrival = pytest.mark.parametrize("arrival", LOCAL_ARRIVALS)
+LOCAL_ARRIVALS = [GradientState.LOCAL, GradientState.LOCAL_PRESCALED]
+each_local_arrival = pytest.mark.parametrize("gradient_state", LOCAL_ARRIVALS)
 
 
 def local_gradients(num_replicas):
@@ -44,15 +44,15 @@ def variables():
     return [keras.Variable(np.zeros(shape, "float32"), name=f"v{i}") for i, shape in enumerate(SHAPES)]
 
 
-def seen_by_the_inner_optimizer(local, arrival, monkeypatch, inner_arguments=None, runs_one_program=True, **arguments):
+def seen_by_the_inner_optimizer(local, gradient_state, monkeypatch, inner_arguments=None, is_spmd=True, **arguments):
     """What the inner optimizer of each replica gets, as a decrease of weights that start at zero."""
     num_replicas = len(local)
-    world = FakeWorld(num_replicas, arrival, runs_one_program).hold(monkeypatch)
+    world = FakeWorld(num_replicas, gradient_state, is_spmd).hold(monkeypatch)
     weights = [variables() for _ in range(num_replicas)]
     optimizers = [
         ks.CrossShard(keras.optimizers.SGD(1.0, **(inner_arguments or {})), **arguments) for _ in range(num_replicas)
     ]
-    unit = optimizers[0].loss_scale / (num_replicas if arrival is Arrival.LOCAL_PRESCALED else 1)
+    unit = optimizers[0].loss_scale / (num_replicas if gradient_state is GradientState.LOCAL_PRESCALED else 1)
 
     def step(replicas):
         r = replicas.replica_id
@@ -88,47 +88,45 @@ GROUPS = [
 @pytest.mark.parametrize("clipnorm", [None, CLIPNORM])
 @pytest.mark.exhaustive("jax", "tensorflow")
 def test_every_way_of_arriving_with_groups_and_clipping(
-    arrival, num_replicas, groups, reduction, clipnorm, monkeypatch
+    gradient_state, num_replicas, groups, reduction, clipnorm, monkeypatch
 ):
     local = local_gradients(num_replicas)
     found = seen_by_the_inner_optimizer(
-        local, arrival, monkeypatch, reduction=reduction, group_assignment=groups, replica_clipnorm=clipnorm
+        local, gradient_state, monkeypatch, reduction=reduction, group_assignment=groups, replica_clipnorm=clipnorm
     )
     assert_close(found, expected_in_numpy(local, groups, reduction, clipnorm))
 
 
 @each_local_arrival
-@pytest.mark.parametrize("runs_one_program", [True, False])
-def test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside(arrival, runs_one_program, monkeypatch):
+@pytest.mark.parametrize("is_spmd", [True, False])
+def test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside(gradient_state, is_spmd, monkeypatch):
     local = local_gradients(3)
     scaled = {"loss_scale_factor": 1024.0}
-    found = seen_by_the_inner_optimizer(
-        local, arrival, monkeypatch, scaled, runs_one_program, replica_clipnorm=CLIPNORM
-    )
+    found = seen_by_the_inner_optimizer(local, gradient_state, monkeypatch, scaled, is_spmd, replica_clipnorm=CLIPNORM)
     assert_close(found, expected_in_numpy(local, clipnorm=CLIPNORM))
 
 
 # -- planted faults: each turns a check above red ------------------------------------------------------------------
 
-real_transformed, real_global = cross_shard.transformed_gradients, cross_shard.global_gradients
+real_transformed, real_global = replica_transform.transformed_gradients, reducers.global_gradients
 
 
-def _prescaling_forgotten(grads, variables, num_replicas, arrival, *rest):
-    return real_transformed(grads, variables, num_replicas, Arrival.LOCAL, *rest)
+def _prescaling_forgotten(grads, variables, num_replicas, gradient_state, *rest):
+    return real_transformed(grads, variables, num_replicas, GradientState.LOCAL, *rest)
 
 
-def _clipped_after_the_reduction(grads, variables, replicas, reduction, arrival, groups, *_):
-    reduced = real_global(grads, variables, replicas, reduction, arrival, groups)
-    return real_transformed(reduced, variables, 1, Arrival.LOCAL, 1.0, CLIPNORM)
+def _clipped_after_the_reduction(grads, variables, replicas, reduction, gradient_state, *_):
+    reduced = real_global(grads, variables, replicas, reduction, gradient_state)
+    return real_transformed(reduced, variables, 1, GradientState.LOCAL, 1.0, CLIPNORM)
 
 
-def _divided_by_all_instead_of_the_group(grads, variables, replicas, reduction, arrival, groups, *_):
-    reduced = real_global(grads, variables, replicas, reduction, arrival, groups)
-    return [g * (len(groups[0]) / replicas.num_replicas) for g in reduced]
+def _divided_by_all_instead_of_the_group(grads, variables, replicas, reduction, gradient_state, *_):
+    reduced = real_global(grads, variables, replicas, reduction, gradient_state)
+    return [g * (replicas.num_replicas / replicas.world.num_replicas) for g in reduced]
 
 
-def _groups_forgotten(grads, variables, replicas, reduction, arrival, groups, *_):
-    return real_global(grads, variables, replicas, reduction, arrival)
+def _groups_forgotten(grads, variables, replicas, reduction, gradient_state, *_):
+    return real_global(grads, variables, replicas.world, reduction, gradient_state)
 
 
 @pytest.mark.parametrize(
@@ -141,19 +139,19 @@ def _groups_forgotten(grads, variables, replicas, reduction, arrival, groups, *_
     ],
 )
 def test_a_planted_fault_turns_the_checks_red(name, fault, monkeypatch):
-    monkeypatch.setattr(cross_shard, name, fault)
+    monkeypatch.setattr(reducers if name == "global_gradients" else replica_transform, name, fault)
     with pytest.raises(AssertionError):
         test_every_way_of_arriving_with_groups_and_clipping(
-            Arrival.LOCAL_PRESCALED, 4, [[0, 1], [2, 3]], "mean", CLIPNORM, monkeypatch
+            GradientState.LOCAL_PRESCALED, 4, [[0, 1], [2, 3]], "mean", CLIPNORM, monkeypatch
         )
 
 
 def test_clipping_after_the_reduction_turns_the_checks_red(monkeypatch):
-    monkeypatch.setattr(cross_shard, "transformed_gradients", lambda grads, *_: grads)
-    monkeypatch.setattr(cross_shard, "global_gradients", _clipped_after_the_reduction)
+    monkeypatch.setattr(replica_transform, "transformed_gradients", lambda grads, *_: grads)
+    monkeypatch.setattr(reducers, "global_gradients", _clipped_after_the_reduction)
     with pytest.raises(AssertionError):
         test_every_way_of_arriving_with_groups_and_clipping(
-            Arrival.LOCAL_PRESCALED, 4, [[0, 1], [2, 3]], "mean", CLIPNORM, monkeypatch
+            GradientState.LOCAL_PRESCALED, 4, [[0, 1], [2, 3]], "mean", CLIPNORM, monkeypatch
         )
 
 
@@ -167,31 +165,33 @@ NEEDS_LOCAL = {
 
 
 @pytest.mark.parametrize("argument", NEEDS_LOCAL)
-@pytest.mark.parametrize("arrival", [Arrival.SUMMED, Arrival.GLOBAL])
-def test_gradients_that_are_reduced_already_are_refused_with_the_right_call(argument, arrival, monkeypatch):
+@pytest.mark.parametrize("gradient_state", [GradientState.SUMMED, GradientState.GLOBAL])
+def test_gradients_that_are_reduced_already_are_refused_with_the_right_call(argument, gradient_state, monkeypatch):
     advice = r"keras_shardopt\.prepare\(model\)"
     if argument == "group_assignment":
         advice = r"jax\.shard_map\(\.\.\., check_vma=False\)"
-    if arrival is Arrival.SUMMED:
+    if gradient_state is GradientState.SUMMED:
         advice = r"shard_map\(\.\.\., check_vma=False\).*pcast"
     with pytest.raises(ValueError, match=rf"`{argument}` needs the gradients of each replica.*Received: .*{advice}"):
-        seen_by_the_inner_optimizer(local_gradients(4), arrival, monkeypatch, **{argument: NEEDS_LOCAL[argument]})
+        seen_by_the_inner_optimizer(
+            local_gradients(4), gradient_state, monkeypatch, **{argument: NEEDS_LOCAL[argument]}
+        )
 
 
-@pytest.mark.parametrize("arrival", [Arrival.SUMMED, Arrival.GLOBAL])
+@pytest.mark.parametrize("gradient_state", [GradientState.SUMMED, GradientState.GLOBAL])
 @pytest.mark.parametrize("num_replicas", [2, 4])
-def test_one_group_of_all_is_no_groups(arrival, num_replicas, monkeypatch):
+def test_one_group_of_all_is_no_groups(gradient_state, num_replicas, monkeypatch):
     local = local_gradients(num_replicas)
     groups = [list(range(num_replicas))]
-    found = seen_by_the_inner_optimizer(local, arrival, monkeypatch, reduction="mean", group_assignment=groups)
-    factor = 1 / num_replicas if arrival is Arrival.SUMMED else 1
+    found = seen_by_the_inner_optimizer(local, gradient_state, monkeypatch, reduction="mean", group_assignment=groups)
+    factor = 1 / num_replicas if gradient_state is GradientState.SUMMED else 1
     assert_close(found, [[g * factor for g in grads] for grads in local])
 
 
-@pytest.mark.parametrize("arrival", Arrival)
-def test_alone_a_replica_is_clipped_however_its_gradients_arrive(arrival, monkeypatch):
+@pytest.mark.parametrize("gradient_state", GradientState)
+def test_alone_a_replica_is_clipped_however_its_gradients_arrive(gradient_state, monkeypatch):
     local = [[9 * g for g in local_gradients(1)[0]]]
-    found = seen_by_the_inner_optimizer(local, arrival, monkeypatch, replica_clipnorm=CLIPNORM)
+    found = seen_by_the_inner_optimizer(local, gradient_state, monkeypatch, replica_clipnorm=CLIPNORM)
     assert_close(found, [clipped(local[0])])
     assert np.sqrt(sum(np.sum(g**2) for g in found[0])) == pytest.approx(CLIPNORM, rel=1e-5)
 
@@ -199,23 +199,21 @@ def test_alone_a_replica_is_clipped_however_its_gradients_arrive(arrival, monkey
 @pytest.mark.parametrize("argument", NEEDS_LOCAL)
 def test_inside_another_cross_shard_it_is_refused(argument):
     inner = ks.CrossShard("sgd", **{argument: NEEDS_LOCAL[argument]})
-    assert inner._needs_local_gradients
+    assert inner.arrival.needs_local_gradients
     around = [inner]
     if hasattr(keras.optimizers, "MultiOptimizer"):
         around.append(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner, {})))
     for optimizer in around:
         with pytest.raises(ValueError, match="Give these arguments to the outer `CrossShard`"):
             ks.CrossShard(optimizer)
-    assert not ks.CrossShard("sgd")._needs_local_gradients
+    assert not ks.CrossShard("sgd").arrival.needs_local_gradients
 
 
 def test_gradients_pass_where_the_reduction_is_claimed():
     """As in a training step that has called `_reduce_gradients` itself."""
-    from keras_shardopt.replica import claim_reduction
-
     weight = keras.Variable([0.0, 0.0])
     optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), replica_clipnorm=1.0)
-    with claim_reduction([optimizer]):
+    with optimizer._scope.reduced():
         optimizer.apply([ops.convert_to_tensor([3.0, 4.0])], [weight])
     np.testing.assert_array_equal(ops.convert_to_numpy(weight), [-3.0, -4.0])
 
@@ -290,15 +288,15 @@ def test_groups_of_another_number_of_replicas_are_refused_on_every_replica(num_r
 
 
 def test_presence_of_gradients_counts_within_the_group(monkeypatch):
-    world = FakeWorld(4, runs_one_program=False).hold(monkeypatch)
+    world = FakeWorld(4, is_spmd=False).hold(monkeypatch)
     weights = [keras.Variable(np.zeros(2, "float32")), keras.Variable(np.zeros(1, "float32"))]
     optimizer = ks.CrossShard("sgd", group_assignment=[[0, 1], [2, 3]])
 
-    def reduced(replicas):
+    def of_replica(replicas):
         some = ops.ones(1) if replicas.replica_id == 1 else None
-        return optimizer._reduce_gradients([ops.ones(2), some], weights)
+        return reduced(optimizer, [ops.ones(2), some], weights)
 
-    results = world.run(reduced)
+    results = world.run(of_replica)
     for r in (0, 1):
         np.testing.assert_array_equal(ops.convert_to_numpy(results[r][1]), [0.5])
     assert results[2][1] is None and results[3][1] is None
@@ -319,19 +317,24 @@ def test_a_limit_must_be_a_number(limit):
         ks.CrossShard("sgd", replica_clipnorm=limit)
 
 
-def reduced_by(optimizer, grads_of, weights, num_replicas, arrival, monkeypatch):
-    world = FakeWorld(num_replicas, arrival).hold(monkeypatch)
-    return world.run(lambda replicas: optimizer._reduce_gradients(grads_of(replicas.replica_id), weights))
+def reduced_by(optimizer, grads_of, weights, num_replicas, gradient_state, monkeypatch):
+    world = FakeWorld(num_replicas, gradient_state).hold(monkeypatch)
+    return world.run(lambda replicas: reduced(optimizer, grads_of(replicas.replica_id), weights))
 
 
 @each_local_arrival
-def test_gradients_within_the_limit_keep_every_bit(arrival, monkeypatch):
+def test_gradients_within_the_limit_keep_every_bit(gradient_state, monkeypatch):
     value = np.random.default_rng(0).normal(size=7).astype("float32")
     optimizer = ks.CrossShard("sgd", replica_clipnorm=1e6)
     grads = reduced_by(
-        optimizer, lambda r: [ops.convert_to_tensor(value)], [keras.Variable(np.zeros(7))], 2, arrival, monkeypatch
+        optimizer,
+        lambda r: [ops.convert_to_tensor(value)],
+        [keras.Variable(np.zeros(7))],
+        2,
+        gradient_state,
+        monkeypatch,
     )
-    expected = value if arrival is Arrival.LOCAL else value + value
+    expected = value if gradient_state is GradientState.LOCAL else value + value
     np.testing.assert_array_equal(ops.convert_to_numpy(grads[0][0]), expected)
 
 
@@ -344,7 +347,7 @@ def test_none_and_next_values_are_not_in_the_norm(monkeypatch):
         lambda r: [ops.convert_to_tensor([3.0, 4.0]), None, ops.convert_to_tensor([100.0 + r])],
         weights,
         2,
-        Arrival.LOCAL_PRESCALED,  # of a gradient [6, 8]
+        GradientState.LOCAL_PRESCALED,  # of a gradient [6, 8]
         monkeypatch,
     )
     for grad, none, next_value in results:
@@ -363,7 +366,7 @@ def test_half_precision_does_not_overflow(transform, monkeypatch):
         lambda r: [ops.convert_to_tensor(np.array([12000.0, 16000.0], "float16"))],
         weights,
         4,
-        Arrival.LOCAL_PRESCALED,
+        GradientState.LOCAL_PRESCALED,
         monkeypatch,
     )
     for (grad,) in results:
@@ -379,7 +382,7 @@ def test_what_is_not_finite_stays_so_on_every_replica(bad, monkeypatch):
         lambda r: [ops.convert_to_tensor(np.array([bad if r == 1 else 0.5, 0.5], "float32"))],
         [keras.Variable([0.0, 0.0])],
         2,
-        Arrival.LOCAL,
+        GradientState.LOCAL,
         monkeypatch,
     )
     for (grad,) in results:
@@ -388,11 +391,11 @@ def test_what_is_not_finite_stays_so_on_every_replica(bad, monkeypatch):
 
 @pytest.mark.backends("tensorflow")
 @each_local_arrival
-def test_sparse_gradients(arrival, monkeypatch):
+def test_sparse_gradients(gradient_state, monkeypatch):
     import tensorflow as tf
 
     def grads_of(replica):
-        size = (1.0 if replica else 10.0) / (2 if arrival is Arrival.LOCAL_PRESCALED else 1)
+        size = (1.0 if replica else 10.0) / (2 if gradient_state is GradientState.LOCAL_PRESCALED else 1)
         return [tf.IndexedSlices(tf.constant([[3.0, 4.0]]) * size, tf.constant([1]), tf.constant([3, 2]))]
 
     seen = []
@@ -403,12 +406,12 @@ def test_sparse_gradients(arrival, monkeypatch):
 
     optimizer = ks.CrossShard("sgd", replica_clipnorm=5.0, replica_transform=halved)
     weights = [keras.Variable(np.zeros((3, 2)))]
-    world = FakeWorld(2, arrival).hold(monkeypatch)
+    world = FakeWorld(2, gradient_state).hold(monkeypatch)
     monkeypatch.setattr(
-        cross_shard, "global_gradients", lambda grads, variables, replicas, *_: [grads[0], replicas.num_replicas]
+        reducers, "global_gradients", lambda grads, variables, replicas, *_: [grads[0], replicas.num_replicas]
     )
-    (first, _), (second, _) = world.run(lambda r: optimizer._reduce_gradients(grads_of(r.replica_id), weights))
-    unit = 2 if arrival is Arrival.LOCAL_PRESCALED else 1
+    (first, _), (second, _) = world.run(lambda r: reduced(optimizer, grads_of(r.replica_id), weights))
+    unit = 2 if gradient_state is GradientState.LOCAL_PRESCALED else 1
     np.testing.assert_allclose(first.values * unit, [[3.0, 4.0]], rtol=1e-6)  # 25 clipped to 5
     np.testing.assert_allclose(second.values * unit, [[1.5, 2.0]], rtol=1e-6)
     assert sorted(seen) == pytest.approx([5.0, 50.0])
@@ -423,7 +426,7 @@ def signs(grads, variables):
 
 
 @each_local_arrival
-def test_a_transform_sees_the_gradient_of_the_replicas_own_mean_loss(arrival, monkeypatch):
+def test_a_transform_sees_the_gradient_of_the_replicas_own_mean_loss(gradient_state, monkeypatch):
     local, seen = local_gradients(3), {}
 
     def keep(grads, variables):
@@ -432,7 +435,7 @@ def test_a_transform_sees_the_gradient_of_the_replicas_own_mean_loss(arrival, mo
         return signs(grads, variables)
 
     found = seen_by_the_inner_optimizer(
-        local, arrival, monkeypatch, {"loss_scale_factor": 64.0}, replica_transform=keep
+        local, gradient_state, monkeypatch, {"loss_scale_factor": 64.0}, replica_transform=keep
     )
     for grads, (_, mine) in zip(sorted(local, key=lambda grads: grads[2]), sorted(seen.items()), strict=True):
         for a, b in zip(mine, grads):
@@ -441,9 +444,11 @@ def test_a_transform_sees_the_gradient_of_the_replicas_own_mean_loss(arrival, mo
 
 
 @each_local_arrival
-def test_the_transform_comes_before_the_clipping(arrival, monkeypatch):
+def test_the_transform_comes_before_the_clipping(gradient_state, monkeypatch):
     local = local_gradients(2)
-    found = seen_by_the_inner_optimizer(local, arrival, monkeypatch, replica_transform=signs, replica_clipnorm=0.5)
+    found = seen_by_the_inner_optimizer(
+        local, gradient_state, monkeypatch, replica_transform=signs, replica_clipnorm=0.5
+    )
     assert_close(found, expected_in_numpy([[np.sign(g) for g in grads] for grads in local], clipnorm=0.5))
 
 
@@ -453,7 +458,7 @@ def test_a_transform_may_make_and_drop_gradients(monkeypatch):
 
     weights = [keras.Variable([0.0, 0.0]), keras.Variable(np.zeros(3), dtype="float16")]
     optimizer = ks.CrossShard("sgd", replica_transform=swap)
-    results = reduced_by(optimizer, lambda r: [ops.ones(2), None], weights, 2, Arrival.LOCAL, monkeypatch)
+    results = reduced_by(optimizer, lambda r: [ops.ones(2), None], weights, 2, GradientState.LOCAL, monkeypatch)
     for dropped, made in results:
         assert dropped is None
         assert keras.backend.standardize_dtype(made.dtype) == "float16"
@@ -503,19 +508,19 @@ def test_config_and_files_hold_the_arguments(tmp_path):
 
 @each_local_arrival
 @pytest.mark.parametrize("as_tensor", [True, False])
-def test_a_replica_counts_with_its_weight_after_it_is_clipped(arrival, as_tensor, monkeypatch):
+def test_a_replica_counts_with_its_weight_after_it_is_clipped(gradient_state, as_tensor, monkeypatch):
     local, weights = local_gradients(3), [0.5, 0.0, 2.5]
     local[1] = [np.full_like(g, np.nan) for g in local[1]]  # as the mean over no rows
     optimizer = ks.CrossShard("sgd", replica_clipnorm=CLIPNORM)
-    world = FakeWorld(3, arrival).hold(monkeypatch)
+    world = FakeWorld(3, gradient_state).hold(monkeypatch)
     targets = variables()
 
-    def reduced(replicas):
+    def of_replica(replicas):
         r = replicas.replica_id
-        unit = 3 if arrival is Arrival.LOCAL_PRESCALED else 1
+        unit = 3 if gradient_state is GradientState.LOCAL_PRESCALED else 1
         weight = ops.convert_to_tensor(weights[r]) if as_tensor else weights[r]
-        return optimizer._reduce_gradients([ops.convert_to_tensor(g / unit) for g in local[r]], targets, weight)
+        return reduced(optimizer, [ops.convert_to_tensor(g / unit) for g in local[r]], targets, weight)
 
-    found = [[ops.convert_to_numpy(g) for g in grads] for grads in world.run(reduced)]
+    found = [[ops.convert_to_numpy(g) for g in grads] for grads in world.run(of_replica)]
     counted = [[w * g for g in clipped(local[r])] for r, w in ((0, 0.5), (2, 2.5))]
     assert_close(found, [[(a + b) / 3 for a, b in zip(*counted)]] * 3)

@@ -8,7 +8,7 @@ from support import catalogue, problem, tracing
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.backends.active import runtime
 
 o = keras.optimizers
 
@@ -109,7 +109,7 @@ def test_eager_and_compiled_steps_skip_too(arguments):
 
 def test_a_skip_that_is_left_out_is_noticed(monkeypatch):
     """The tests above can fail."""
-    monkeypatch.setattr(type(framework), "update_if", lambda self, condition, update, grads, variables: update(grads))
+    monkeypatch.setattr(type(runtime), "cond", lambda self, condition, update, grads, variables: update(grads))
     weight = keras.Variable([1.0])
     optimizer = ks.LossScaling(o.SGD(1.0))
     optimizer.apply([ops.convert_to_tensor([np.inf])], [weight])
@@ -185,7 +185,6 @@ def test_mixed_float16_needs_no_argument_and_scales_once(wrap, tmp_path):
 
 def test_without_loss_scaling_inside_keras_is_not_told_so():
     for optimizer in (ks.GradientClipping("sgd", 1.0), ks.CrossShard("sgd"), ks.MixedPrecision("sgd")):
-        assert not optimizer._loss_is_scaled()
         assert optimizer.__class__ is type(optimizer)
         assert not isinstance(optimizer, o.LossScaleOptimizer)
     with mixed_float16():

@@ -8,7 +8,7 @@ import weakref
 import keras
 import pytest
 
-from keras_shardopt.models import Living, models_with, optimizers_of
+from keras_shardopt.backends.models import Living, models_with, optimizers_of
 
 
 class Pair(keras.Model):

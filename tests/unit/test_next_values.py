@@ -14,7 +14,7 @@ from support.fake_replicas import FakeWorld
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.replica import Arrival
+from keras_shardopt.backends.communicator import GradientState
 
 NUM_UPDATES = 3
 LOSS_SCALE = 8.0
@@ -39,25 +39,25 @@ def pairs(replica_id, call):
     return random.integers(-8, 8, size=5) / 4, random.uniform(1, 2, size=3) / (1 + call)
 
 
-def expected(num_replicas, num_calls, num_micro_steps, reduction):
+def expected(num_replicas, num_calls, num_micro_batches, reduction):
     """After each call, in float64: the weight, and the scale."""
     weight, scale, after = np.ones(5), np.zeros(3), []
     for call in range(num_calls):
-        if (call + 1) % num_micro_steps == 0:
-            window = range(call + 1 - num_micro_steps, call + 1)
+        if (call + 1) % num_micro_batches == 0:
+            window = range(call + 1 - num_micro_batches, call + 1)
             given = [pairs(r, c) for r in range(num_replicas) for c in window]
-            total = np.sum([grad for grad, _ in given], axis=0) / num_micro_steps
+            total = np.sum([grad for grad, _ in given], axis=0) / num_micro_batches
             weight = weight - 0.5 * total / (num_replicas if reduction == "mean" else 1)
             scale = np.max([value for _, value in given], axis=0)
         after.append((weight, scale))
     return after
 
 
-def check(case, num_replicas, arrival, monkeypatch):
+def check(case, num_replicas, gradient_state, monkeypatch):
     arguments, around, factor = {**CASES, **DIVIDED}[case]
-    num_micro_steps = arguments.get("gradient_accumulation_steps", 1)
-    num_calls = NUM_UPDATES * num_micro_steps
-    world = FakeWorld(num_replicas, arrival, runs_one_program=False).hold(monkeypatch)
+    num_micro_batches = arguments.get("gradient_accumulation_steps", 1)
+    num_calls = NUM_UPDATES * num_micro_batches
+    world = FakeWorld(num_replicas, gradient_state, is_spmd=False).hold(monkeypatch)
 
     def trained(replicas):
         weight, scale = keras.Variable(np.ones(5), name="kernel"), keras.Variable(np.zeros(3), name="scale")
@@ -67,36 +67,36 @@ def check(case, num_replicas, arrival, monkeypatch):
         after = []
         for call in range(num_calls):
             grad, value = pairs(replicas.replica_id, call)
-            grad = grad * factor / (num_replicas if arrival is Arrival.LOCAL_PRESCALED else 1)
+            grad = grad * factor / (num_replicas if gradient_state is GradientState.LOCAL_PRESCALED else 1)
             optimizer.apply([ops.convert_to_tensor(a, "float32") for a in (grad, value)], [weight, scale])
             after.append([ops.convert_to_numpy(v).copy() for v in (weight, scale)])
         return after
 
-    wanted = expected(num_replicas, num_calls, num_micro_steps, arguments.get("reduction", "mean"))
+    wanted = expected(num_replicas, num_calls, num_micro_batches, arguments.get("reduction", "mean"))
     for after in world.run(trained):
         for call, ((weight, scale), (weight_wanted, scale_wanted)) in enumerate(zip(after, wanted)):
             np.testing.assert_allclose(weight, weight_wanted, rtol=1e-6, atol=1e-6, err_msg=f"call {call}")
             np.testing.assert_array_equal(scale, scale_wanted.astype("float32"), err_msg=f"call {call}")
 
 
-ARRIVING = list(itertools.product(CASES, [Arrival.LOCAL, Arrival.LOCAL_PRESCALED]))
-FEW = [("scaled window", Arrival.LOCAL), ("masters", Arrival.LOCAL_PRESCALED)]
+ARRIVING = list(itertools.product(CASES, [GradientState.LOCAL, GradientState.LOCAL_PRESCALED]))
+FEW = [("scaled window", GradientState.LOCAL), ("masters", GradientState.LOCAL_PRESCALED)]
 
 
-@pytest.mark.parametrize(("case", "arrival"), some(ARRIVING, FEW, "jax", "tensorflow"))
-def test_next_values_are_the_largest_of_all_replicas_and_of_the_window(case, arrival, monkeypatch):
-    check(case, 4 if arrival is Arrival.LOCAL else 2, arrival, monkeypatch)
+@pytest.mark.parametrize(("case", "gradient_state"), some(ARRIVING, FEW, "jax", "tensorflow"))
+def test_next_values_are_the_largest_of_all_replicas_and_of_the_window(case, gradient_state, monkeypatch):
+    check(case, 4 if gradient_state is GradientState.LOCAL else 2, gradient_state, monkeypatch)
 
 
 @pytest.mark.parametrize("case", ["plain", "scaled window", "static scale", "masters"])
 def test_one_replica_takes_them_as_they_are(case, monkeypatch):
-    check(case, 1, Arrival.GLOBAL, monkeypatch)
+    check(case, 1, GradientState.GLOBAL, monkeypatch)
 
 
 @pytest.mark.backends("torch")
 @pytest.mark.parametrize("case", DIVIDED)
 def test_next_values_beside_divided_state(case, monkeypatch):
-    check(case, 2, Arrival.LOCAL, monkeypatch)
+    check(case, 2, GradientState.LOCAL, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:.*accumulates gradients that are reduced already")
@@ -106,7 +106,7 @@ def test_next_values_beside_divided_state(case, monkeypatch):
 )
 def test_next_values_beside_state_that_is_laid_out(case):
     arguments, around, factor = DIVIDED[case]
-    num_micro_steps = arguments.get("gradient_accumulation_steps", 1)
+    num_micro_batches = arguments.get("gradient_accumulation_steps", 1)
     with ks.data_parallel(2) as replicas:
         weight, scale = keras.Variable(np.ones((4, 5)), name="kernel"), keras.Variable(np.zeros(4), name="scale")
         scale.overwrite_with_gradient = True
@@ -114,7 +114,7 @@ def test_next_values_beside_state_that_is_laid_out(case):
         optimizer.build([weight, scale])
         last = np.zeros(4, "float32")
         for update in range(NUM_UPDATES):
-            values = [pairs(0, 2 * update + i)[1] for i in range(num_micro_steps)]
+            values = [pairs(0, 2 * update + i)[1] for i in range(num_micro_batches)]
             for value in values:
                 np.testing.assert_array_equal(ops.convert_to_numpy(scale)[:3], last[:3])
                 grads = [ops.full((4, 5), factor), ops.convert_to_tensor(np.append(value, 0), "float32")]
@@ -134,7 +134,7 @@ def test_a_window_forgets_those_of_the_one_before(num_replicas, compiled, monkey
         pytest.skip("nothing else is compiled here")
     windows = [(5.0, 4.0), (None, 2.0), (3.0, None), (None, None), (1.0, 2.0), (None, None), (None, 1.0)]
     wanted = [5.0, 2.0, 3.0, 3.0, 2.0, 2.0, 1.0]
-    world = FakeWorld(num_replicas, Arrival.LOCAL, runs_one_program=False)
+    world = FakeWorld(num_replicas, GradientState.LOCAL, is_spmd=False)
     if num_replicas > 1:
         world.hold(monkeypatch)
 

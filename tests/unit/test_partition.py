@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from keras_shardopt import partition
+from keras_shardopt.sharding import partition
 
 pytestmark = pytest.mark.neutral
 
@@ -70,10 +70,13 @@ def test_whole_variables_go_to_whom_has_least():
     assert max(loads(partition.cut([950, 30, 20], [False] * 3, 4))) == 950
 
 
+@pytest.mark.backends("jax")
 def test_the_axis_that_divides():
-    assert partition.dividing_axis((5, 7, 8), 4) == 2
-    assert partition.dividing_axis((8, 8), 4) == 0
-    assert partition.dividing_axis((5, 7), 2) is None
-    assert partition.dividing_axis((), 2) is None
-    assert partition.dividing_axis((0, 3), 2) is None
-    assert partition.dividing_axis((3,), 1) == 0
+    from keras_shardopt.backends.jax.placement import dividing_axis
+
+    assert dividing_axis((5, 7, 8), 4) == 2
+    assert dividing_axis((8, 8), 4) == 0
+    assert dividing_axis((5, 7), 2) is None
+    assert dividing_axis((), 2) is None
+    assert dividing_axis((0, 3), 2) is None
+    assert dividing_axis((3,), 1) == 0

@@ -15,18 +15,6 @@ def built_adam():
     return model, optimizer
 
 
-def test_dot_not_track_scope_hides_variables():
-    from keras.src.utils.tracking import DotNotTrackScope
-
-    optimizer = keras.optimizers.SGD()
-    variable = keras.Variable(1.0)
-    with DotNotTrackScope():
-        optimizer.hidden = variable
-    assert not any(v is variable for v in optimizer.variables)
-    optimizer.tracked = variable
-    assert any(v is variable for v in optimizer.variables)
-
-
 def test_name_scope_stack_makes_variable_paths():
     from keras.src.backend.common import global_state
 
@@ -89,7 +77,7 @@ def test_names_of_layers_are_those_of_their_classes():
 def test_the_saver_goes_through_all_without_a_store():
     from keras.src.saving import saving_lib
 
-    from keras_shardopt.saving import NoStore
+    from keras_shardopt.checkpoint.saving import NoStore
 
     model = problem.model()
     model.first, model.a = keras.optimizers.SGD(), [keras.optimizers.Adam()]
@@ -310,7 +298,7 @@ def test_each_model_runs_the_constructor_and_compile_of_the_trainer(monkeypatch)
 def test_keras_trainer_calls_reduce_from_its_module():
     from keras.src.backend.tensorflow import trainer
 
-    from keras_shardopt.replica.tf_distribute import _KERAS_TRAINER
+    from keras_shardopt.backends.tensorflow.processes import _KERAS_TRAINER
 
     assert trainer.__name__ == _KERAS_TRAINER
     assert "strategy.reduce(" in inspect.getsource(keras.Model._maybe_symbolic_build)
@@ -321,7 +309,7 @@ def test_keras_trainer_calls_reduce_from_its_module():
 def test_keras_predicts_in_its_trainer_module():
     from keras.src.backend.jax import trainer
 
-    from keras_shardopt.replica.jax_sharding import _KERAS_TRAINER
+    from keras_shardopt.backends.jax.processes import _KERAS_TRAINER
 
     assert trainer.__name__ == _KERAS_TRAINER
     assert inspect.unwrap(keras.Model.predict).__globals__ is vars(trainer)
@@ -385,7 +373,7 @@ def test_names_in_the_jax_trainer():
     from keras.src.backend.jax import trainer
     from keras.src.trainers.data_adapters import data_adapter_utils
 
-    from keras_shardopt.replica import jax_fit
+    from keras_shardopt.fit import jax as jax_fit
 
     # Those of Keras, also where a test before has called `prepare`, which puts stand-ins in their places.
     assert jax_fit._distribute_in_keras.__globals__ is vars(trainer)
@@ -497,7 +485,7 @@ def test_where_keras_divides_a_loss_by_the_number_of_replicas():
     from keras.src.backend.tensorflow import trainer
     from keras.src.losses import loss as keras_loss
 
-    from keras_shardopt.replica import tf_losses
+    from keras_shardopt.backends.tensorflow import losses as tf_losses
 
     given = inspect.signature(tf_losses._reduce_in_keras).parameters
     assert list(given) == ["values", "sample_weight", "reduction"]

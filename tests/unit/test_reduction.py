@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 from support.fake_replicas import FakeWorld
 
-from keras_shardopt.reduction import global_gradients
-from keras_shardopt.replica.base import Arrival, SingleReplica
-from keras_shardopt.replica.same_variables import marks
+from keras_shardopt.backends.communicator import GradientState, SingleReplica
+from keras_shardopt.backends.side_channel import marks
+from keras_shardopt.update.all_reduce import global_gradients
 
 SHAPES = [(3, 2), (5,), ()]
 
@@ -28,30 +28,30 @@ def local_gradients(num_replicas):
     return [[random.normal(size=shape).astype("float32") for shape in SHAPES] for _ in range(num_replicas)]
 
 
-def as_they_arrive(local, arrival):
+def as_they_arrive(local, gradient_state):
     """What each replica holds when gradients arrive in that way."""
     n = len(local)
     total = [np.sum([g[i] for g in local], axis=0) for i in range(len(SHAPES))]
     return {
-        Arrival.LOCAL: local,
-        Arrival.LOCAL_PRESCALED: [[g / n for g in grads] for grads in local],
-        Arrival.SUMMED: [total] * n,
-        Arrival.GLOBAL: [[t / n for t in total]] * n,
-    }[arrival]
+        GradientState.LOCAL: local,
+        GradientState.LOCAL_PRESCALED: [[g / n for g in grads] for grads in local],
+        GradientState.SUMMED: [total] * n,
+        GradientState.GLOBAL: [[t / n for t in total]] * n,
+    }[gradient_state]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("arrival", Arrival)
+@pytest.mark.parametrize("gradient_state", GradientState)
 @pytest.mark.parametrize("told", [True, False])
-def test_every_arrival_leads_to_the_same_global_gradient(num_replicas, reduction, arrival, told):
+def test_every_arrival_leads_to_the_same_global_gradient(num_replicas, reduction, gradient_state, told):
     local = local_gradients(num_replicas)
-    arrived = as_they_arrive(local, arrival)
-    world = FakeWorld(num_replicas, arrives=Arrival.GLOBAL if told else arrival)
+    arrived = as_they_arrive(local, gradient_state)
+    world = FakeWorld(num_replicas, arrives=GradientState.GLOBAL if told else gradient_state)
 
     def reduce(replicas):
         grads = [keras.ops.convert_to_tensor(g) for g in arrived[replicas.replica_id]]
-        return global_gradients(grads, WEIGHTS, replicas, reduction, arrival if told else None)
+        return global_gradients(grads, WEIGHTS, replicas, reduction, gradient_state if told else None)
 
     results = world.run(reduce)
     for i in range(len(SHAPES)):
@@ -60,10 +60,10 @@ def test_every_arrival_leads_to_the_same_global_gradient(num_replicas, reduction
             np.testing.assert_allclose(keras.ops.convert_to_numpy(grads[i]), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("arrival", [Arrival.LOCAL, Arrival.LOCAL_PRESCALED])
+@pytest.mark.parametrize("gradient_state", [GradientState.LOCAL, GradientState.LOCAL_PRESCALED])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_one_collective_per_update(arrival, reduction):
-    world = FakeWorld(2, arrives=arrival)
+def test_one_collective_per_update(gradient_state, reduction):
+    world = FakeWorld(2, arrives=gradient_state)
     local = local_gradients(2)
     world.run(lambda r: global_gradients([keras.ops.array(g) for g in local[r.replica_id]], WEIGHTS, r, reduction))
     for replicas in world.replicas:
@@ -85,7 +85,7 @@ def test_none_everywhere_stays_none():
 
 
 def test_none_on_some_replicas_counts_as_zero_on_all():
-    world = FakeWorld(3, runs_one_program=False)
+    world = FakeWorld(3, is_spmd=False)
 
     def reduce(replicas):
         mine = 1.0 + replicas.replica_id
@@ -99,10 +99,10 @@ def test_none_on_some_replicas_counts_as_zero_on_all():
     assert all(len([c for c in replicas.calls if c[2]]) == 1 for replicas in world.replicas)
 
 
-@pytest.mark.parametrize("runs_one_program", [True, False])
-def test_next_values_take_the_largest_and_are_never_averaged(runs_one_program):
+@pytest.mark.parametrize("is_spmd", [True, False])
+def test_next_values_take_the_largest_and_are_never_averaged(is_spmd):
     weights = [Weight((2,)), Weight((3,), overwrite_with_gradient=True)]
-    world = FakeWorld(2, arrives=Arrival.LOCAL_PRESCALED, runs_one_program=runs_one_program)
+    world = FakeWorld(2, arrives=GradientState.LOCAL_PRESCALED, is_spmd=is_spmd)
 
     def reduce(replicas):
         value = keras.ops.array([[1.0, 5.0, 0.0], [4.0, 2.0, 0.0]][replicas.replica_id])
@@ -113,10 +113,10 @@ def test_next_values_take_the_largest_and_are_never_averaged(runs_one_program):
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(grads[1]), [4.0, 5.0, 0.0])
 
 
-@pytest.mark.parametrize("arrival", [Arrival.SUMMED, Arrival.GLOBAL])
-def test_next_values_that_are_global_stay_as_they_are(arrival):
+@pytest.mark.parametrize("gradient_state", [GradientState.SUMMED, GradientState.GLOBAL])
+def test_next_values_that_are_global_stay_as_they_are(gradient_state):
     weights = [Weight((2,), overwrite_with_gradient=True)]
-    world = FakeWorld(2, arrives=arrival)
+    world = FakeWorld(2, arrives=gradient_state)
     for grads in world.run(lambda r: global_gradients([keras.ops.array([3.0, 4.0])], weights, r, "sum")):
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(grads[0]), [3.0, 4.0])
 
@@ -136,11 +136,11 @@ def reduced_with_frozen(trained, reduction="mean"):
         mine = trained[replicas.replica_id]
         grads = [keras.ops.ones(shape) if given else None for shape, given in zip(SHAPES, mine)]
         try:
-            return global_gradients(grads, WEIGHTS, replicas, reduction, Arrival.LOCAL, None, mine)
+            return global_gradients(grads, WEIGHTS, replicas, reduction, GradientState.LOCAL, mine)
         except ValueError as error:
             return str(error)
 
-    return FakeWorld(len(trained), runs_one_program=False).run(reduce)
+    return FakeWorld(len(trained), is_spmd=False).run(reduce)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -8,7 +8,7 @@ from support import flips, problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
+from keras_shardopt.backends.active import placement, processes
 
 several_devices = pytest.mark.backends("tensorflow", "jax")
 
@@ -74,12 +74,12 @@ def test_elements_that_changed_places_are_found(four_replicas, values):
 @several_devices
 def test_a_fingerprint_that_ignores_the_place_turns_that_check_red(four_replicas, monkeypatch):
     if BACKEND == "jax":
-        from keras_shardopt.replica import jax_sharding as module
+        from keras_shardopt.backends.jax import placement as module
 
         monkeypatch.setattr(module.jax.lax, "iota", lambda dtype, size: module.jax.numpy.zeros(size, dtype))
         module._fingerprints_on.cache_clear()
     else:
-        from keras_shardopt.replica import tf_distribute as module
+        from keras_shardopt.backends.tensorflow import placement as module
 
         plain = module.tf.function(
             lambda tensors: module.tf.stack([module.tf.reduce_sum(module._words(tensor)) for tensor in tensors])
@@ -118,13 +118,13 @@ def test_fit_stops_at_the_next_check(four_replicas):
 def counted(monkeypatch):
     """The numbers of variables of which fingerprints were taken."""
     calls = []
-    real = framework.fingerprints
+    real = placement.fingerprints
 
     def counting(variables):
         calls.append(len(variables))
         return real(variables)
 
-    monkeypatch.setattr(framework, "fingerprints", counting)
+    monkeypatch.setattr(placement, "fingerprints", counting)
     return calls
 
 
@@ -139,7 +139,7 @@ def test_how_often_it_checks(monkeypatch, every, together, checks):
     check = checking(model, every)
     made = []
     monkeypatch.setattr(
-        framework, "fingerprints", lambda variables: made.append(check._num_batches) or np.zeros((2, 9))
+        placement, "fingerprints", lambda variables: made.append(check._num_batches) or np.zeros((2, 9))
     )
     for _ in range(2):
         made.clear()
@@ -166,7 +166,7 @@ def test_groups_are_compared_within(monkeypatch):
     model.optimizer.group_assignment = [[0, 1], [2, 3]]
     num_variables = 4 + len(model.optimizer.variables)
     rows = np.repeat(np.array([[1], [1], [2], [2]], "uint64"), num_variables, axis=1)
-    monkeypatch.setattr(framework, "fingerprints", lambda variables: rows)
+    monkeypatch.setattr(placement, "fingerprints", lambda variables: rows)
     checking(model).check()
     rows[3, 1] = 9
     with pytest.raises(RuntimeError, match="`mlp/hidden/bias` on replica 2 against replica 3"):
@@ -180,7 +180,7 @@ def test_groups_inside_other_wrappers_are_found(monkeypatch):
     model = problem.model()
     model.compile(ks.LossScaling(ks.CrossShard("sgd", group_assignment=[[0, 1], [2, 3]]), 8.0), "mse")
     rows = np.repeat(np.array([[1], [1], [2], [2]], "uint64"), 4 + len(model.optimizer.variables), axis=1)
-    monkeypatch.setattr(framework, "fingerprints", lambda variables: rows)
+    monkeypatch.setattr(placement, "fingerprints", lambda variables: rows)
     checking(model).check()
 
 
@@ -197,7 +197,7 @@ def test_each_optimizer_has_groups_of_its_own(monkeypatch):
         optimizer.build([variable])
     num_variables = 4 + sum(len(o.variables) for o in [model.optimizer, *model.optimizers])
     rows = np.zeros((4, num_variables), "uint64")
-    monkeypatch.setattr(framework, "fingerprints", lambda variables: rows)
+    monkeypatch.setattr(placement, "fingerprints", lambda variables: rows)
     rows[:, 0], rows[:, 1] = [1, 1, 2, 2], [1, 2, 1, 2]
     rows[:, 3] = [1, 2, 3, 4]  # of a weight that none of them updates: each of two assignments lets it differ
     checking(model).check()
@@ -215,7 +215,7 @@ def test_a_long_list_of_names_is_cut(monkeypatch):
     model.optimizer.build(model.trainable_variables)
     rows = np.zeros((3, 14), "uint64")
     rows[2] = 1
-    monkeypatch.setattr(framework, "fingerprints", lambda variables: rows)
+    monkeypatch.setattr(placement, "fingerprints", lambda variables: rows)
     with pytest.raises(
         RuntimeError, match="`mlp/out/bias` on replica 2, against replicas 0 and 1.* and 6 more"
     ) as caught:
@@ -251,7 +251,7 @@ def test_callbacks_that_watch_a_metric_must_come_after(watcher):
 
 def fit_with_peers(monkeypatch, peers, *others):
     """Fits as the first of several processes; `peers` makes the others' logs from this one's."""
-    monkeypatch.setattr(framework, "gather_objects", lambda logs: [logs, *peers(logs)])
+    monkeypatch.setattr(processes, "gather_objects", lambda logs: [logs, *peers(logs)])
     x, y = problem.data(2)
     model = problem.model()
     model.compile("sgd", "mse")
@@ -317,7 +317,7 @@ def test_weights_of_frozen_layers_are_compared_and_moving_statistics_are_not(mon
         compared.extend(id(variable) for variable in variables)
         return np.zeros((2, len(variables)), "uint64")
 
-    monkeypatch.setattr(framework, "fingerprints", fingerprints)
+    monkeypatch.setattr(placement, "fingerprints", fingerprints)
     checking(model).check()
     assert {id(v) for layer in (layers[0], layers[2]) for v in layer.weights} <= set(compared)
     assert not {id(v) for v in layers[1].non_trainable_weights} & set(compared)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import pathlib
 import stat
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 from support import catalogue, problem
 from support.in_parts import InParts, Processes
+from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt import atomic, saving
+from keras_shardopt.checkpoint import atomic_file as atomic
+from keras_shardopt.checkpoint import saving
 
 
 def trained(optimizer=None, seed=1):
@@ -56,6 +59,9 @@ def loaded(path):
 
 SAVE = {"model.keras": ks.save_model, "model.weights.h5": ks.save_weights}
 both = pytest.mark.parametrize("name", SAVE)
+# Files and processes that are threads are the same Python on all backends; with real processes, each backend of which
+# has them does this in tests/multiprocess.
+same = pytest.mark.exhaustive("jax", "tensorflow")
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
@@ -177,7 +183,7 @@ def models_in_parts(processes, wrap=ks.CrossShard):
     whole = values(models[0])
     for rank, model in enumerate(models):
         with processes.being(rank):
-            next(o for o in [model.optimizer, *saving.inside(model.optimizer)] if isinstance(o, InParts)).forget()
+            next(o for o in [model.optimizer, *saving.descendants(model.optimizer)] if isinstance(o, InParts)).forget()
     assert np.isnan(values(models[0])[6]).any()
     return models, whole
 
@@ -197,9 +203,13 @@ def test_one_file_of_the_chief(tmp_path, monkeypatch, name):
     assert_same(values(loaded(tmp_path / "0" / name)), values(models[0]))
 
 
-@both
-@pytest.mark.parametrize("wrap", [ks.CrossShard, lambda inner: ks.CrossShard(ks.LossScaling(inner))])
+WRAPS = {"alone": ks.CrossShard, "loss scaling": lambda inner: ks.CrossShard(ks.LossScaling(inner))}
+IN_PARTS = list(itertools.product(SAVE, WRAPS))
+
+
+@pytest.mark.parametrize(("name", "wrap"), some(IN_PARTS, [("model.keras", "loss scaling")], "jax", "tensorflow"))
 def test_state_in_parts_is_gathered(tmp_path, monkeypatch, name, wrap):
+    wrap = WRAPS[wrap]
     processes = Processes(monkeypatch, 3)
     models, whole = models_in_parts(processes, wrap)
     assert processes.run(lambda rank: SAVE[name](models[rank], tmp_path / name)) == [None] * 3
@@ -231,7 +241,7 @@ def failing(place, monkeypatch, model):
 PLACES = ["in the description of the model", "in the weights", "in the state", "when the file is complete"]
 
 
-@pytest.mark.parametrize("place", [*PLACES, "after the state"])
+@pytest.mark.parametrize("place", some([*PLACES, "after the state"], ["in the state"], "jax", "tensorflow"))
 def test_what_fails_on_the_chief_fails_on_all(tmp_path, monkeypatch, place):
     path = tmp_path / "model.keras"
     ks.save_model(trained(), path)
@@ -248,10 +258,11 @@ def test_what_fails_on_the_chief_fails_on_all(tmp_path, monkeypatch, place):
     assert processes.run(lambda rank: ks.save_model(models[rank], path)) == [None] * 3  # nobody is out of step
 
 
+@same
 @pytest.mark.parametrize("place", ["in the weights", "in the state"])
 def test_a_chief_that_leaves_would_be_found(tmp_path, monkeypatch, place):
     """The test before, with the fault that it is for: a chief that stops taking part when its disk is full."""
-    monkeypatch.setattr(saving, "steadily", lambda model: contextlib.nullcontext())
+    monkeypatch.setattr(saving, "gather_despite_errors", lambda model: contextlib.nullcontext())
     processes = Processes(monkeypatch, 3, patience=1.0)
     models, _ = models_in_parts(processes)
     failing(place, monkeypatch, models[0])
@@ -259,6 +270,7 @@ def test_a_chief_that_leaves_would_be_found(tmp_path, monkeypatch, place):
     assert any(isinstance(error, threading.BrokenBarrierError) for error in found)
 
 
+@same
 def test_arguments_that_are_wrong_on_one_process_fail_on_all(tmp_path, monkeypatch):
     model = trained()
     processes = Processes(monkeypatch, 2)
@@ -318,16 +330,16 @@ def found_in(folder):
     return found
 
 
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        ("{epoch:02d}-{val_loss:.2f}.keras", dict()),
-        ("best.keras", dict(save_best_only=True)),
-        ("{epoch}.keras", dict(save_best_only=True, mode="max", monitor="loss")),
-        ("{epoch}.weights.h5", dict(save_best_only=True, save_weights_only=True, initial_value_threshold=2.2)),
-        ("{epoch}-{batch}.weights.h5", dict(save_weights_only=True, save_freq=4)),
-    ],
-)
+CHECKPOINTS = [
+    ("{epoch:02d}-{val_loss:.2f}.keras", dict()),
+    ("best.keras", dict(save_best_only=True)),
+    ("{epoch}.keras", dict(save_best_only=True, mode="max", monitor="loss")),
+    ("{epoch}.weights.h5", dict(save_best_only=True, save_weights_only=True, initial_value_threshold=2.2)),
+    ("{epoch}-{batch}.weights.h5", dict(save_weights_only=True, save_freq=4)),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), some(CHECKPOINTS, [CHECKPOINTS[3]], "jax", "tensorflow"))
 @pytest.mark.filterwarnings("ignore:Can save best model only")
 def test_the_callback_decides_as_the_one_of_keras(tmp_path, name, arguments, capsys):
     printed = []
@@ -346,6 +358,7 @@ def test_folders_of_checkpoints_are_made(tmp_path):
     assert (tmp_path / "a" / "1" / "b.keras").is_file()
 
 
+@same
 def test_all_processes_follow_the_chief(tmp_path, monkeypatch, capsys):
     """Each has logs of its own; by those of the others, other files would be written in other epochs."""
     processes = Processes(monkeypatch, 3)
@@ -365,6 +378,7 @@ def test_all_processes_follow_the_chief(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("finished saving") == 3
 
 
+@same
 def test_a_checkpoint_that_fails_ends_training_everywhere(tmp_path, monkeypatch):
     processes = Processes(monkeypatch, 2)
     models, _ = models_in_parts(processes)
@@ -375,17 +389,19 @@ def test_a_checkpoint_that_fails_ends_training_everywhere(tmp_path, monkeypatch)
             assert isinstance(error, kind), repr(error)
 
 
+@same
 def test_a_process_that_reaches_nobody_leaves_writing_to_the_chief(tmp_path, monkeypatch):
-    from keras_shardopt.replica import framework
+    from keras_shardopt.backends.active import processes
 
     for rank in (1, 0):
-        monkeypatch.setattr(framework, "process", lambda: (2, rank))  # noqa: B023
-        monkeypatch.setattr(framework, "gather_objects", lambda value: [value])
+        monkeypatch.setattr(processes, "process", lambda: (2, rank))  # noqa: B023
+        monkeypatch.setattr(processes, "gather_objects", lambda value: [value])
         ks.save_model(trained(), tmp_path / "model.keras")
         checkpoints(ks.callbacks.ModelCheckpoint(tmp_path / "best.keras", "loss"), trained())
         assert sorted(os.listdir(tmp_path)) == ([] if rank else ["best.keras", "model.keras"])
 
 
+@same
 def test_backups_of_state_in_parts(tmp_path, monkeypatch):
     processes = Processes(monkeypatch, 3)
     models, _ = models_in_parts(processes)
@@ -396,10 +412,10 @@ def test_backups_of_state_in_parts(tmp_path, monkeypatch):
         backup.set_model(models[rank])
         backup.on_train_begin() if restore else backup.on_epoch_end(0)
 
-    from keras_shardopt.replica import framework
+    from keras_shardopt.backends.active import placement
 
     # Threads share the random numbers and have no collectives of a framework.
-    monkeypatch.setattr(framework, "start_equal", lambda variables, optimizer_variables: None)
+    monkeypatch.setattr(placement, "broadcast_state", lambda variables, optimizer_variables: None)
     assert processes.run(lambda rank: work(rank, False)) == [None] * 3
     assert os.listdir(tmp_path) == ["backup.npz"]
     for model in models:
@@ -418,6 +434,7 @@ def test_backups_of_state_in_parts(tmp_path, monkeypatch):
 # -- the file itself -------------------------------------------------------------------------------------------------
 
 
+@same
 @both
 def test_a_file_keeps_its_mode(tmp_path, name):
     SAVE[name](trained(), tmp_path / name)
@@ -429,6 +446,7 @@ def test_a_file_keeps_its_mode(tmp_path, name):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@same
 def test_a_file_keeps_its_owner(tmp_path, monkeypatch):
     path = tmp_path / "model.weights.h5"
     ks.save_weights(trained(), path)
@@ -453,6 +471,7 @@ def test_a_file_keeps_its_owner(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give folders away")
+@same
 def test_a_new_file_has_the_group_that_its_folder_hands_on(tmp_path):
     os.chown(tmp_path, -1, 23456)
     os.chmod(tmp_path, 0o2775)
@@ -463,6 +482,7 @@ def test_a_new_file_has_the_group_that_its_folder_hands_on(tmp_path):
     assert found[0].st_mode == found[1].st_mode
 
 
+@same
 def test_nobody_else_reads_what_is_not_finished(tmp_path):
     unfinished = atomic.Unfinished(str(tmp_path / "model.keras"))
     assert stat.S_IMODE(os.stat(os.path.dirname(unfinished.path)).st_mode) == 0o700
@@ -531,6 +551,7 @@ def saving_process(path, number):
         process.communicate()
 
 
+@same
 def test_a_save_under_way_stays_whatever_its_process_number(tmp_path):
     """As in another container, of which the process numbers are others: that one is this one's, or nobody's here."""
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
@@ -545,6 +566,7 @@ def test_a_save_under_way_stays_whatever_its_process_number(tmp_path):
         (tmp_path / "first.keras").unlink()
 
 
+@same
 def test_what_a_killed_process_leaves_goes_at_once(tmp_path):
     with saving_process(tmp_path / "first.keras", os.getpid()) as (process, scratch):
         process.kill()
@@ -559,6 +581,7 @@ def grow_old(path):
         os.utime(each, (0, 0))
 
 
+@same
 def test_where_a_lock_tells_nothing_age_does(tmp_path, monkeypatch):
     names = {
         f".keras_shardopt-{atomic._KERNEL}-0123abcd.unfinished": (True, False),  # without a lock
@@ -583,6 +606,7 @@ def test_where_a_lock_tells_nothing_age_does(tmp_path, monkeypatch):
     held.discard()
 
 
+@same
 def test_where_no_locks_can_be_had(tmp_path, monkeypatch):
     """As on some network file systems."""
     fcntl = pytest.importorskip("fcntl")

@@ -7,8 +7,8 @@ from support.fake_replicas import FakeWorld
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.replica import framework
-from keras_shardopt.replica.base import Arrival
+from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.communicator import GradientState
 
 SHAPES = [(7, 5), (5,), (5, 3), ()]
 
@@ -26,8 +26,8 @@ def grads(replica, step):
 
 @pytest.fixture(params=[2, 3, 8] if keras.config.backend() == "torch" else [2, 3])
 def world(request, monkeypatch):
-    made = FakeWorld(request.param, runs_one_program=False).hold(monkeypatch)
-    monkeypatch.setattr(framework, "divides_state", True)
+    made = FakeWorld(request.param, is_spmd=False).hold(monkeypatch)
+    monkeypatch.setattr(placement, "state_sharding", "slices")
     return made
 
 
@@ -35,12 +35,12 @@ def trained(make, arrives, world, replicas, num_steps=3):
     mine = weights()
     optimizer = ks.CrossShard(make(), shard_state=True, gradients=arrives.value)
     optimizer.build(mine)
-    optimizer._have_started(replicas)
+    optimizer.peers.started = replicas
     for step in range(num_steps):
         own = grads(replicas.replica_id, step)
-        if arrives is Arrival.LOCAL_PRESCALED:
+        if arrives is GradientState.LOCAL_PRESCALED:
             own = [g / world.num_replicas for g in own]
-        elif arrives is Arrival.GLOBAL:
+        elif arrives is GradientState.GLOBAL:
             own = [sum(g) / world.num_replicas for g in zip(*[grads(r, step) for r in range(world.num_replicas)])]
         optimizer.apply([keras.ops.convert_to_tensor(np.asarray(g, "float32")) for g in own], mine)
     return optimizer, mine
@@ -59,11 +59,14 @@ INNER = {
     ("inner", "arrives"),
     some(
         [
-            *[("momentum", arrives) for arrives in (Arrival.LOCAL, Arrival.LOCAL_PRESCALED, Arrival.GLOBAL)],
-            ("clipnorm", Arrival.LOCAL),
-            ("clipped", Arrival.LOCAL),
+            *[
+                ("momentum", arrives)
+                for arrives in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED, GradientState.GLOBAL)
+            ],
+            ("clipnorm", GradientState.LOCAL),
+            ("clipped", GradientState.LOCAL),
         ],
-        [("momentum", Arrival.LOCAL_PRESCALED), ("clipped", Arrival.LOCAL)],
+        [("momentum", GradientState.LOCAL_PRESCALED), ("clipped", GradientState.LOCAL)],
         "tensorflow",
     ),
 )
@@ -81,7 +84,9 @@ def test_replicas_update_as_one_does(world, inner, arrives):
     if inner == "momentum":
         assert max(held) == -(-sum(held) // world.num_replicas)
         moves = [call[0] for call in world.replicas[0].calls]
-        assert moves.count("all_reduce") == (0 if arrives is Arrival.GLOBAL else 3)  # the fake's reduce-scatter is one
+        assert moves.count("all_reduce") == (
+            0 if arrives is GradientState.GLOBAL else 3
+        )  # the fake's reduce-scatter is one
 
 
 def test_arguments():

@@ -8,7 +8,7 @@ from keras import ops
 from support import events, problem
 
 import keras_shardopt as ks
-from keras_shardopt.summaries import SUMMARIES
+from keras_shardopt.summaries.tags import SUMMARIES
 
 P = "Loss_Optimization/"
 
@@ -196,9 +196,9 @@ def test_without_the_writer_the_error_says_what_to_install(tmp_path, monkeypatch
 
 
 def test_only_the_chief_writes(tmp_path, monkeypatch):
-    from keras_shardopt.replica import framework
+    from keras_shardopt.backends.active import processes
 
-    monkeypatch.setattr(framework, "process", lambda: (2, 1))
+    monkeypatch.setattr(processes, "process", lambda: (2, 1))
     fit([ks.callbacks.TrainingSummaries(tmp_path, every=1)], ks.CrossShard("sgd"), num_steps=1)
     assert not list(tmp_path.iterdir())
 

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from support import problem
+from support.suites import some
 
 import keras_shardopt as ks
 
@@ -24,8 +25,7 @@ def fit(model):
     return model.get_weights()
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(("momentum", "inside"), some([(m, i) for m in (0.0, 0.9) for i in (True, False)], 3))
 def test_a_model_made_before_the_scope_is_refused(inside, momentum):
     model, inner = problem.model(), keras.optimizers.SGD(0.1, momentum)
     with ks.data_parallel(2):
@@ -37,7 +37,7 @@ def test_a_model_made_before_the_scope_is_refused(inside, momentum):
         fit(model)
 
 
-@pytest.mark.parametrize("around", [keras.optimizers.get, ks.CrossShard])
+@pytest.mark.parametrize("around", some([keras.optimizers.get, ks.CrossShard], [ks.CrossShard]))
 def test_an_optimizer_made_after_the_scope_of_a_prepared_model_is_refused_with_the_fix(around):
     with ks.data_parallel(2):
         model = problem.model()

@@ -10,8 +10,9 @@ from keras.src.losses import loss as keras_loss
 from support import problem
 from support.suites import some
 
-from keras_shardopt import whole_batch
-from keras_shardopt.replica.base import Part, SingleReplica, part_of_batch
+from keras_shardopt.backends.communicator import SingleReplica
+from keras_shardopt.fit import losses as whole_batch
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 # Shapes of values, weights and mask. The weights of the fourth make the values larger than they were.
 SHAPES = [
@@ -34,7 +35,7 @@ class Together(SingleReplica):
         self.told = []
         self.heard = None
 
-    def all_reduce(self, tensors, op, groups=None):
+    def all_reduce(self, tensors, op):
         if self.heard is None:
             self.told.append([ops.convert_to_numpy(tensor) for tensor in tensors])
             return list(tensors)
@@ -49,8 +50,8 @@ def loss_of_parts(function, arrays, divided, num_padding):
         for rows in divided:
             padded = np.concatenate([rows, np.zeros(num_padding, "int32")])
             mine = [None if array is None else array[padded] for array in arrays]
-            part = Part(len(rows), len(arrays[0]), replicas, ends_early=bool(num_padding))
-            with part_of_batch(part):
+            part = BatchShare(len(rows), len(arrays[0]), replicas, ends_early=bool(num_padding))
+            with batch_shared(part):
                 losses.append(float(ops.convert_to_numpy(ops.cast(function(*mine), "float32"))))
     return np.mean(losses)
 

@@ -1,0 +1,85 @@
+"""Replicas that add up in half precision what they send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import dtype_of, map_values
+
+
+class Compressed(Communicator):
+    """The same replicas, which add up float32 and float64 in half precision, with half the bytes or less.
+
+    Args:
+        replicas: the replicas.
+        dtype: "float16" or "bfloat16".
+        divides: bool. Whether each addend is divided by the number of replicas first, so that the sum overflows only
+            where their mean does. Not where it was divided before.
+    """
+
+    def __init__(self, replicas: Communicator, dtype: str, divides: bool) -> None:
+        self._replicas = replicas
+        self._dtype = dtype
+        self._divides = divides
+        self.num_replicas = replicas.num_replicas
+        self.replica_id = replicas.replica_id
+        self.is_spmd = replicas.is_spmd
+        self.is_multi_process = replicas.is_multi_process
+        self._world = None if replicas.world is replicas else replicas.world
+
+    @property
+    def members(self) -> Any:
+        return self._replicas.members
+
+    def split(self, groups: Groups) -> Communicator:
+        return Compressed(self._replicas.split(groups), self._dtype, self._divides)
+
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
+        return self._replicas.gradient_state(grads, variables)
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        if op == "max":
+            return self._replicas.all_reduce(tensors, op)
+        return self._compressed(self._replicas.all_reduce, tensors, op)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        return self._compressed(self._replicas.reduce_scatter, tensors, op)
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self._replicas.all_gather(tensors)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+        return self._replicas.broadcast(tensors, root)
+
+    def _compressed(self, reduce: Callable[..., list[Tensor]], tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        divisor, factor = factors(op, self.num_replicas, self._divides)
+
+        def narrow(tensor: Tensor) -> Tensor:
+            dtype = dtype_sent(dtype_of(tensor), self._dtype)
+            return map_values(lambda value: ops.cast(value if divisor == 1 else value / divisor, dtype), tensor)
+
+        def wide(total: Tensor, dtype: str) -> Tensor:
+            return map_values(lambda value: _times(ops.cast(value, dtype), factor), total)
+
+        return [wide(total, dtype_of(t)) for total, t in zip(reduce([narrow(t) for t in tensors], "sum"), tensors)]
+
+
+def dtype_sent(dtype: str, compression: str | None) -> str:
+    """In which dtype a tensor of this dtype travels."""
+    return compression if compression is not None and dtype in ("float32", "float64") else dtype
+
+
+def factors(op: ReduceOp, num_replicas: int, divides: bool) -> tuple[int, float]:
+    """By what each addend is divided before it is sent, and by what their sum is multiplied."""
+    if op == "mean":
+        return (num_replicas, 1) if divides else (1, 1 / num_replicas)
+    return (num_replicas, num_replicas) if divides else (1, 1)
+
+
+def _times(value: Tensor, factor: float) -> Tensor:
+    return value if factor == 1 else ops.multiply(value, factor)

@@ -1,0 +1,99 @@
+"""Replicas of JAX programs: mapped axes (`shard_map`, `pmap`) and GSPMD under a `keras.distribution`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
+from keras_shardopt.backends.communicator import Communicator, GradientState
+
+
+class MappedAxis(Communicator):
+    """The replicas along a named axis of the `shard_map` or `pmap` that is being traced."""
+
+    def __init__(self, axis_name: str) -> None:
+        self._axis = axis_name
+        self.num_replicas = jax.lax.axis_size(axis_name)
+        self.is_multi_process = spans_processes(self.num_replicas)
+
+    @property
+    def replica_id(self) -> Any:
+        mine = jax.lax.axis_index(self._axis)
+        if self._groups is None:
+            return mine
+        positions = {replica: position for group in self._groups for position, replica in enumerate(group)}
+        return jax.numpy.array([positions[replica] for replica in range(len(positions))])[mine]
+
+    @property
+    def members(self) -> Any:
+        if self._groups is None:
+            return range(self.num_replicas)
+        group_of = {replica: group for group in self._groups for replica in group}
+        return jax.numpy.array([group_of[replica] for replica in range(len(group_of))])[self.world.replica_id]
+
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
+        # shard_map(check_vma=True) knows which values vary along the axis, and sums the gradients of a weight
+        # that does not. Elsewhere nothing is known to vary, not even the index along the axis.
+        if not self._knows_what_varies:
+            return GradientState.LOCAL
+        varying = [self._varies(grad) for grad in grads if grad is not None]
+        if all(varying):
+            return GradientState.LOCAL
+        if not any(varying):
+            return GradientState.SUMMED
+        names = [getattr(v, "path", str(v)) for g, v in zip(grads, variables) if g is not None and self._varies(g)]
+        raise ValueError(
+            "Gradients must arrive alike: either all local (weights cast to varying) or all summed by `shard_map`. "
+            f"Received: local gradients for {names} only. "
+            f"Use `jax.lax.pcast(w, {self._axis!r}, to='varying')` on all weights or on none."
+        )
+
+    @property
+    def _knows_what_varies(self) -> bool:
+        return self._varies(jax.lax.axis_index(self._axis))
+
+    def varying(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The values as if they were each replica's own, so that their gradients are."""
+        if not self._knows_what_varies:
+            return list(values)
+        return [v if self._varies(v) else jax.lax.pcast(v, (self._axis,), to="varying") for v in values]
+
+    def _varies(self, value: Any) -> bool:
+        aval: Any = jax.typeof(value)
+        if hasattr(aval, "vma"):  # until JAX 0.9
+            return self._axis in aval.vma
+        return self._axis in aval.mat.varying
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        if not tensors:
+            return []
+        if self._groups is not None and op != "max" and self._knows_what_varies:
+            # shard_map(check_vma=True) has no sum within groups: NotImplementedError, up to JAX 0.10 at least.
+            over_members, members = {"sum": jax.numpy.sum, "mean": jax.numpy.mean}[op], self.members
+            return [over_members(jax.lax.all_gather(t, self._axis)[members], axis=0) for t in tensors]
+        reduce = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[op]
+        return list(reduce(list(tensors), self._axis, axis_index_groups=self._groups))
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        scattered = [jax.lax.psum_scatter(t, self._axis, axis_index_groups=self._groups, tiled=True) for t in tensors]
+        return [t / self.num_replicas for t in scattered] if op == "mean" else scattered
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [jax.lax.all_gather(t, self._axis, axis_index_groups=self._groups, tiled=True) for t in tensors]
+
+
+def spans_processes(num_replicas: int) -> bool:
+    """Whether these are the replicas of all processes together."""
+    # One axis over the devices of this process alone would have fewer.
+    return jax.process_count() > 1 and num_replicas == jax.device_count()
+
+
+def batch_size_of(distribution: Any) -> int:
+    """Into how many parts the distribution divides a batch."""
+    if distribution is None or distribution.batch_dim_name is None:
+        return 1
+    mesh = distribution.device_mesh
+    return int(mesh.shape[list(mesh.axis_names).index(distribution.batch_dim_name)])

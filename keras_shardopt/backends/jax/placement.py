@@ -1,0 +1,295 @@
+"""Where variables live on JAX: in arrays laid out over the devices of a mesh.
+
+Private names of Keras touched here (a test holds each of them):
+    `Variable._layout`, `Variable._value` - the sharding of a variable and the array that has it.
+    `Variable._shape`, `Variable._ndim` - the shape of a variable, and how many dimensions that has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.experimental import multihost_utils
+
+from keras_shardopt._typing import Variable
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.jax.communicator import batch_size_of
+from keras_shardopt.backends.jax.processes import processes
+from keras_shardopt.backends.placement import Layout, Placement
+
+
+def dividing_axis(shape: Sequence[int], num_replicas: int) -> int | None:
+    """The first dimension that replicas can divide equally; None if there is none."""
+    return next((axis for axis, size in enumerate(shape) if size and size % num_replicas == 0), None)
+
+
+class JaxPlacement(Placement):
+    """JAX: replicas are devices of one program, in one process or several."""
+
+    state_sharding = "layout"
+
+    def __init__(self) -> None:
+        # The distribution that is not to be seen just now.
+        self._set_aside: Any = None
+
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
+        if shards_state:
+            _check_can_lay_out(variables)
+
+    def check(
+        self,
+        variables: Sequence[Variable],
+        optimizers: Sequence[Any],
+        is_loaded: bool = False,
+        shards_state: bool = False,
+    ) -> None:
+        distribution = keras.distribution.distribution()
+        if distribution is None and processes._opened is not None and jax.process_count() > 1:
+            raise ValueError(
+                "The distribution of `data_parallel()` must stay active, or each process would train for itself. "
+                "Received: none; `keras.backend.clear_session()` takes it away. Call that before `data_parallel()`."
+            )
+        active = _devices_of(distribution)
+        # With one device there is nothing to be on the wrong one.
+        active = active if len(active) > 1 else []
+        for variable in variables:
+            theirs = _devices_of(variable._layout)
+            if len(theirs) > 1 and not active:
+                raise ValueError(
+                    f"`{variable.path}` was made for {len(theirs)} devices, but no distribution is active, so "
+                    "each device would repeat the work of all. Train before `data_parallel()` is closed, or build the "
+                    "model anew outside it."
+                )
+            if active and theirs != active:
+                made = f"for {len(theirs)} other devices than" if theirs else "before"
+                raise ValueError(
+                    f"`{variable.path}` was made {made} the active distribution over {len(active)} devices. "
+                    "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
+                )
+        # Inside `shard_map` and `pmap` nothing is laid out, which the caller refuses.
+        if shards_state and not jax.sharding.get_abstract_mesh().manual_axes:
+            _check_can_lay_out(variables)
+
+    def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
+        distribution = keras.distribution.distribution()
+        if distribution is None or (how != "replicated" and batch_size_of(distribution) == 1):
+            return None
+        _PLACE[how](variables, distribution)
+        axis_name: str | None = distribution.batch_dim_name
+        return axis_name
+
+    def replica_values(self, variable: Variable) -> list[np.ndarray]:
+        value = variable.value
+        shards = value.addressable_shards
+        return [np.asarray(shard.data) for shard in (shards if value.sharding.is_fully_replicated else shards[:1])]
+
+    def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        if jax.process_count() == 1:
+            super().assign_replica_values(variable, arrays)
+            return
+        (array,) = arrays  # `assign` would ask the other processes whether they agree
+        variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
+
+    def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
+        values = [variable.value for variable in variables]
+        copied = [i for i, value in enumerate(values) if value.sharding.is_fully_replicated]
+        meshes = [getattr(values[i].sharding, "mesh", None) for i in copied]
+        if not meshes or meshes[0] is None or any(mesh != meshes[0] for mesh in meshes):
+            return np.zeros((1, len(values)), "uint64")  # on one device, or each on devices of its own
+        mesh = meshes[0]
+        found = _fingerprints_on(mesh)([values[i] for i in copied])
+        rows = np.zeros((mesh.size, len(values)), "uint64")
+        rows[:, copied] = np.asarray(found.addressable_data(0))
+        return rows
+
+    def outside_strategy(self, function: Callable[[], Any]) -> Any:
+        distribution = keras.distribution.distribution()
+        if distribution is None or jax.process_count() == 1:
+            return function()
+        # Under a distribution a new variable is a question to all processes.
+        self._set_aside = distribution
+        try:
+            with _under(None):
+                return function()
+        finally:
+            self._set_aside = None
+
+    def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._set_aside is None else _under(self._set_aside)
+
+    def broadcast_state(
+        self,
+        variables: Sequence[Variable],
+        optimizer_variables: Sequence[Variable],
+        replicas: Communicator | None = None,
+    ) -> float:
+        if jax.process_count() == 1:
+            return 1.0
+        for what, mine in (("model variables", variables), ("optimizer variables", optimizer_variables)):
+            everyones = processes.gather_objects([(tuple(v.shape), str(v.dtype)) for v in mine])
+            for process, theirs in enumerate(everyones):
+                if theirs != everyones[0]:
+                    raise ValueError(
+                        f"All processes must have the same {what}. Received on process 0: {everyones[0]}, "
+                        f"on process {process}: {theirs}. Build the same model and optimizer in every process."
+                    )
+        copied = [v for v in [*variables, *optimizer_variables] if v.value.sharding.is_fully_replicated]
+        # As bytes, or the sum by which JAX broadcasts would turn a -0 into a 0.
+        arrays = [np.asarray(v.value.addressable_data(0)) for v in copied]
+        flat = np.concatenate([np.frombuffer(array.tobytes(), "uint8") for array in arrays])
+        roots = np.asarray(multihost_utils.broadcast_one_to_all(flat)).astype("uint8").tobytes()
+        start = 0
+        for variable, array in zip(copied, arrays):
+            new = np.frombuffer(roots, array.dtype, array.size, start).reshape(array.shape)
+            start += array.nbytes
+            if new.tobytes() != array.tobytes():
+                variable._value = _on_the_devices_of(variable.value, new)
+        return 1.0
+
+
+placement = JaxPlacement()
+
+
+def _check_can_lay_out(variables: Sequence[Variable]) -> None:
+    if keras.distribution.distribution() is not None:
+        return
+    for variable in variables:
+        num_devices = _num_devices_of(variable.value)
+        if num_devices > 1:
+            raise ValueError(
+                "`shard_state=True` divides state among the devices of the active `keras.distribution`, and none "
+                f"is active. Received: `{variable.path}` on {num_devices} devices. Build model and optimizer "
+                "inside `with keras_shardopt.data_parallel():`, or after "
+                "`keras.distribution.set_distribution(keras.distribution.DataParallel())`; or use "
+                "`shard_state=False`."
+            )
+
+
+def _replicate(variables: Sequence[Variable], distribution: Any) -> None:
+    for variable in variables:
+        # A variable made before `set_distribution` lives on one device, and a jitted step refuses to mix it
+        # with weights that live on all of them.
+        if variable._layout is None:
+            variable._layout = distribution.get_variable_layout(variable)
+            variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
+
+
+def _shard(variables: Sequence[Variable], distribution: Any) -> None:
+    num_replicas = batch_size_of(distribution)
+    for variable in variables:
+        axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
+        # What a model's own layout divides stays as it is, and is divided once more.
+        free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
+        chosen = dividing_axis(free, num_replicas)
+        if chosen is not None:
+            axes[chosen] = distribution.batch_dim_name
+            variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
+            variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
+
+
+def _stack(variables: Sequence[Variable], distribution: Any) -> None:
+    num_replicas = batch_size_of(distribution)
+    for variable in variables:
+        axes = [distribution.batch_dim_name] + [None] * len(variable.shape)
+        variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
+        zeros = jax.numpy.zeros((num_replicas, *variable.shape), variable.dtype)
+        variable._shape, variable._ndim = zeros.shape, zeros.ndim
+        variable._value = keras.distribution.distribute_tensor(zeros, variable._layout)
+
+
+_PLACE = {"replicated": _replicate, "sharded": _shard, "per_replica": _stack}
+
+
+@contextlib.contextmanager
+def _under(distribution: Any) -> Iterator[None]:
+    before = keras.distribution.distribution()
+    keras.distribution.set_distribution(distribution)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(before)
+
+
+def _on_the_devices_of(like: Any, array: np.ndarray) -> Any:
+    """`array` on each device of this process that has a copy of `like`."""
+    copies = [jax.device_put(array, shard.device) for shard in like.addressable_shards]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, copies)
+
+
+@functools.lru_cache(maxsize=8)
+def _fingerprints_on(mesh: Any) -> Any:
+    """A function from values that are replicated over a mesh to the fingerprints of each device's copies."""
+
+    def on_device(values: list[Any]) -> Any:
+        mine = jax.numpy.stack([_fingerprint(value) for value in values])
+        return jax.lax.all_gather(mine, mesh.axis_names)
+
+    # In `shard_map`, where each device looks at what it has: elsewhere XLA may take one copy for all.
+    mapped = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=jax.sharding.PartitionSpec(),
+        out_specs=jax.sharding.PartitionSpec(),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+def _fingerprint(value: Any) -> Any:
+    # The sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32, where h (the last steps of MurmurHash3) takes
+    # no two words to the same one: another word, another sum. A linear h would not do: with it, two floats of
+    # opposite sign could change places unseen.
+    words = _words(value)
+    places = jax.lax.iota("uint32", words.size) * np.uint32(0x9E3779B9)
+    mixed = words + places
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
+    return jax.numpy.sum(mixed, dtype="uint32")
+
+
+def _words(value: Any) -> Any:
+    """The bits of an array in unsigned integers of 32 bits, each of a whole element or a part of one."""
+    if jax.numpy.iscomplexobj(value):
+        value = jax.numpy.stack([value.real, value.imag])
+    if value.dtype == bool:
+        return value.reshape(-1).astype("uint32")
+    bits = {1: "uint8", 2: "uint16"}.get(value.dtype.itemsize, "uint32")
+    return jax.lax.bitcast_convert_type(value, bits).reshape(-1).astype("uint32")
+
+
+def full_value(variable: Variable) -> np.ndarray:
+    """All of a variable. All processes call it together where they hold parts."""
+    value = variable.value
+    if value.is_fully_addressable or value.is_fully_replicated:
+        return keras.ops.convert_to_numpy(variable)
+    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+
+
+def bytes_per_device(variable: Variable) -> list[int]:
+    """How many bytes of a variable each device holds that has some of it."""
+    sharding = variable.value.sharding
+    held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
+    return [held] * len(sharding.device_set)
+
+
+def _devices_of(layout: Any) -> list[str]:
+    """The devices, as Keras names them, of a distribution, of its layouts, or of a sharding of JAX's own."""
+    mesh = getattr(layout, "device_mesh", None) or getattr(layout, "mesh", None)
+    devices = [] if mesh is None else mesh.devices.flat
+    return [d if isinstance(d, str) else f"{d.platform}:{d.id}" for d in devices]
+
+
+def _num_devices_of(value: Any) -> int:
+    """On how many devices an array is; of one that is being traced, what its type says."""
+    if isinstance(value, jax.core.Tracer):
+        mesh = getattr(getattr(jax.typeof(value), "sharding", None), "mesh", None)
+        return max(1, getattr(mesh, "size", 1))
+    return len(value.sharding.device_set) if isinstance(value, jax.Array) else 1

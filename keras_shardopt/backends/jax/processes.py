@@ -1,0 +1,181 @@
+"""The processes of JAX programs, and their distributions.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.jax.trainer` - the module whose `predict` asks for `DataParallel.auto_shard_dataset`.
+
+Of JAX: `jax._src.distributed.global_state.client` - the store of a job of several processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax._src import distributed
+from jax.experimental import multihost_utils
+
+from keras_shardopt.backends.jax.communicator import batch_size_of, spans_processes
+from keras_shardopt.backends.keras_callers import is_running
+from keras_shardopt.backends.processes import Processes, World, gather_pickled
+
+
+class JaxProcesses(Processes):
+    """JAX: replicas are devices of one program, in one process or several."""
+
+    def __init__(self) -> None:
+        # That of `data_parallel`.
+        self._opened: keras.distribution.DataParallel | None = None
+
+    needs_initial_broadcast = True
+
+    def creates_variables_collectively(self) -> bool:
+        return spans_processes(batch_size_of(keras.distribution.distribution()))
+
+    def num_replicas(self) -> int:
+        return batch_size_of(keras.distribution.distribution())
+
+    def barrier(self, purpose: str, seconds: float, advice: str) -> None:
+        if jax.process_count() > 1:
+            _meet(purpose, seconds, advice)
+
+    def versions(self) -> dict[str, str]:
+        return {"JAX": jax.__version__}
+
+    def process(self) -> tuple[int, int]:
+        return jax.process_count(), jax.process_index()
+
+    @contextlib.contextmanager
+    def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+        if timeout is not None and jax.process_count() > 1:
+            raise ValueError(
+                "`timeout` cannot be set here for several processes, because JAX has started them. "
+                f"Received: timeout={timeout.total_seconds():g} s. Give it to JAX before: "
+                "`jax.distributed.initialize(..., heartbeat_timeout_seconds=...)`."
+            )
+        before = keras.distribution.distribution()
+        if before is not None and not isinstance(before, keras.distribution.DataParallel):
+            raise ValueError(
+                "`data_parallel()` sets a distribution of its own, and the layouts of the active one would be lost. "
+                f"Received: {before!r}. Leave `data_parallel()` out, as a `CrossShard` needs no more than the active "
+                "distribution; or call `keras.distribution.set_distribution(None)` before."
+            )
+        _make_cpu_devices(num_replicas)
+        devices = keras.distribution.list_devices()
+        if num_replicas is not None and num_replicas > len(devices):
+            raise ValueError(
+                f"`num_replicas` must be at most the number of devices. Received: num_replicas={num_replicas}, "
+                f"devices={devices}. On CPU, enter `data_parallel(num_replicas={num_replicas})` before JAX makes its "
+                "first array, or start Python with "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={num_replicas}."
+            )
+        devices = devices[:num_replicas]
+        num_processes, process_id = self.process()
+        distribution = None
+        if len(devices) > 1:
+            # Each process feeds its own rows, on every backend alike, so Keras must not divide them once more.
+            kind = keras.distribution.DataParallel if num_processes == 1 else _OverProcesses
+            distribution = kind(devices=devices, auto_shard_dataset=False)
+            distribution.__dict__[MADE_HERE] = True
+        keras.distribution.set_distribution(distribution)
+        opened_before, self._opened = self._opened, distribution
+        try:
+            yield World(
+                num_replicas=len(devices),
+                replica_id=process_id * (len(devices) // num_processes),
+                is_chief=process_id == 0,
+                num_processes=num_processes,
+                process_id=process_id,
+                persists=True,
+            )
+        finally:
+            self._opened = opened_before
+            if keras.distribution.distribution() in (None, distribution):  # none after `clear_session`
+                keras.distribution.set_distribution(before)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return gather_objects(value)
+
+
+processes = JaxProcesses()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """What each process gives, whatever it is, in the order of their ids."""
+    if jax.process_count() == 1:
+        return [value]
+    return gather_pickled(value, lambda array: np.asarray(multihost_utils.process_allgather(array)))
+
+
+_num_barriers: dict[str, int] = {}
+
+
+def _meet(purpose: str, seconds: float, advice: str) -> None:
+    """Waits until all processes have come; one that leaves because others have not come can come again."""
+    client: Any = distributed.global_state.client
+    mine, number = jax.process_index(), _num_barriers.get(purpose, 0)
+    keys = [f"keras_shardopt/meeting/{purpose}/{number}/{process}" for process in range(jax.process_count())]
+    client.key_value_set(keys[mine], "1")
+    limit = time.monotonic() + seconds
+    missing = [process for process in range(len(keys)) if process != mine]
+    while missing:
+        milliseconds = max(1, int(1000 * (limit - time.monotonic())))
+        try:
+            client.blocking_key_value_get(keys[missing[0]], milliseconds)
+            missing.pop(0)
+        except jax.errors.JaxRuntimeError:  # the time is up
+            client.key_value_delete(keys[mine])
+            raise RuntimeError(
+                f"All processes must {purpose} together. Received: no call on process {missing[0]}, {seconds:g} s "
+                f"after the one on process {mine}. {advice}"
+            ) from None
+    _num_barriers[purpose] = number + 1
+
+
+class _OverProcesses(keras.distribution.DataParallel):
+    """Several processes; says what Keras cannot do there before Keras fails."""
+
+    @property
+    def auto_shard_dataset(self) -> bool:
+        # The first thing that `predict` asks; later it has taken the weights out of the model.
+        if is_running("predict", _KERAS_TRAINER):
+            raise RuntimeError(
+                "`predict` cannot run over several processes: Keras would read outputs on devices of other "
+                f"processes. Received: a distribution over {jax.process_count()} processes. Use a copy of the "
+                "model in one process: `weights = model.get_weights()`, close `data_parallel()`, then "
+                "`copy = keras.models.clone_model(model)`, `copy.set_weights(weights)` and `copy.predict(x)`."
+            )
+        return False  # each process feeds its own rows
+
+
+_KERAS_TRAINER = "keras.src.backend.jax.trainer"
+MADE_HERE = "_keras_shardopt_made_here"
+
+
+def _make_cpu_devices(num_replicas: int | None) -> None:
+    # Where the user has decided in `XLA_FLAGS`, JAX refuses to be told twice.
+    given = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    before = jax.config.jax_num_cpu_devices
+    wanted = before if given or num_replicas is None else num_replicas
+    # RuntimeError: JAX runs already, so what it has must do. Whether that is enough is checked by the caller.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", wanted)
+        _give_threads(int(given[1]) if given else wanted)
+
+
+def _give_threads(num_devices: int) -> None:
+    """Lets XLA start enough threads for several devices on a few cores; the user's number stands."""
+    # XLA's CPU client takes the size of its thread pool from PJRT_NPROC or else NPROC; else it has a thread for every
+    # core, and at least one for every device. Who waits in a collective keeps a thread: where all of them wait, the
+    # device that they wait for has none left, and after 40 s XLA aborts the process.
+    wanted = max(16, 4 * num_devices)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_devices > 1 and cores < wanted and not {"NPROC", "PJRT_NPROC"} & os.environ.keys():
+        os.environ["NPROC"] = str(wanted)

@@ -1,0 +1,143 @@
+"""Tracing and control flow on JAX.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.common.stateless_scope.get_stateless_scope` - the scope that a new one opens in.
+    `StatelessScope.add_update`, `get_current_value` - how variables write to a scope and read from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.backends.communicator import Communicator, GlobalView, SingleReplica
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, spans_processes
+from keras_shardopt.backends.runtime import Runtime
+
+
+class JaxRuntime(Runtime):
+    """JAX: replicas are devices of one program, in one process or several."""
+
+    updates_are_stateless = True
+
+    def communicator(self, axis_name: str) -> Communicator:
+        try:
+            jax.lax.axis_size(axis_name)
+        except NameError:
+            pass
+        else:
+            return MappedAxis(axis_name)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual == (_UNNAMED_PMAP_AXIS,):
+            raise ValueError(
+                "The axis of `pmap` must have a name, or gradients would not be reduced over it. "
+                f"Received: `pmap` without one. Use `jax.pmap(step, axis_name={axis_name!r})`."
+            )
+        if manual:
+            raise ValueError(
+                "`axis_name` must be an axis of the `shard_map` or `pmap` around the update, or gradients would not "
+                f"be reduced. Received: axis_name={axis_name!r}, axes here: {tuple(manual)}. "
+                f"Use `CrossShard(..., axis_name={manual[0]!r})`."
+            )
+        num_replicas = batch_size_of(keras.distribution.distribution())
+        if num_replicas == 1:
+            return SingleReplica()
+        # GSPMD: one program over the whole batch, which XLA divides among the devices.
+        return GlobalView(num_replicas, "under a `keras.distribution`", spans_processes(num_replicas))
+
+    def value_and_grad(
+        self,
+        loss: Callable[[], tuple[Tensor, Any]],
+        variables: Sequence[Variable],
+        axis_name: str | None,
+        before_assign: Callable[[Variable], None] | None = None,
+    ) -> tuple[list[Tensor | None], Any]:
+        replicas = None if axis_name is None else self.communicator(axis_name)
+        values = [v.value for v in variables]
+        if isinstance(replicas, MappedAxis):
+            values = replicas.varying(values)  # or shard_map(check_vma=True) would sum their gradients
+        assigned: list[Variable] = []
+
+        def of_values(values: list[Tensor]) -> tuple[Tensor, tuple[list[Tensor], Any]]:
+            with ScopeInScope(zip(variables, values)) as scope:
+                value, more = loss()
+            assigned[:] = scope.assigned
+            return value, ([scope.get_current_value(v) for v in assigned], more)
+
+        found, (updates, more) = jax.grad(of_values, has_aux=True)(values)
+        for variable, value in zip(assigned, updates):
+            if before_assign is not None:
+                before_assign(variable)
+            variable.assign(value)
+        return list(found), more
+
+    def cond(
+        self,
+        condition: Any,
+        update: Callable[[Sequence[Any]], None],
+        grads: Sequence[Any],
+        variables: Sequence[Variable],
+        communicates: bool = True,
+    ) -> None:
+        if not isinstance(condition, jax.core.Tracer):
+            super().cond(condition, update, grads, variables)
+            return
+        # What is assigned inside a branch must not leave it in a variable: each branch returns all values instead.
+        before = [variable.value for variable in variables]
+
+        def updated() -> list[Tensor]:
+            with ScopeInScope(zip(variables, before)) as scope:
+                update(grads)
+            return [scope.get_current_value(variable) for variable in variables]
+
+        for variable, value in zip(variables, jax.lax.cond(condition, updated, lambda: before)):
+            variable.assign(value)
+
+    def map_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
+        distribution = keras.distribution.distribution()
+        return jax.shard_map(
+            lambda own: function(jax.tree.map(lambda value: value[0], own)),
+            mesh=distribution.device_mesh.backend_mesh,
+            in_specs=jax.sharding.PartitionSpec(distribution.batch_dim_name),
+            out_specs=jax.sharding.PartitionSpec(),
+            check_vma=False,
+        )(stacked)
+
+    def is_concrete(self, value: Any) -> bool:
+        return not isinstance(value, jax.core.Tracer)
+
+    def raise_if(
+        self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
+    ) -> None:
+        # Nobody can stop a compiled step, on one device or several, without losing the weights that it was given.
+        if self.is_concrete(condition):
+            super().raise_if(condition, nonfinite_source, names, rule)
+
+
+runtime = JaxRuntime()
+
+
+class ScopeInScope(keras.StatelessScope):
+    """A scope that knows other variables as the scope around it does, and remembers which were assigned inside."""
+
+    def __init__(self, state_mapping: Any) -> None:
+        super().__init__(list(state_mapping), collect_losses=True)
+        self._outer = get_stateless_scope()
+        self.assigned: list[Variable] = []
+
+    def add_update(self, update: tuple[Variable, Tensor]) -> None:
+        super().add_update(update)
+        if not any(variable is update[0] for variable in self.assigned):
+            self.assigned.append(update[0])
+
+    def get_current_value(self, variable: Variable) -> Tensor | None:
+        value = super().get_current_value(variable)
+        return value if value is not None or self._outer is None else self._outer.get_current_value(variable)
+
+
+_UNNAMED_PMAP_AXIS = "_internal_pmap_axis_name"

@@ -1,0 +1,63 @@
+"""Who is calling, where Keras does not say: the only file that looks at frames of the call stack.
+
+Each function here speaks of the function that asks it. The frames are those of Keras and of the frameworks, so what is
+found hangs on how they call; a test next to each use holds that.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+def caller_module() -> str:
+    """The name of the module whose code has called the function that asks."""
+    return str(sys._getframe(2).f_globals.get("__name__", ""))
+
+
+def caller_function() -> str:
+    """The name of the function that has called the one that asks."""
+    return sys._getframe(2).f_code.co_name
+
+
+def caller_instance(further_out: int = 0, code: types.CodeType | None = None) -> Any:
+    """The `self` of the method that has called the function that asks; None where it has none.
+
+    Args:
+        further_out: 0 for the caller, 1 for its caller.
+        code: what that method must be; None for any.
+    """
+    frame = sys._getframe(2 + further_out)
+    return frame.f_locals.get("self") if code is None or frame.f_code is code else None
+
+
+def running_instance(
+    kind: Any, method: str | None = None, condition: Callable[[Any], bool] = lambda instance: True
+) -> Any:
+    """The innermost instance of `kind` of which a method is running; None where there is none.
+
+    Args:
+        kind: a class, or a tuple of them.
+        method: the name of the method; None for any.
+        condition: what must hold of the instance.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if method is None or frame.f_code.co_name == method:
+            instance = frame.f_locals.get("self")
+            if isinstance(instance, kind) and condition(instance):
+                return instance
+        frame = frame.f_back
+    return None
+
+
+def is_running(function: str, module: str) -> bool:
+    """Whether a function of that name, defined in that module, is running."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False

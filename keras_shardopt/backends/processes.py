@@ -1,0 +1,106 @@
+"""The control plane: the processes of a program, and what they exchange on the host."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Which replicas and processes this program consists of."""
+
+    num_replicas: int = 1
+    """How many replicas train together."""
+
+    replica_id: int = 0
+    """The first (on torch the only) replica that this process runs."""
+
+    is_chief: bool = True
+    """Whether this process is the one that prints and writes files."""
+
+    num_processes: int = 1
+    """How many processes feed data. Where there are several, each feeds its own rows."""
+
+    process_id: int = 0
+    """Which of these processes this is."""
+
+    persists: bool = False
+    """Whether `model.fit` needs what was set up even when it is called after the `with` block."""
+
+    forget: Callable[[], None] = lambda: None
+    """Called when the scope is closed for good, and not only left: what comes next may be for one device."""
+
+
+def gather_pickled(value: Any, gather: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
+    """The values of all processes, whatever they are, over a gather of arrays that have one shape."""
+
+    def gathered() -> list[Any]:
+        mine = np.frombuffer(pickle.dumps(value), "uint8")
+        lengths = [int(length.item()) for length in gather(np.array([len(mine)], "int32"))]
+        padded = np.zeros(max(lengths), "uint8")
+        padded[: len(mine)] = mine
+        rows = [np.asarray(row).astype("uint8") for row in gather(padded)]
+        return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+
+    # In a thread of its own, which knows nothing of a replica, or a trace that is going on, in this one.
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(gathered).result()
+
+
+class Processes:
+    """The processes of a program, on the host. The defaults are those of one process with one replica.
+
+    A new backend with several replicas writes `open`, `num_replicas` and `versions`. If they can be in several
+    processes, it also writes `process`, `gather_objects` (`gather_pickled` does most of it), `barrier` and two facts:
+    whether processes make variables together, and whether each starts with weights of its own. Nothing here is only
+    speed.
+    """
+
+    needs_initial_broadcast: bool = False
+    """Whether each of several processes makes weights of its own, to be made equal by `Placement.broadcast_state`."""
+
+    def creates_variables_collectively(self) -> bool:
+        """Whether all processes make each variable together, so that different optimizers would hang."""
+        return False
+
+    def num_replicas(self) -> int:
+        """The number of replicas of a training step that is made here."""
+        return 1
+
+    def barrier(self, purpose: str, seconds: float, advice: str) -> None:
+        """Waits until all processes have come for this purpose. One that leaves in vain can come again.
+
+        Raises:
+            RuntimeError: with the advice, if some have not come after so many seconds.
+        """
+        del purpose, seconds, advice
+
+    def versions(self) -> dict[str, str]:
+        """The version of the framework by its name, which processes must agree on."""
+        return {}
+
+    def process(self) -> tuple[int, int]:
+        """The number of processes that load data, and which of them this is, also outside of `open`."""
+        return 1, 0
+
+    @contextlib.contextmanager
+    def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+        """Sets up replicas, and takes them down again. See `keras_shardopt.data_parallel`."""
+        if num_replicas not in (None, 1):
+            raise ValueError(
+                "This Keras backend runs one replica only. "
+                f"Received: num_replicas={num_replicas}. Use the tensorflow, jax or torch backend."
+            )
+        yield World()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all processes, in their order. All call it together, perhaps while a step is being traced."""
+        return [value]

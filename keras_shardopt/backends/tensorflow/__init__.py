@@ -1,0 +1,5 @@
+"""The replicas of a `tf.distribute` strategy."""
+
+from keras_shardopt.backends.tensorflow import placement, processes, runtime
+
+__all__ = ["placement", "processes", "runtime"]

@@ -1,0 +1,206 @@
+"""Replicas of `tf.distribute` strategies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
+from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
+from keras_shardopt.backends.tensorflow import losses as tf_losses
+
+
+class ReplicaContext(Communicator):
+    """The replicas of a strategy, seen from inside `strategy.run` (as in `model.fit`)."""
+
+    evidence = Evidence()
+
+    def __init__(self, strategy: tf.distribute.Strategy, context: Any) -> None:
+        self._context = context
+        self.num_replicas = strategy.num_replicas_in_sync
+        self.is_multi_process = _process_of(strategy.cluster_resolver)[0] > 1
+        self._is_on_tpu = isinstance(strategy, (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy))
+
+    @property
+    def replica_id(self) -> Any:
+        mine = self._context.replica_id_in_sync_group
+        if self._groups is None:
+            return mine
+        positions = {replica: position for group in self._groups for position, replica in enumerate(group)}
+        return tf.gather(tf.constant([positions[replica] for replica in range(len(positions))]), mine)
+
+    @property
+    def members(self) -> Any:
+        if self._groups is None:
+            return range(self.num_replicas)
+        group_of = {replica: i for i, group in enumerate(self._groups) for replica in group}
+        mine = tf.gather(tf.constant([group_of[r] for r in range(len(group_of))]), self.world.replica_id)
+        return tf.gather(tf.constant(self._groups), mine)
+
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
+        seen = tf_losses.noted()
+        is_divided = tf_losses.DIVIDED in seen and not tf_losses.is_bare(variables, grads)
+        doubts = [_READ] if tf_losses.BY_HAND in seen and not is_divided else []
+        is_of_this_step = not seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED})
+        self.evidence = Evidence(is_of_this_step, [*doubts, *_doubts(seen)])
+        return GradientState.LOCAL_PRESCALED if is_divided else GradientState.LOCAL
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        tensors = list(tensors)
+        if not tensors:
+            return []
+        if self._groups is not None:
+            if self._is_on_tpu and op != "max":
+                sums = [self._sum_on_tpu(tensor) for tensor in tensors]
+                return [_divided(tensor, self.num_replicas) for tensor in sums] if op == "mean" else sums
+            members = self.members
+            gathered = [tf.gather(stack, members) for stack in self._stacks(tensors)]
+            return [_REDUCE[op](stack, axis=0) for stack in gathered]
+        if op == "max":
+            return [tf.reduce_max(stack, axis=0) for stack in self._stacks(tensors)]
+        reduced: list[Tensor] = [None] * len(tensors)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            # One call for all of a dtype: the strategy packs them into as few transfers as it can. It would pack those
+            # of several dtypes together too, and fail.
+            alike = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            with _meeting():
+                sums = self._context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in alike])
+            for i, total in zip(alike, sums):
+                reduced[i] = total
+        if op == "mean":
+            reduced = [_divided(tensor, self.num_replicas) for tensor in reduced]
+        return reduced
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if not tensors:
+            return []
+        if self._groups is None:
+            return self._gathered(list(tensors))
+        members = self.members
+        return [tf.reshape(tf.gather(stack, members), [-1]) for stack in self._stacks(tensors)]
+
+    def _stacks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each tensor of all replicas, stacked along a new first axis."""
+        if not tensors:
+            return []
+        rows = [tf.convert_to_tensor(tensor)[tf.newaxis] for tensor in tensors]
+        return self._gathered(rows)
+
+    def _gathered(self, tensors: list[Tensor]) -> list[Tensor]:
+        # TensorFlow gathers no bfloat16, but any two bytes.
+        sent = [tf.bitcast(t, tf.float16) if t.dtype == tf.bfloat16 else t for t in tensors]
+        gathered = self._context.all_gather(sent, axis=0)
+        return [tf.bitcast(g, t.dtype) if t.dtype == tf.bfloat16 else g for g, t in zip(gathered, tensors)]
+
+    def _sum_on_tpu(self, tensor: Tensor) -> Tensor:
+        # The op that `tf.compat.v1.tpu.cross_replica_sum` makes. It has no kernel elsewhere.
+        assignment = tf.constant(self._groups, tf.int32)
+        return tf.raw_ops.CrossReplicaSum(input=tf.convert_to_tensor(tensor), group_assignment=assignment)
+
+
+@contextlib.contextmanager
+def _meeting() -> Iterator[None]:
+    """Says what to do where replicas cannot exchange anything."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise RuntimeError(
+            "Replicas cannot exchange anything in a `tf.function`, condition or loop inside a step, and must for an "
+            "update, and in a prepared model for a loss. Received: a call from inside one. Leave out the "
+            "`@tf.function` of what the step calls (the step as a whole is compiled already), and compute losses "
+            "outside of conditions and loops."
+        ) from error
+
+
+_MIXTURE = (
+    "All losses of a step must be divided by the number of replicas, or none. Received: a loss function that "
+    "returns a scalar, which Keras does not divide, beside losses or penalties that it divides, so that the "
+    "scalar counts as many times as there are replicas. Let the loss function return one value for each row, "
+    "or call `keras_shardopt.prepare(model)`."
+)
+
+
+_READ = (
+    "Whether the loss of a step that reads the number of replicas is divided by it cannot be known for sure. "
+    "Received: one in which that number is not found, so that `CrossShard` averages the gradients of the replicas. Use "
+    '`CrossShard(..., gradients="local")` if that is right, and `CrossShard(..., gradients="prescaled")` if the step '
+    "divides in another place."
+)
+
+
+def evidence_of(replicas: Communicator, told: GradientState | None = None) -> Evidence:
+    """What supports the last answer of `gradient_state`, or what speaks against the state that the user `told`."""
+    if not isinstance(replicas, ReplicaContext):
+        return Evidence()
+    return replicas.evidence if told is None else Evidence(doubts=_objections(told))
+
+
+def _objections(told: GradientState) -> Sequence[str]:
+    """What speaks against gradients that are said to arrive in this way."""
+    seen = tf_losses.noted()
+    if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
+        return [_MIXTURE]
+    if told is GradientState.LOCAL and tf_losses.BY_NUMBER in seen:
+        return [
+            'Gradients are "local" where the loss is not divided by the number of replicas. Received: '
+            '`gradients="local"`, and a step that divides it, as the losses of Keras do, so that updates are as '
+            "many times too small. Leave `gradients` out, unless the step multiplies the loss by that number again."
+        ]
+    if told is GradientState.LOCAL_PRESCALED and tf_losses.UNDIVIDED in seen:
+        return [
+            'Gradients are "prescaled" where the loss is divided by the number of replicas. Received: '
+            '`gradients="prescaled"`, and a loss function that returns a scalar, which Keras does not divide, so '
+            "that updates are as many times too large. Leave `gradients` out."
+        ]
+    return ()
+
+
+def _doubts(seen: set[str]) -> list[str]:
+    """What may be wrong with gradients of a step in which this was seen of the losses."""
+    doubts = []
+    if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
+        doubts.append(_MIXTURE)
+    if tf_losses.BARE_TERM in seen:
+        doubts.append(
+            "All terms of a loss must be divided by the number of replicas, or none. Received: a loss with a term that "
+            "is not, such as a bare mean, beside one that Keras divides, so that it counts as many times as there are "
+            "replicas. Divide it, too: `term / tf.distribute.get_strategy().num_replicas_in_sync`."
+        )
+    is_mean = tf_losses.IN_MODEL in seen and tf_losses.SUM not in seen
+    if seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED}) and not is_mean:
+        doubts.append(
+            "Whether the loss of a custom training step is divided by the number of replicas cannot be known. "
+            "Received: a step in which nothing was seen to divide, so that `CrossShard` averages the gradients of the "
+            'replicas. Use `CrossShard(..., gradients="local")` if the loss is the mean over the rows of one replica, '
+            'and `CrossShard(..., gradients="prescaled")` if it is divided by the number of replicas, or by the rows '
+            "of the whole batch."
+        )
+    if tf_losses.OWN_WEIGHTS in seen:
+        doubts.append(
+            'A loss with `reduction="mean_with_sample_weight"` divides by the weights of all rows. Received: a model '
+            "that is not prepared, so that each replica divides by the weights of its own rows, and the update is "
+            "another one than that of one process. Call `keras_shardopt.prepare(model)` after `compile`."
+        )
+    return doubts
+
+
+_REDUCE = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "max": tf.reduce_max}
+
+
+def _divided(tensor: Tensor, divisor: int) -> Tensor:
+    if isinstance(tensor, tf.IndexedSlices):
+        return tf.IndexedSlices(_divided(tensor.values, divisor), tensor.indices, tensor.dense_shape)
+    return tensor / tf.cast(divisor, tensor.dtype)
+
+
+def _process_of(resolver: Any) -> tuple[int, int]:
+    """How many tasks of the cluster train, and which of them this is."""
+    spec = {} if resolver is None else resolver.cluster_spec().as_dict()
+    tasks = [(kind, i) for kind in ("chief", "worker") for i in range(len(spec.get(kind, [])))]
+    me = None if resolver is None else (resolver.task_type, resolver.task_id)
+    return (len(tasks), tasks.index(me)) if me in tasks else (1, 0)

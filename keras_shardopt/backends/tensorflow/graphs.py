@@ -1,0 +1,21 @@
+"""Which tensors can be used where: each function, condition and loop that TensorFlow traces is a graph of its own."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from keras_shardopt._typing import Tensor
+
+
+def is_in_reach(tensor: Tensor) -> bool:
+    """Whether a tensor from earlier can be used here."""
+    graph = getattr(tensor, "graph", None)  # an eager tensor has none
+    return bool(tf.executing_eagerly() if graph is None else graph is tf.compat.v1.get_default_graph())
+
+
+def is_further_inside(tensor: Tensor) -> bool:
+    """Whether it is out of reach because it is of a function or a loop that was traced inside this one."""
+    graph, here = getattr(tensor, "graph", None), tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not here:
+        graph = getattr(graph, "outer_graph", None)
+    return graph is not None and not tf.executing_eagerly()

@@ -1,0 +1,224 @@
+"""Where variables live on TensorFlow: a strategy mirrors them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.arguments import with_article
+from keras_shardopt.backends.placement import Placement
+from keras_shardopt.backends.tensorflow import losses as tf_losses
+from keras_shardopt.backends.tensorflow.communicator import _process_of
+from keras_shardopt.backends.tensorflow.processes import gather, num_replicas_when_made, processes
+from keras_shardopt.backends.tensorflow.random_numbers import draw_apart
+from keras_shardopt.backends.tensorflow.runtime import keep_reduction_off
+
+
+def num_mirrored(variable: Any) -> int:
+    """On how many replicas a variable has copies."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    strategy = value.distribute_strategy if isinstance(value, tf.distribute.DistributedValues) else None
+    return 1 if strategy is None else int(strategy.num_replicas_in_sync)
+
+
+def check_mirrored(variables: Sequence[Variable], num_replicas: int) -> None:
+    """Raises ValueError if not each of the replicas has copies of these variables."""
+    for variable in variables if num_replicas > 1 else ():
+        if num_replicas > num_mirrored(variable):  # Keras would fail without a word, or train on one device
+            raise ValueError(
+                f"`{getattr(variable, 'path', variable.name)}` was made outside the strategy of the optimizer, which "
+                f"has {num_replicas} replicas. Build the model inside `with keras_shardopt.data_parallel():`, where "
+                "the optimizer is made, and load a saved one there, too."
+            )
+
+
+def check_made_inside(optimizers: Sequence[Any]) -> None:
+    """Raises ValueError if one of these was made outside the strategy in whose scope it is about to be built."""
+    strategy = tf.distribute.get_strategy()
+    for optimizer in optimizers if strategy.num_replicas_in_sync > 1 else ():
+        if not optimizer.built and num_mirrored(optimizer._iterations) == 1:
+            raise ValueError(
+                "The optimizer of a model must be made in the scope of the model's strategy. "
+                f"Received: {with_article(optimizer)} that was made outside it, for a model on "
+                f"{strategy.num_replicas_in_sync} replicas. Make it, and call `compile`, inside "
+                "`with model.distribute_strategy.scope():`."
+            )
+
+
+def _check_trainer(model: Any) -> None:
+    """Raises ValueError where a model was compiled for what Keras' trainer cannot do with several replicas."""
+    if model is None or not getattr(model, "compiled", False) or model.run_eagerly:
+        return
+    if model.jit_compile:
+        raise ValueError(
+            "Under a strategy with several replicas TensorFlow cannot compile the whole step with XLA. "
+            f"Received: jit_compile=True, for the model `{model.name}`. Use `model.compile(..., jit_compile=False)`; "
+            "for a model that is loaded from a file, set `model.jit_compile = False` before `fit`."
+        )
+    if model.steps_per_execution > 1 and "_make_function" not in vars(model):
+        raise ValueError(
+            "Under a strategy with several replicas Keras' loop of several steps fails. "
+            f"Received: steps_per_execution={model.steps_per_execution}, for the model `{model.name}`. Call "
+            "`keras_shardopt.prepare(model)` after `compile`, which makes the steps one by one, or leave it out."
+        )
+
+
+def _check_can_divide(variables: Sequence[Variable]) -> None:
+    values = [getattr(variable, "value", variable) for variable in variables]
+    strategies = [value.distribute_strategy for value in values if isinstance(value, tf.distribute.DistributedValues)]
+    if (
+        strategies
+        and strategies[0].num_replicas_in_sync > 1
+        and not isinstance(strategies[0], tf.distribute.MirroredStrategy)
+    ):
+        raise ValueError(
+            "`shard_state=True` works on TensorFlow under a `MirroredStrategy`. "
+            f"Received: {with_article(strategies[0])}. Use `shard_state=False` here."
+        )
+
+
+def _warn_if_loaded_outside(variables: Sequence[Variable]) -> None:
+    if processes.num_replicas_of_last_scope > 1 and not any(num_mirrored(variable) > 1 for variable in variables):
+        warnings.warn(
+            "A model that is to train on several replicas must be loaded inside the scope. Received: a loaded "
+            "optimizer and weights that are on one device, after a scope of "
+            f"{processes.num_replicas_of_last_scope} replicas. Load it inside `with keras_shardopt.data_parallel():`. "
+            "To train on one device, load it inside `with keras_shardopt.data_parallel(1):`.",
+            stacklevel=3,
+        )
+
+
+class TensorFlowPlacement(Placement):
+    """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
+
+    state_sharding = "copies"
+
+    def before_build(
+        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+    ) -> None:
+        check_mirrored(variables, max(num_replicas_when_made(optimizer), processes.num_replicas()))
+        check_made_inside([optimizer])
+        if shards_state:
+            _check_can_divide(variables)
+        keep_reduction_off(innermost, optimizer.scope_inside)
+        if tf.distribute.has_strategy():
+            draw_apart()
+
+    def check(
+        self,
+        variables: Sequence[Variable],
+        optimizers: Sequence[Any],
+        is_loaded: bool = False,
+        shards_state: bool = False,
+    ) -> None:
+        if is_loaded:
+            _warn_if_loaded_outside(variables)
+        if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+            num_replicas = max((num_mirrored(optimizer.iterations) for optimizer in optimizers), default=1)
+            check_mirrored(variables, num_replicas)
+            return
+        _check_trainer(tf_losses.model_of_step())
+        for optimizer in optimizers:
+            for argument in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
+                if getattr(optimizer, argument, None):
+                    given = f"{argument}={getattr(optimizer, argument)}"
+                    raise ValueError(
+                        f"`{argument}` of an inner optimizer cannot work under a strategy with several replicas: it "
+                        "puts a meeting of the replicas inside a condition, which TensorFlow forbids. "
+                        f"Received: {type(optimizer).__name__}({given}). "
+                        + (
+                            f"Use `CrossShard({type(optimizer).__name__}(...), {given})`."
+                            if argument == "gradient_accumulation_steps"
+                            else f"Leave `{argument}` out."
+                        )
+                    )
+
+    def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
+        strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
+        # On a replica new variables are the strategy's anyway, and its scope cannot be entered.
+        if strategy is None or (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()):
+            return contextlib.nullcontext()
+        scope: contextlib.AbstractContextManager[Any] = strategy.scope()
+        return scope
+
+    def replica_values(self, variable: Variable) -> list[np.ndarray]:
+        value = getattr(variable, "value", variable)
+        return [np.asarray(copy) for copy in getattr(value, "values", [value])]
+
+    def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        if len(arrays) == 1:
+            variable.assign(arrays[0])
+            return
+        value = getattr(variable, "value", variable)
+        for copy, array in zip(getattr(value, "values", [value]), arrays, strict=True):
+            copy.assign(array.astype(copy.dtype.as_numpy_dtype))
+
+    def outside_strategy(self, function: Callable[[], Any]) -> Any:
+        if not tf.distribute.has_strategy():
+            return function()
+        # A strategy is known to the thread in which its scope was entered; under it, workers make variables together.
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            return executor.submit(function).result()
+
+    def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
+        values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+        strategy = next((v.distribute_strategy for v in values if hasattr(v, "values")), None)
+        if strategy is None:
+            return np.zeros((1, len(values)), "uint64")
+        # The copies in this process; a variable that is not the strategy's has one, and equals itself everywhere.
+        num_local = max(len(getattr(value, "values", [0])) for value in values)
+        rows = []
+        for replica in range(num_local):
+            copies = [getattr(value, "values", [value] * num_local)[replica] for value in values]
+            with tf.device(copies[0].device):
+                rows.append(_fingerprints([tf.convert_to_tensor(copy) for copy in copies]))
+        mine = np.stack([row.numpy() for row in rows]).astype("uint64")
+        return np.concatenate(gather(strategy, mine))
+
+
+placement = TensorFlowPlacement()
+
+
+def reading_is_collective(variables: Sequence[Variable]) -> bool:
+    """Whether all processes must read the values of these variables together."""
+    values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    return any(
+        value.synchronization is tf.VariableSynchronization.ON_READ
+        and _process_of(value.distribute_strategy.cluster_resolver)[0] > 1
+        for value in values
+        if hasattr(value, "distribute_strategy")
+    )
+
+
+@tf.function(jit_compile=True, reduce_retracing=False)
+def _fingerprints(tensors: list[Tensor]) -> Tensor:
+    return tf.stack([_fingerprint(tensor) for tensor in tensors])
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    # The sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32, where h (the last steps of MurmurHash3) takes
+    # no two words to the same one: another word, another sum. A linear h would not do: with it, two floats of
+    # opposite sign could change places unseen.
+    words = _words(tensor)
+    mixed = words + tf.cast(tf.range(tf.size(words)), tf.uint32) * tf.constant(0x9E3779B9, tf.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = tf.bitwise.bitwise_xor(mixed, tf.bitwise.right_shift(mixed, tf.constant(shift, tf.uint32)))
+        mixed *= tf.constant(factor, tf.uint32)
+    return tf.reduce_sum(mixed)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor in unsigned integers of 32 bits, each of a whole element or a part of one."""
+    if tensor.dtype.is_complex:
+        tensor = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)])
+    if tensor.dtype != tf.bool:
+        tensor = tf.bitcast(tensor, {1: tf.uint8, 2: tf.uint16}.get(tensor.dtype.size, tf.uint32))
+    return tf.cast(tf.reshape(tensor, [-1]), tf.uint32)

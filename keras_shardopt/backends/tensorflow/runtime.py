@@ -1,0 +1,151 @@
+"""Tracing and control flow on TensorFlow.
+
+Private names of Keras touched here (a test holds each of them):
+    `Optimizer._all_reduce_sum_gradients` - the reduction that Keras' TensorFlow optimizers make by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_shardopt._typing import FunctionT, Tensor, Variable
+from keras_shardopt.backends.communicator import Communicator, SingleReplica
+from keras_shardopt.backends.gradient_scope import GradientScope
+from keras_shardopt.backends.runtime import Runtime
+from keras_shardopt.backends.tensorflow import losses as tf_losses
+from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
+
+
+def _cond(condition: Any, action: Callable[[], Any]) -> None:
+    if isinstance(condition, bool):
+        if condition:
+            action()
+        return
+
+    def act() -> int:
+        action()
+        return 0
+
+    tf.cond(condition, act, lambda: 0)
+
+
+_SCOPES = "_keras_shardopt_scopes"
+
+
+def _reduce_unless_reduced(optimizer: Any, grads_and_vars: Any) -> Any:
+    """Stands in for an optimizer's own `_all_reduce_sum_gradients`."""
+    if any(scope.is_reduced for scope in optimizer.__dict__[_SCOPES]):
+        return list(grads_and_vars)
+    return type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars)
+
+
+def keep_reduction_off(optimizers: Sequence[Any], scope: GradientScope) -> None:
+    """Makes these innermost optimizers reduce nothing by themselves where gradients in this scope are reduced."""
+    for optimizer in optimizers:
+        optimizer.__dict__[_SCOPES] = (*optimizer.__dict__.get(_SCOPES, ()), scope)
+        # On the instance, past Keras' attribute tracking: a subclass would change the name that is serialised.
+        override = types.MethodType(_reduce_unless_reduced, optimizer)
+        object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
+
+
+def num_summed() -> int:
+    """Over how many replicas Keras' own optimizers add up gradients that nobody has reduced before."""
+    return int(runtime.communicator("").num_replicas)
+
+
+class TensorFlowRuntime(Runtime):
+    """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
+
+    def no_autograph(self, function: FunctionT) -> FunctionT:
+        plain: FunctionT = tf.autograph.experimental.do_not_convert(function)
+        return plain
+
+    def communicator(self, axis_name: str) -> Communicator:
+        strategy = tf.distribute.get_strategy()
+        if strategy.num_replicas_in_sync == 1:
+            return SingleReplica()
+        context = tf.distribute.get_replica_context()
+        if context is None:
+            raise ValueError(
+                "Under a strategy with several replicas an optimizer must be applied on each of them. "
+                f"Received: a call outside `strategy.run`, with {strategy.num_replicas_in_sync} replicas. "
+                "Use `strategy.run(step)`, where `step` computes and applies the gradients."
+            )
+        return ReplicaContext(strategy, context)
+
+    def value_and_grad(
+        self,
+        loss: Callable[[], tuple[Tensor, Any]],
+        variables: Sequence[Variable],
+        axis_name: str | None,
+        before_assign: Callable[[Variable], None] | None = None,
+    ) -> tuple[list[Tensor | None], Any]:
+        with tf.GradientTape() as tape:
+            if axis_name is None:
+                tape.watch([getattr(variable, "value", variable) for variable in variables])
+            value, more = loss()
+        found: list[Tensor | None] = tape.gradient(value, list(variables))
+        return found, more
+
+    def cond(
+        self,
+        condition: Any,
+        update: Callable[[Sequence[Any]], None],
+        grads: Sequence[Any],
+        variables: Sequence[Variable],
+        communicates: bool = True,
+    ) -> None:
+        grads = tuple(grads)
+        if not communicates or tf.__internal__.distribute.strategy_supports_no_merge_call():
+            _cond(condition, lambda: update(grads))
+            return
+
+        # Replicas cannot meet inside a condition, and the update of a variable is such a meeting. So they meet first,
+        # decide together, and part again for the update.
+        note_again = tf_losses.carried()
+
+        def update_on_replica(grads: Sequence[Any]) -> None:
+            note_again()
+            update(grads)
+
+        def together(strategy: tf.distribute.Strategy, condition: Any, grads: Any) -> None:
+            first = strategy.experimental_local_results(condition)[0]
+            _cond(first, lambda: strategy.extended.call_for_each_replica(update_on_replica, args=(grads,)))
+
+        tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
+
+    def is_concrete(self, value: Any) -> bool:
+        return tf.executing_eagerly()
+
+    def raise_if(
+        self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
+    ) -> None:
+        if tf.executing_eagerly():
+            super().raise_if(condition, nonfinite_source, names, rule)
+            return
+        name = tf.gather(
+            tf.constant([*names, "a variable that cannot be told"]), nonfinite_source[1] % (len(names) + 1)
+        )
+        said = [
+            rule,
+            "Received: NaN or infinity on replica",
+            nonfinite_source[0],
+            "(-1: unknown), first in that of",
+            name,
+        ]
+        # Nothing else orders them: the assignments are not of what the condition is made of.
+        with tf.control_dependencies([tf.identity(keras.ops.convert_to_tensor(variable)) for variable in after]):
+            tf.debugging.Assert(tf.logical_not(condition), said)
+
+    def init_scope(self) -> contextlib.AbstractContextManager[Any]:
+        scope: contextlib.AbstractContextManager[Any] = tf.init_scope()
+        return scope
+
+
+runtime = TensorFlowRuntime()

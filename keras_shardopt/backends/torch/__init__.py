@@ -1,0 +1,5 @@
+"""The ranks of `torch.distributed`."""
+
+from keras_shardopt.backends.torch import placement, processes, runtime
+
+__all__ = ["placement", "processes", "runtime"]

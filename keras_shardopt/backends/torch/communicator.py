@@ -1,0 +1,284 @@
+"""Replicas of PyTorch programs: the processes of `torch.distributed`, one replica each.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.common.global_state` - holds "global_seed_generator", the seed of layers without their own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import torch
+import torch.distributed as dist
+from keras.src.backend.common import global_state
+from torch.nn.parallel import DistributedDataParallel
+
+from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.models import living_models
+from keras_shardopt.backends.torch.ddp import _INITIALIZE_DDP, _REDUCED_BY_DDP, _ddps, _initialize_ddp, _owns
+from keras_shardopt.backends.torch.process_group import explaining_failures, failure, gather_objects, say_failure
+from keras_shardopt.backends.torch.random_numbers import draw_apart
+
+BUCKET_BYTES = 25 * 2**20
+"""Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
+
+
+# The names since PyTorch 2.13, which warns about the older ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class TorchProcessGroup(Communicator):
+    """The ranks of the default process group, or of a group of them."""
+
+    is_spmd = False
+    is_multi_process = True
+
+    def __init__(self) -> None:
+        self.num_replicas = dist.get_world_size()
+        self.replica_id = dist.get_rank()
+        # Weakly: a group that outlives `destroy_process_group` takes the interpreter down when it exits.
+        self._default_group = weakref.ref(dist.group.WORLD)
+        self._process_group: Any = None
+        self._parts: dict[tuple[tuple[int, ...], ...], TorchProcessGroup] = {}
+        # Variables whose DDP owner has been looked for. By identity: tensors compare element by element.
+        self._ddp_of: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None]] = {}
+        self._num_failures = 0
+        self._failures_taken: set[str] = set()
+        if _INITIALIZE_DDP is not None:
+            mine = weakref.ref(self)
+            keras.Model._initialize_ddp = lambda model: _initialize_ddp(model, mine())
+
+    @torch.compiler.disable
+    def split(self, groups: Groups) -> Communicator:
+        """See `Communicator.split`. Process groups are made once, by all ranks together."""
+        key = tuple(tuple(sorted(ranks)) for ranks in groups)
+        if len(key) == 1:
+            return self
+        if key not in self._parts:
+            with explaining_failures():
+                made = [dist.new_group(list(ranks)) for ranks in key]
+            number = next(i for i, ranks in enumerate(key) if self.replica_id in ranks)
+            part: Any = super().split(groups)
+            part.replica_id, part._process_group = key[number].index(self.replica_id), made[number]
+            self._parts[key] = part
+        return self._parts[key]
+
+    @torch.compiler.disable
+    def say_failure(self, words: str, first_member: int) -> None:
+        # Without a collective: the other groups are somewhere else. Members of one count alike.
+        self._num_failures += 1
+        self._failures_taken.add(f"{first_member}/{self._num_failures}")
+        say_failure(f"{first_member}/{self._num_failures}", words)
+
+    @torch.compiler.disable
+    def others_have_failed(self) -> bool:
+        found = failure()
+        return found is not None and found[0] not in self._failures_taken
+
+    @torch.compiler.disable
+    def take_failure(self) -> str:
+        number, words = failure() or ("", "")
+        self._failures_taken.add(number)
+        return words
+
+    def are_current(self) -> bool:
+        """Whether this object still speaks of the process group that runs."""
+        return self._default_group() is not None and self._default_group() is dist.group.WORLD
+
+    def forget_groups(self) -> None:
+        """Lets go of the groups, which are destroyed together with that of all ranks."""
+        self._parts.clear()
+
+    @torch.compiler.disable
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
+        ddp = self._ddp_owner(_tensor(variables[0]))
+        if ddp is None:
+            return GradientState.LOCAL
+        # DDP reduces what went forward through it, and nothing else.
+        reduced = ddp.__dict__.pop(_REDUCED_BY_DDP, False)
+        return GradientState.GLOBAL if reduced else GradientState.LOCAL
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        result: list[Tensor] = [None] * len(tensors)
+        flats = []
+        under_way: list[Any] = []
+        for indices in in_buckets(tensors, BUCKET_BYTES, range(len(tensors))):
+            flat = torch.cat([_dense(tensors[i]).reshape(-1) for i in indices])
+            with explaining_failures(under_way):
+                under_way.append(dist.all_reduce(flat, reduce, group=self._process_group, async_op=True))
+            flats.append((indices, flat))
+        for number, (indices, flat) in enumerate(flats):
+            with explaining_failures(under_way):
+                under_way[number].wait()
+            if op == "mean":
+                flat.div_(self.num_replicas)
+            for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):
+                result[i] = part.view(tensors[i].shape)
+        return result
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        result = []
+        for tensor in tensors:
+            part = self._scattered(tensor.contiguous())
+            result.append(part.div_(self.num_replicas) if op == "mean" else part)
+        return result
+
+    def _scattered(self, tensor: Tensor) -> Tensor:
+        """This rank's slice of the sum."""
+        group, size = self._process_group, self.num_replicas
+        if dist.get_backend(group) == "gloo":
+            # Whose own reduce-scatter is an all-reduce of which a part is kept: twice the bytes (PyTorch 2.13).
+            everyones = torch.empty_like(tensor)
+            with explaining_failures():
+                dist.all_to_all_single(everyones, tensor, group=group)
+            return everyones.view(size, -1).sum(0)
+        part = tensor.new_empty(tensor.numel() // size)
+        with explaining_failures():
+            _reduce_scatter(part, tensor, dist.ReduceOp.SUM, group=group)
+        return part
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        result = []
+        for tensor in tensors:
+            whole = tensor.new_empty(tensor.numel() * self.num_replicas)
+            with explaining_failures():
+                _all_gather(whole, tensor.contiguous(), group=self._process_group)
+            result.append(whole)
+        return result
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+        result: list[Tensor] = [None] * len(tensors)
+        for indices in in_buckets(tensors, BUCKET_BYTES, range(len(tensors))):
+            # As bytes: every dtype travels, and bits stay what they are.
+            flat = torch.cat([tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in indices])
+            with explaining_failures():
+                dist.broadcast(flat, self.members[root], group=self._process_group)
+            sizes = [tensors[i].numel() * tensors[i].element_size() for i in indices]
+            for i, part in zip(indices, flat.split(sizes)):
+                result[i] = part.clone().view(tensors[i].dtype).view(tensors[i].shape)
+        return result
+
+    def broadcast_object(self, thing: Any, root: int) -> Any:
+        """Every rank gets rank `root`'s `thing`, whatever it is."""
+        things = [thing]
+        with explaining_failures():
+            dist.broadcast_object_list(things, root)
+        return things[0]
+
+    @torch.compiler.disable
+    def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
+        """See `Placement.broadcast_state`, of the ranks of this group."""
+        weights = [_tensor(v) for v in variables]
+        state = [_tensor(v) for v in optimizer_variables]
+        others = self._model_and_seed_state(weights)
+        mine = (_signature(weights), _signature(state), _signature(others))
+        theirs = gather_objects(mine, "takes the weights of rank 0")
+        for what, position in (("trainable variables", 0), ("optimizer variables", 1)):
+            for rank, signature in enumerate(theirs):
+                if signature[position] != theirs[0][position]:
+                    raise ValueError(
+                        f"All replicas must have the same {what}. Received on rank 0: {theirs[0][position]}, "
+                        f"on rank {rank}: {signature[position]}. Build the same model and optimizer on every rank."
+                    )
+        equal = self._take_from_root(weights)
+        self._take_from_root(state)
+        # Which other models are alive is each rank's own affair, so these follow only where all ranks agree.
+        if all(signature[2] == theirs[0][2] for signature in theirs):
+            self._take_from_root(others)
+        draw_apart(self.world, [])  # also where a program has seeded PyTorch's generator since it was last said
+        num_equal = torch.tensor(float(equal), device=weights[0].device)
+        with explaining_failures():
+            dist.all_reduce(num_equal, group=self._process_group)
+        return self.num_replicas / float(num_equal) if equal else 0.0
+
+    def _take_from_root(self, tensors: Sequence[Tensor]) -> bool:
+        """Overwrites `tensors` with the first rank's values. Returns whether they had been equal, bit for bit."""
+        equal = True
+        with torch.no_grad():
+            for mine, roots in zip(tensors, self.broadcast(tensors)):
+                if not torch.equal(_bytes(mine), _bytes(roots)):
+                    equal = False
+                    mine.copy_(roots)
+        return equal
+
+    def _model_and_seed_state(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """What belongs to the same model as `weights` but is not trained, and Keras' global seed."""
+        seed = global_state.get_global_attribute("global_seed_generator")
+        state = [] if seed is None else [_tensor(seed.state)]
+        trained = {id(w) for w in weights}
+        models = [
+            model
+            for model in living_models
+            if getattr(model, "built", False) and any(id(_tensor(v)) in trained for v in model.trainable_variables)
+        ]
+        if models:
+            outermost = max(models, key=lambda model: len(model.variables))
+            state += [_tensor(v) for v in outermost.variables if id(_tensor(v)) not in trained]
+        return state
+
+    def is_reduced_by_ddp(self, variable: Variable) -> bool:
+        """Whether a DDP owns it."""
+        return self._ddp_owner(_tensor(variable)) is not None
+
+    def has_found_no_ddp(self, variable: Variable) -> bool:
+        """Whether a DDP that owns it has been looked for in vain, so that nobody looks again."""
+        tensor = _tensor(variable)
+        known = self._ddp_of.get(id(tensor))
+        return known is not None and known[0]() is tensor and known[1] is None
+
+    def _ddp_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
+        known = self._ddp_of.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            # A parameter does not tell that DDP owns it, and Keras may wrap the model out of our sight.
+            owner = next((ddp for ddp in _ddps if _owns(ddp, parameter)), None)
+            known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
+            self._ddp_of[id(parameter)] = known
+        return None if known[1] is None else known[1]()
+
+
+def _tensor(variable: Variable) -> Tensor:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _signature(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
+    return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+
+
+def in_buckets(tensors: Sequence[Tensor], bucket_bytes: float, order: Iterable[int]) -> Iterator[list[int]]:
+    """Positions of tensors that travel together: of one dtype and device, at most so many bytes unless alone."""
+    alike: dict[Any, list[int]] = {}
+    for i in order:
+        alike.setdefault((tensors[i].dtype, tensors[i].device), []).append(i)
+    for indices in alike.values():
+        bucket: list[int] = []
+        size = 0
+        for i in indices:
+            num_bytes = tensors[i].numel() * tensors[i].element_size()
+            if bucket and size + num_bytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(i)
+            size += num_bytes
+        yield bucket

@@ -1,0 +1,55 @@
+"""PyTorch's DDP: which gradients it has reduced, and where Keras would make one.
+
+Private names of Keras touched here (a test holds each of them):
+    `Model._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.backends.models import Living
+
+_REDUCED_BY_DDP = "_keras_shardopt_reduced"
+
+
+def _note_forward(ddp: DistributedDataParallel, inputs: Any) -> None:
+    if torch.is_grad_enabled():
+        ddp.__dict__[_REDUCED_BY_DDP] = ddp.require_backward_grad_sync
+
+
+def _noticing(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of DDPs of which it is noted from the first one on what goes forward through them."""
+
+    @functools.wraps(init)
+    def noticing(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        init(ddp, *args, **kwargs)
+        ddp.register_forward_pre_hook(_note_forward)
+
+    return noticing
+
+
+DistributedDataParallel.__init__ = _noticing(DistributedDataParallel.__init__)
+
+_ddps = Living(DistributedDataParallel, "__init__")
+
+
+def _owns(ddp: DistributedDataParallel, parameter: Tensor) -> bool:
+    return any(owned is parameter for owned in ddp.parameters())
+
+
+_INITIALIZE_DDP = getattr(keras.Model, "_initialize_ddp", None)
+
+
+def _initialize_ddp(model: Any, ranks: Any) -> None:
+    """Stands in for Keras' method, and makes no DDP of weights whose gradients are reduced here already."""
+    assert _INITIALIZE_DDP is not None
+    if ranks is None or not any(ranks.has_found_no_ddp(variable) for variable in model.trainable_variables):
+        _INITIALIZE_DDP(model)

@@ -1,0 +1,348 @@
+"""Gradients reduced while the backward pass still computes others, and finished inside of it.
+
+Gradients travel in flat buckets, in the order in which a backward pass makes them: those of the last variables first.
+A bucket that is full is sent at once. The last one waits for the end of the backward pass and takes along which
+gradients this rank has, so that whoever reads `.grad` after `loss.backward()` sees global gradients.
+
+What travels is the same, bucket by bucket, if all of it is sent at the end (`reduce`) - so each rank may decide for
+itself, at every step, when it sends. A rank does so early only where it knows what comes: in the step of Keras' own
+trainer, which calls `scale_loss`, `backward` and `apply` one after another. Everybody else gets `reduce`.
+
+Private names of Keras touched here (a test holds them):
+    `Model.train_step` of the torch trainer - scales the loss, lets gradients go, computes new ones,
+        and hands `.grad` of the trainable weights to the optimizer.
+Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls at the end of a backward pass, which DDP
+    does, too; `torch._C._current_graph_task_id` - which backward pass is running;
+    `Tensor._post_accumulate_grad_hooks` - the hooks of a tensor by the `id` of their handles.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable as _Autograd
+
+from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
+from keras_shardopt.backends.keras_callers import caller_instance
+from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.flat_bucket import laid_out
+from keras_shardopt.backends.torch.process_group import explaining_failures
+from keras_shardopt.numerics import dtype_of
+
+_CALL = "reduces the gradients of an update"
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Buckets:
+    """Reduces the gradients of some variables over all ranks.
+
+    All ranks make one with the same arguments, and reduce with it equally often.
+
+    Args:
+        ranks: the ranks of the default process group (`TorchProcessGroup`).
+        variables: the trainable variables, all that gradients may be of.
+        takes_mean: bool. Whether sums are divided by the number of ranks.
+        bucket_bytes: float. How large buckets may be; a gradient that is larger has one of its own.
+        compression: None, "float16" or "bfloat16": the dtype in which float32 and float64 are sent and added up.
+    """
+
+    def __init__(
+        self,
+        ranks: Any,
+        variables: Sequence[Variable],
+        takes_mean: bool,
+        bucket_bytes: float,
+        compression: str | None,
+    ) -> None:
+        self._ranks = ranks
+        self._num_ranks = int(ranks.num_replicas)
+        self._variables = list(variables)
+        self._places = {id(variable): i for i, variable in enumerate(self._variables)}
+        self._overlaps = True
+        tensors = [variable.value for variable in self._variables]
+        num_flags = len(tensors) + NUM_FLAGS + 3
+        op: ReduceOp = "mean" if takes_mean else "sum"
+        self._buckets = laid_out(tensors, bucket_bytes, op, self._num_ranks, compression, num_flags)
+        self._of = {i: bucket for bucket in self._buckets for i in bucket.places}
+        flags = self._buckets[-1].flat
+        self._flags = flags[flags.numel() - num_flags :]
+        self._parameters: list[Tensor] = []
+        self._trainable: list[bool] = []
+        self._heard: list[tuple[dict[int, Any], int]] = []
+        # How often gradients were taken from here: equal on all ranks, or one of them has left out an update.
+        self._num_taken = 0
+        self._forget()
+
+    def _begin(self) -> None:
+        if self._num_sent % len(self._buckets):
+            # The backward pass before has ended with an error. Others wait for the rest of its gradients, and then
+            # do it all once more, along with what this rank sends next.
+            self._was_late = True
+            self._reduced([False] * len(self._variables), None)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_running = False
+        self._task = -1
+        self._was_late = False
+        self._seen: dict[int, tuple[Tensor, int]] = {}
+        self._num_sent: int = 0
+        self._under_way: list[Any] = []
+        self._finished: list[Tensor | None] | None = None
+
+    # Not `weakref.finalize`, whose registry `torch.compile` would guard on.
+    def __del__(self) -> None:
+        _let_go(getattr(self, "_heard", []))
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of an optimizer makes its own
+
+    # -- early -----------------------------------------------------------------------------------------------------
+
+    def follow(self, loss: Any, optimizer: Any, counts: bool) -> None:
+        """Sends gradients while `loss` is differentiated, if the `scale_loss` that asks is called by Keras' own step.
+
+        Args:
+            loss: what `scale_loss` returns.
+            optimizer: whose `scale_loss` that is.
+            counts: whether this rank has rows, so that its gradients count.
+        """
+        if not self._overlaps or torch.compiler.is_compiling():
+            return
+        if not torch.is_tensor(loss) or not loss.requires_grad:
+            return
+        if getattr(caller_instance(further_out=2, code=_STEP), "optimizer", None) is not optimizer:
+            return
+        mine = weakref.ref(self)
+
+        def start(_: Tensor) -> None:
+            buckets = mine()
+            if buckets is not None:
+                buckets._start(counts)
+
+        loss.register_hook(start)
+
+    @torch.no_grad()
+    def _start(self, counts: bool) -> None:
+        if not self._ranks.are_current():
+            return
+        self._begin()
+        parameters = [variable.value for variable in self._variables]
+        trainable = [parameter.requires_grad for parameter in parameters]  # layers are frozen, and no longer
+        if trainable != self._trainable or any(a is not b for a, b in zip(parameters, self._parameters)):
+            self._listen_to(parameters, trainable)
+        if any(parameter.grad is not None for parameter in parameters):
+            return  # somebody adds gradients up
+        for bucket in self._buckets:
+            bucket.num_missing = len(bucket.places)
+        self._counts = counts
+        self._task = torch._C._current_graph_task_id()
+        self._is_running = True
+        _Autograd._execution_engine.queue_callback(self._finish)
+
+    def _listen_to(self, parameters: list[Tensor], trainable: list[bool]) -> None:
+        _let_go(self._heard)
+        mine = weakref.ref(self)
+
+        def heard(i: int, parameter: Tensor) -> None:
+            buckets = mine()
+            if buckets is not None and buckets._is_running:
+                buckets._take(i, parameter)
+
+        self._parameters, self._trainable = parameters, trainable
+        for i, parameter in enumerate(parameters):
+            if trainable[i]:
+                handle = parameter.register_post_accumulate_grad_hook(lambda p, i=i: heard(i, p))
+                self._heard.append((parameter._post_accumulate_grad_hooks, handle.id))
+
+    @torch.no_grad()
+    def _take(self, i: int, parameter: Tensor) -> None:
+        """One gradient is there."""
+        bucket = self._of[i]
+        # A second time, or in a backward pass within this one, as with reentrant checkpoints: `.grad` has all of it
+        # in the end.
+        if i in self._seen or torch._C._current_graph_task_id() != self._task:
+            self._was_late = True
+            return
+        assert parameter.grad is not None
+        self._seen[i] = (parameter.grad, parameter.grad._version)
+        self._put(i, parameter.grad)
+        bucket.num_missing -= 1
+        while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_missing:
+            self._send()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """The backward pass is over: all gradients are there that will be."""
+        if not self._is_running:
+            return
+        self._is_running = False
+        own = [parameter.grad for parameter in self._parameters]
+        for i, (grad, version) in self._seen.items():
+            # By a hook of somebody else, which came after.
+            self._was_late |= own[i] is not grad or grad._version != version
+        for bucket in self._buckets[self._num_sent :]:
+            for i in bucket.places:
+                if i not in self._seen:
+                    self._put(i, own[i])
+        found = self._reduced([grad is not None for grad in own], self._trainable)
+        if found is None:  # somewhere one came after it was sent
+            # All of it anew, and from now on at the end: here if this rank was late, or else on that one.
+            self._overlaps = not self._was_late
+            found = self._reduced_at_the_end(own, self._counts, self._trainable)
+        self._seen = {}
+        for parameter, grad in zip(self._parameters, found):
+            parameter.grad = grad
+        self._finished = found
+
+    # -- at the end ------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def reduce(self, grads: Gradients, variables: Sequence[Variable], counts: bool, weight: float = 1.0) -> Gradients:
+        """The global gradients: those that are reduced already, if they are what is given, or reduced now.
+
+        They lie in memory that the next call overwrites.
+
+        Args:
+            grads: this rank's, one tensor or None per variable.
+            variables: their variables.
+            counts: whether this rank has rows; else zeros stand for its gradients.
+            weight: a factor for this rank's gradients.
+
+        Raises:
+            ValueError: on all ranks, if not all have made equally many updates, or train the same variables; if other
+                gradients come than the backward pass has reduced.
+        """
+        places = [self._places[id(variable)] for variable in variables]
+        finished, self._finished = self._finished, None
+        if finished is None:
+            own: list[Tensor | None] = [None] * len(self._variables)
+            trained = [False] * len(self._variables)
+            for i, grad in zip(places, grads):
+                own[i], trained[i] = grad, True
+            self._begin()
+            finished = self._reduced_at_the_end(own, counts and weight != 0, trained, weight)
+        elif any(grad is not finished[i] for i, grad in zip(places, grads)):
+            raise ValueError(
+                "The gradients of this step were reduced while they were computed, and others have come. "
+                "Received: gradients that are not `.grad` of the weights. Use `CrossShard(..., overlap=False)`, or "
+                "change gradients inside it."
+            )
+        self._num_taken += 1
+        return [finished[i] for i in places]
+
+    @torch.no_grad()
+    def join_uneven_inputs(self) -> None:
+        """Tells the other ranks that this one has ended training: sends zeros, as if it were one more update.
+
+        Raises:
+            ValueError: on all ranks, if some have ended and others have not.
+        """
+        self._begin()
+        self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
+
+    # -- what both do ----------------------------------------------------------------------------------------------
+
+    def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
+        self._of[i].put(i, grad if self._counts else None, weight)
+
+    def _reduced_at_the_end(
+        self,
+        own: Gradients,
+        counts: bool,
+        trained: Sequence[bool] | None,
+        weight: float = 1.0,
+        trains: bool = True,
+    ) -> list[Tensor | None]:
+        """Sends all, as often as some rank wants that."""
+        self._counts = counts
+        found = None
+        while found is None:
+            self._num_sent, self._was_late = 0, False
+            for i, grad in enumerate(own):
+                self._put(i, grad, weight)
+            found = self._reduced([grad is not None for grad in own], trained, trains)
+        return found
+
+    def _send(self) -> None:
+        bucket = self._buckets[self._num_sent]
+        with explaining_failures(self._under_way, _CALL):
+            self._under_way.append(dist.all_reduce(bucket.flat, dist.ReduceOp.SUM, async_op=True))
+        self._num_sent += 1
+
+    def _reduced(
+        self, present: list[bool], trained: Sequence[bool] | None, trains: bool = True
+    ) -> list[Tensor | None] | None:
+        """Sends what is not sent yet, and waits for all; None if some rank wants to do it all once more."""
+        is_odd = self._num_taken % 2 == 1
+        more = [self._was_late, trains and is_odd, trains and not is_odd]
+        channel = SideChannel(self._ranks, self._variables, present, trained, trains, more)
+        self._flags.copy_(channel.pack(dtype_of(self._flags)))
+        while self._num_sent < len(self._buckets):
+            self._send()
+        for number in range(len(self._under_way)):
+            with explaining_failures(self._under_way, _CALL):
+                self._under_way[number].wait()
+        self._under_way = []
+        has = present
+        heard, _ = channel.unpack(self._flags, "sum", must_look=self._was_late)
+        if heard is not None:
+            heard.check_all_train()
+            num_late, num_odd, num_even = heard.more
+            if num_odd > 0 and num_even > 0:
+                raise ValueError(
+                    "All replicas must make the same updates, in the same order. Received: gradients of other updates "
+                    "on some ranks. Was an update left out on one rank, by an error that the program went on after?"
+                )
+            if num_late > 0:
+                if num_late < self._num_ranks and not heard.all_look:  # then others do not look either, and go on
+                    raise RuntimeError(
+                        "On a GPU gradients that are sent must not change any more on some ranks only. Received: on "
+                        f"{round(num_late)} of {self._num_ranks} ranks one that came or was changed afterwards, or a "
+                        "backward pass that ended with an error. Use `CrossShard(..., overlap=False)`."
+                    )
+                return None
+            heard.check_same_variables()
+            has = heard.present
+        for bucket in self._buckets:
+            bucket.widen()
+        return [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
+
+
+def _let_go(heard: list[tuple[dict[int, Any], int]]) -> None:
+    # Not `handle.remove()`: a handle finds its hooks through a weak reference, which the garbage collector clears
+    # along with a cycle that has parameters in it, even if these live on.
+    for hooks, key in heard:
+        hooks.pop(key, None)
+    heard.clear()
+
+
+_STEP = inspect.unwrap(keras.Model.train_step).__code__
+
+
+def can_bucket(variables: Sequence[Variable]) -> bool:
+    """Whether gradients of these variables can travel in buckets that are kept."""
+    return all(v.value.dtype in _DTYPES and v.value.device.type in ("cpu", "cuda") for v in variables)
+
+
+@torch.compiler.disable
+def buckets_among(replicas: Any, variables: Sequence[Variable], *arguments: Any) -> Buckets | None:
+    """The buckets of these variables; None where they cannot be. All processes call it together.
+
+    Args:
+        replicas: a communicator.
+        variables: as of `Buckets`.
+        arguments: the further ones of `Buckets`.
+    """
+    if not isinstance(replicas, TorchProcessGroup) or not can_bucket(variables):
+        return None
+    return None if replicas.is_reduced_by_ddp(variables[0]) else Buckets(replicas, variables, *arguments)

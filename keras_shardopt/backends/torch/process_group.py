@@ -1,0 +1,344 @@
+"""Process groups of `torch.distributed` in which no rank waits for ever, and that say which rank is missing.
+
+When a rank dies or stalls, the collective that needs it fails on some of the others, at once or when the time is up,
+with an error that names a socket. So the first rank that notices closes its connections, which makes the collectives
+of all others fail too; then each leaves a sign in the store in which the ranks met, and looks for those of the others.
+
+Ranks that make different calls must not send each other tensors of different sizes, as "gloo" then ends the process. So
+before ranks begin something together, each tells the others what, in a message of one size and in a group of their own
+(`tell`): a rank that does so never meets the gradients of one that does not.
+
+Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store in which the
+ranks of the default group have met, whoever has opened it. (test_private_names.py holds it.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+ANSWER_SECONDS = 1.0
+"""For how long a rank at least looks for signs of the others after a collective has failed."""
+
+PATIENCE_SECONDS = 2.0
+"""For how much longer it does where the collective has failed before its time, as others may be busy just then."""
+
+
+class _Group:
+    """The default process group, as opened here."""
+
+    def __init__(self, store: dist.Store, timeout: datetime.timedelta | None) -> None:
+        self.store = store
+        self.timeout = timeout
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.has_left_word = False
+
+
+# What is open, the store in which all groups of this program meet, and how many there have been.
+_open: _Group | None = None
+_store: dist.Store | None = None
+_num_groups = 0
+
+# What messages travel in: None for the default group. Nothing else may hold it, as it must end with that.
+_messages: Any = None
+
+
+def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta | None) -> None:
+    """Opens the default process group of the ranks that torchrun started.
+
+    Args:
+        backend: "gloo" or "nccl".
+        rank: of this process, among `size`. Fewer ranks may meet the second time.
+        size: how many processes meet.
+        timeout: after how long a collective fails; None for PyTorch's own limit.
+
+    Raises:
+        RuntimeError: if some rank does not come in time.
+    """
+    global _open, _store, _num_groups, _messages
+    limit = {} if timeout is None else {"timeout": timeout}
+    _num_groups += 1
+    try:
+        # One store for all meetings of this program: rank 0 may serve it, and others would ask the one before.
+        if _store is None:
+            _store, _, _ = next(rendezvous("env://", **limit))
+        # Under a name of its own: ranks that meet a second time would else read the addresses of the first. The store
+        # may be torchrun's, which outlives them when it starts them again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"keras_shardopt/{attempt}/{_num_groups}", _store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
+        # On the host, whatever the tensors are on: so nobody waits for a device.
+        _messages = dist.new_group(backend="gloo", **limit)
+        _open = _Group(store, timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"All {size} ranks must meet before training{_within(timeout)}. Received on rank {rank}: "
+            f"{_first_line(error)}. Were all of them started, with the same MASTER_ADDR and MASTER_PORT? "
+            "Where some need longer, use `data_parallel(timeout=...)`."
+        ) from error
+
+
+def close_group() -> None:
+    """Closes the default process group, if it is still open."""
+    global _open, _messages
+    group, _open, _messages = _open, None, None
+    _num_barriers.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if group is not None and group.has_left_word and group.rank == 0 and _rank_0_serves():
+        _ask(group, ANSWER_SECONDS, "has left", [])  # their collectives fail now, and they look for what was said
+
+
+_num_barriers: dict[str, int] = {}
+
+
+def meet(purpose: str, seconds: float, advice: str) -> None:
+    """Waits until all ranks have come, without a collective, which others would take for one of their own.
+
+    A rank that leaves because others have not come can come again. Those whose collectives fail because it has left
+    say so, too.
+
+    Args:
+        purpose: what they come for.
+        seconds: for how long to wait, where the group was opened without a `timeout`.
+        advice: what to do about it.
+
+    Raises:
+        RuntimeError: after that time, with the ranks that have not come, and the advice; or if the store in which ranks
+            meet is gone.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if _open is not None and _open.timeout is not None:
+        seconds = _open.timeout.total_seconds()
+    number = _num_barriers.get(purpose, 0)
+    names = [f"keras_shardopt/meeting/{purpose}/{number}/{other}" for other in range(size)]
+    limit = time.monotonic() + seconds
+    try:
+        store = distributed_c10d._get_default_store()
+        store.set(names[rank], "1")
+        while missing := [other for other, name in enumerate(names) if other != rank and not store.check([name])]:
+            if time.monotonic() > limit:
+                store.delete_key(names[rank])
+                break
+            time.sleep(0.005)
+    except RuntimeError as error:  # of the connection to the store, which ends with the rank that serves it
+        raise RuntimeError(
+            f"All ranks must {purpose} together. Received on rank {rank}: the rank that holds the connections has "
+            f"ended ({_first_line(error)}). {advice}"
+        ) from error
+    if missing:
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        words = (
+            f"All ranks must {purpose} together. Received: no call on {ranks}, {seconds:g} s after the one on rank "
+            f"{rank}. {advice}"
+        )
+        _leave_word(words)
+        raise RuntimeError(words)
+    _num_barriers[purpose] = number + 1
+    _leave_word(None)
+
+
+def _leave_word(words: str | None) -> None:
+    """Lets ranks whose collectives fail later say why; None where all are together again."""
+    if _open is not None and (words is not None or _open.has_left_word):
+        with contextlib.suppress(RuntimeError):
+            _open.store.delete_key(_WORD) if words is None else _open.store.set(_WORD, words)
+            _open.has_left_word = words is not None
+
+
+_WORD = "keras_shardopt/word"
+
+
+def say_failure(number: str, words: str) -> None:
+    """Leaves an error, under a number of its own, for ranks that look for it."""
+    with contextlib.suppress(RuntimeError):
+        store = distributed_c10d._get_default_store()
+        store.set(_FAILURE, f"{number} {words}")
+        store.check([_FAILURE])  # setting alone does not wait until it is there
+
+
+def failure() -> tuple[str, str] | None:
+    """The number and the words of the error that was left last; None if there is none."""
+    with contextlib.suppress(RuntimeError):
+        store = distributed_c10d._get_default_store()
+        if store.check([_FAILURE]):
+            number, _, words = store.get(_FAILURE).decode().partition(" ")
+            return number, words
+    return None
+
+
+_FAILURE = "keras_shardopt/failure"
+
+
+# The name since PyTorch 2.13, which warns about the older one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_NUM_LETTERS = 120
+
+
+def tell(call: str, *numbers: int) -> list[list[int]]:
+    """Tells all ranks what this one is about to do together with them, and up to two numbers.
+
+    Args:
+        call: what it does, in words that are equal where it is the same: "rank 0 ...".
+        numbers: ints.
+
+    Returns:
+        The numbers of each rank, filled up with zeros.
+
+    Raises:
+        ValueError: on every rank, if some are about to do something else.
+    """
+    rows = _told([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
+    if len({kind for kind, *_ in rows}) > 1:
+        # All have noticed, and so all make this exchange.
+        letters = call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)
+        calls = [bytes(row).decode(errors="replace").strip() for row in _told(list(letters), call)]
+        raise ValueError(f"{_SAME_CALLS} Received: {_by_rank(dict(enumerate(calls)))}. {_STOP_TOGETHER}")
+    return [told for _, *told in rows]
+
+
+_SAME_CALLS = (
+    "All ranks must make the same calls, with the same `epochs`, callbacks and validation, prepare the same models, "
+    "and stop together."
+)
+_STOP_TOGETHER = "Let what stops training depend on an epoch's logs after `prepare`, which are equal on all ranks."
+
+
+def gather_objects(value: Any, call: str) -> list[Any]:
+    """The values of all ranks, which may be of different lengths. `call` is as in `tell`."""
+    tell(call)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    with explaining_failures(call=call):
+        dist.all_gather_object(everyones, value, group=_messages)
+    return everyones
+
+
+def _told(numbers: list[int], call: str) -> list[list[int]]:
+    """The numbers of all ranks, which tell equally many."""
+    # In a group that somebody else has opened everything travels on its device.
+    on_device = _messages is None and dist.get_backend() == "nccl"
+    mine = torch.tensor(numbers, device="cuda" if on_device else "cpu")
+    everyones = mine.new_empty(mine.numel() * dist.get_world_size())
+    with explaining_failures(call=call):
+        _all_gather(everyones, mine, group=_messages)
+    rows: list[list[int]] = everyones.view(-1, len(numbers)).tolist()
+    return rows
+
+
+def _by_rank(calls: dict[int, str]) -> str:
+    return ", ".join(f"rank {rank} {call}" for rank, call in sorted(calls.items()))
+
+
+@contextlib.contextmanager
+def explaining_failures(under_way: list[Any] | None = None, call: str = "exchanges tensors") -> Iterator[None]:
+    """Put around every collective, and nothing else: what fails in it fails because of another rank.
+
+    Args:
+        under_way: the collectives that the caller has begun, in a list that is emptied when one fails.
+        call: what they are for: "rank 0 ...".
+
+    Raises:
+        RuntimeError: if the collective fails, with the ranks that are missing where they can be told.
+    """
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        # What holds a collective holds the connections open: the caller's list, and the frames that have failed.
+        if under_way is not None:
+            under_way.clear()
+        traceback.clear_frames(error.__traceback__)
+        raise RuntimeError(_explained(error, time.monotonic() - start, call)) from error
+
+
+def _explained(error: RuntimeError, waited: float, call: str) -> str:
+    rule = "All ranks must take part in each step, and one of them is gone or stuck."
+    cause = f"The exchange failed with: {_first_line(error)}."
+    remedy = (
+        "That rank's own output says why; where a rank may take longer, use `data_parallel(timeout=...)`. Start the "
+        "job again: with `keras_shardopt.callbacks.BackupAndRestore` it goes on from its last backup."
+    )
+    if _open is None:
+        where = f"on rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "here"
+        return f"{rule} Received: a failed exchange {where}. {cause} {remedy}"
+    group = _open
+    rest = math.inf if group.timeout is None else group.timeout.total_seconds() - waited
+    seconds = ANSWER_SECONDS + max(0.0, min(PATIENCE_SECONDS, rest))
+    words: list[str] = []
+    calls, received = _in_words(group, seconds, call, words)
+    before = "".join(f" Before that: {word}" for word in words)
+    if len(set(calls.values())) > 1:
+        longer = "Where one of them only takes longer, use `data_parallel(timeout=...)`."
+        given = f"{_by_rank(calls)}{_within(group.timeout)}"
+        return f"{_SAME_CALLS} Received: {given}. {_STOP_TOGETHER} {longer} {cause}{before}"
+    received = f"{received}, asked by rank {group.rank} of {group.size}{_within(group.timeout)}"
+    return f"{rule} Received: {received}. {cause}{before} {remedy}"
+
+
+def _in_words(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
+    """What the ranks do, if all answer, and who is missing, as far as it can be told in some seconds.
+
+    Adds to `words` what a rank has said before it left.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        # The connections too: ranks further along a ring wait for this one, and would not look for signs in time.
+        close_group()
+    found: list[dict[int, str]] = []
+    # In a thread that may be left behind: a rank that serves the store and was stopped never answers.
+    asking = threading.Thread(target=_ask, args=(group, seconds, call, found, words), daemon=True)
+    asking.start()
+    asking.join(seconds + 0.5)
+    if not found:
+        who = "rank 0, which holds the store" if _rank_0_serves() else "torchrun's store"
+        return {}, f"no answer from {who}"
+    missing = sorted(set(range(group.size)) - set(found[-1]))
+    if not missing:
+        return found[-1], "an answer from every rank, but too late or over a broken connection"
+    return {}, f"no answer from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+
+
+def _ask(group: _Group, seconds: float, call: str, found: list[dict[int, str]], words: list[str] | None = None) -> None:
+    """Leaves this rank's sign, and adds to `found` what the ranks do that have left theirs, until all or time is up."""
+    limit = time.monotonic() + seconds
+    with contextlib.suppress(RuntimeError):
+        if words is not None and group.store.check([_WORD]):
+            words.append(group.store.get(_WORD).decode())
+        group.store.set(f"sign/{group.rank}", call)
+        signs = {group.rank: call}
+        while True:
+            for rank in set(range(group.size)) - set(signs):
+                if group.store.check([f"sign/{rank}"]):
+                    signs[rank] = group.store.get(f"sign/{rank}").decode()
+            found.append(dict(signs))
+            # The rank that serves the store stays, or it would be gone before all have looked.
+            have_all = len(signs) == group.size and not (group.rank == 0 and _rank_0_serves())
+            if have_all or time.monotonic() > limit:
+                return
+            time.sleep(0.02)
+
+
+def _rank_0_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _within(timeout: datetime.timedelta | None) -> str:
+    return "" if timeout is None else f" within {timeout.total_seconds():g} s"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].partition(". This is typically")[0].rstrip(".")

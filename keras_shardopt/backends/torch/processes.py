@@ -1,0 +1,114 @@
+"""The ranks of PyTorch programs, as the host sees them.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.utils.rng_utils.get_random_seed` - the seed given to `keras.utils.set_random_seed`, or None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import torch
+import torch.distributed as dist
+from keras.src.utils import rng_utils
+
+from keras_shardopt.backends.communicator import SingleReplica
+from keras_shardopt.backends.keras_callers import caller_function
+from keras_shardopt.backends.processes import Processes, World
+from keras_shardopt.backends.torch.process_group import (
+    close_group,
+    explaining_failures,
+    gather_objects,
+    meet,
+    open_group,
+)
+from keras_shardopt.backends.torch.runtime import runtime
+
+
+class TorchProcesses(Processes):
+    """`torch.distributed`: one process per replica, each with its own data."""
+
+    needs_initial_broadcast = True
+
+    def versions(self) -> dict[str, str]:
+        # Without the suffix: builds for other devices are the same version.
+        return {"PyTorch": str(torch.__version__).partition("+")[0]}
+
+    def process(self) -> tuple[int, int]:
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_world_size(), dist.get_rank()
+        return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+
+    def num_replicas(self) -> int:
+        return int(runtime.communicator("").num_replicas)
+
+    def barrier(self, purpose: str, seconds: float, advice: str) -> None:
+        if not isinstance(runtime.communicator(""), SingleReplica):
+            meet(purpose, seconds, advice)
+
+    @contextlib.contextmanager
+    def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+        running = dist.is_available() and dist.is_initialized()
+        # As of now: fewer ranks may meet the second time.
+        size, rank = self.process()
+        if num_replicas not in (None, size):
+            raise ValueError(
+                "`num_replicas` must be the number of processes, because on PyTorch each replica is one. "
+                f"Received: num_replicas={num_replicas}, with {size} process(es). "
+                f"Start the program with: torchrun --nproc-per-node {num_replicas} {sys.argv[0] or 'train.py'}"
+            )
+        if size == 1:
+            yield World(persists=True)
+            return
+        if running and timeout is not None:
+            raise ValueError(
+                "`timeout` is that of the process group, and must be given where it is opened. "
+                f"Received: timeout={timeout.total_seconds():g} s, and a group that is open already. "
+                "Use `torch.distributed.init_process_group(..., timeout=...)`, or let `data_parallel` open the group."
+            )
+        device = None
+        if torch.cuda.is_available():
+            device = torch.cuda.current_device()
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if not running:
+            open_group("gloo" if device is None else "nccl", rank, size, timeout)
+        try:
+            _agree_on_seed()
+            yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank, persists=True)
+        finally:
+            if not running:
+                if runtime._ranks is not None:
+                    runtime._ranks.forget_groups()
+                close_group()
+            if device is not None:
+                torch.cuda.set_device(device)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        if not (dist.is_available() and dist.is_initialized()):
+            return [value]
+        return gather_objects(value, _CALLS.get(caller_function(), "exchanges values"))
+
+
+processes = TorchProcesses()
+_CALLS = {  # of functions that ask for objects
+    "largest_difference": "compares weights",
+    "check_agreement": "compares what it trains before its first update",
+    "_check_all_were_given_alike": "calls `shard_data`",
+}
+
+
+def _agree_on_seed() -> None:
+    """Lets models built from here on start equal: all ranks take rank 0's Keras seed unless they agree already."""
+    seeds = gather_objects(rng_utils.get_random_seed(), "enters `data_parallel()`")
+    if seeds[0] is None or any(seed != seeds[0] for seed in seeds):
+        chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]
+        with explaining_failures():
+            dist.broadcast_object_list(chosen)
+        keras.utils.set_random_seed(chosen[0])

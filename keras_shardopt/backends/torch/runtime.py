@@ -1,0 +1,90 @@
+"""Tracing and control flow on PyTorch, where most runs as it is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.backends.communicator import Communicator, SingleReplica
+from keras_shardopt.backends.runtime import Runtime
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
+
+
+class TorchRuntime(Runtime):
+    """`torch.distributed`: one process per replica, each with its own data."""
+
+    _ranks: TorchProcessGroup | None = None
+
+    def communicator(self, axis_name: str) -> Communicator:
+        if not (dist.is_available() and dist.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError(
+                    "Several processes were started, but no process group is open, so each would train a model of its "
+                    f"own. Received: WORLD_SIZE={os.environ['WORLD_SIZE']}. Build and compile the model inside "
+                    "`with keras_shardopt.data_parallel():`, and do not close that before training ends."
+                )
+            return SingleReplica()
+        if dist.get_world_size() == 1:
+            return SingleReplica()
+        if self._ranks is None or not self._ranks.are_current():
+            self._ranks = TorchProcessGroup()
+        return self._ranks
+
+    def value_and_grad(
+        self,
+        loss: Callable[[], tuple[Tensor, Any]],
+        variables: Sequence[Variable],
+        axis_name: str | None,
+        before_assign: Callable[[Variable], None] | None = None,
+    ) -> tuple[list[Tensor | None], Any]:
+        parameters = [_tensor(v) for v in variables]
+        before = [p.grad for p in parameters]
+        untrained = [p for p in parameters if axis_name is None and not p.requires_grad]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            for parameter in untrained:
+                parameter.requires_grad_()
+            with torch.enable_grad():
+                value, more = loss()
+            # Not `torch.autograd.grad`: a DDP that owns the parameters reduces in `backward` only.
+            if value.requires_grad:
+                value.backward(inputs=parameters)
+            return [p.grad for p in parameters], more if more is None else more.detach()
+        finally:
+            for parameter in untrained:
+                parameter.requires_grad_(False)
+            for parameter, grad in zip(parameters, before):
+                parameter.grad = grad
+
+    @torch.compiler.disable
+    def no_compile(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    def is_concrete(self, value: Any) -> bool:
+        return not torch.compiler.is_compiling()
+
+    def is_cheap_to_read(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+    def version(self, variable: Variable) -> int | None:
+        return int(_tensor(variable)._version)
+
+    @torch.no_grad()
+    def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: bool) -> None:
+        pairs = [(_tensor(v), value) for v, value in zip(variables, values)]
+        given = [(tensor, value) for tensor, value in pairs if value is not None]
+        if starts:
+            for tensor, value in pairs:
+                if value is None:
+                    tensor.zero_()
+        if given:
+            (torch._foreach_copy_ if starts else torch._foreach_add_)(*map(list, zip(*given)))
+
+
+runtime = TorchRuntime()

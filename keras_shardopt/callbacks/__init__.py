@@ -1,0 +1,16 @@
+"""Callbacks: for several replicas, for backups, and `TrainingSummaries`."""
+
+from keras_shardopt.callbacks.nonfinite import StopOnNonFinite
+from keras_shardopt.callbacks.replicas import CheckReplicas, SyncReplicas
+from keras_shardopt.callbacks.summaries import TrainingSummaries
+from keras_shardopt.checkpoint.backup import BackupAndRestore
+from keras_shardopt.checkpoint.saving import ModelCheckpoint
+
+__all__ = [
+    "BackupAndRestore",
+    "CheckReplicas",
+    "ModelCheckpoint",
+    "StopOnNonFinite",
+    "SyncReplicas",
+    "TrainingSummaries",
+]

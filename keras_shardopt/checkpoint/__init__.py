@@ -1,0 +1,1 @@
+"""Files that several replicas write and read together."""

@@ -1,0 +1,5 @@
+"""This process's part of a training set."""
+
+from keras_shardopt.data.dispatch import shard_data
+
+__all__ = ["shard_data"]

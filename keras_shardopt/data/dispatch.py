@@ -1,0 +1,180 @@
+"""This process's part of the data.
+
+Hides for each kind of data how it is split so that the processes together see every row once: by rows for arrays and
+`DataLoader`, by batches for what comes in batches. Which framework a `DataLoader`, dataset or tensor belongs to is
+looked up among what the program has imported: any of them may be used on any backend.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import tree
+
+from keras_shardopt import arguments as check
+from keras_shardopt.backends.active import processes
+from keras_shardopt.data.arrays import BatchesOfArrays, part_of_arrays
+from keras_shardopt.data.part import Part
+from keras_shardopt.data.py_dataset import PartOfPyDataset
+from keras_shardopt.data.tf_dataset import part_of_tf_dataset, steps_of
+from keras_shardopt.data.torch_loader import PartOfSampler, PartOfStream, part_of_loader
+
+
+def shard_data(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    seed: int | None = None,
+) -> Any:
+    r"""Gives this process its part of the data: all processes together see every row once.
+
+    Of $N$ processes, process $r$ gets the rows (or, of data that comes in batches, the batches)
+    $r,\ r + N,\ r + 2N, \dots$ So with batches of $b$ rows, the $t$-th batches of all processes together are the rows
+    $tNb$ to $(t + 1)Nb - 1$: the $t$-th batch of one process with batches of $Nb$.
+
+    Which of how many processes this is comes from the backend: on PyTorch the rank, on JAX `jax.process_index()`, on
+    TensorFlow the task in the cluster of the strategy or of `TF_CONFIG`. A single process, which on JAX and TensorFlow
+    may drive many devices, gets back what it gave. Call it inside the block of `data_parallel()` or after it, with the
+    same data on every process.
+
+    | `x` | returns | split by |
+    |---|---|---|
+    | arrays | arrays as given: `x`, `(x, y)` or `(x, y, sample_weight)` | rows |
+    | arrays, with `batch_size` | a `keras.utils.PyDataset` of batches; with `shuffle` new ones each epoch | rows |
+    | `keras.utils.PyDataset` | one of every N-th batch | batches |
+    | torch `DataLoader` | a copy with every N-th of the sampler's rows | rows; batches if it has a `batch_sampler` |
+    | torch `DataLoader` of an `IterableDataset` | a copy with every N-th row of each worker's stream | rows |
+    | `tf.data.Dataset` | `dataset.shard(N, r)` | elements: batches if it is batched, else rows |
+
+    No row is dropped or padded, so that where N does not divide, some processes have one row, and perhaps one batch,
+    more than others. (A `drop_last=True` of your own still drops.)
+
+    Order: unless `shuffle` is set, rows and batches stay in theirs. `fit` itself shuffles arrays and the batches of a
+    `PyDataset` unless it is told `shuffle=False`; each process then shuffles its own part, which loses nothing, but the
+    batches are no longer those of one process. What shuffles inside the data must do so alike everywhere:
+
+    - `PyDataset.on_epoch_begin` and `on_epoch_end` run with Python's, NumPy's and PyTorch's global random numbers
+      seeded from `seed` and the epoch, and restored afterwards. What the constructor shuffles must be seeded.
+    - The sampler of a `DataLoader` is drawn from in the same way, also one with a `generator`; an epoch is one
+      iteration of the loader. An `IterableDataset` must give the same rows everywhere.
+    - A `tf.data` pipeline must be deterministic: `.shuffle(..., seed=...)`, and no `deterministic=False`.
+
+    On PyTorch, with the process group open (inside `data_parallel()`), ranks compare what they were given: its kind and
+    length, the arguments, the seeds of a `tf.data` pipeline. All of them must call `shard_data` then.
+
+    Args:
+        x: arrays, tensors or anything else with `shape` and rows to index, also lists and dicts of them; a
+            `keras.utils.PyDataset`, torch `DataLoader` or `tf.data.Dataset`. Those on any backend.
+        y: targets, in the same forms as arrays; for arrays only.
+        sample_weight: weights, in the same forms; for arrays only.
+        batch_size: int >= 1 or None (default). For arrays: the rows of a batch of this process. None leaves batching to
+            `fit`.
+        shuffle: bool. True reorders rows, or batches, alike on all processes: arrays once, everything else anew each
+            epoch. Not for a `tf.data.Dataset` or `IterableDataset`, which have no length to draw from.
+        seed: int >= 0 or None. What orders are drawn from, equal on all processes. None means 0.
+
+    Returns:
+        See the table.
+
+    Raises:
+        TypeError: if `x` is of another kind; if `batch_size`, `shuffle` or `seed` has another type.
+        ValueError: if arrays differ in their number of rows; if there are fewer rows (or batches) than processes; if
+            `y`, `sample_weight` or `batch_size` come with data that has them already; if a `DataLoader` has a
+            `DistributedSampler`; if a `tf.data` pipeline shuffles without a seed. Every process raises alike.
+
+    Example:
+        Arrays:
+
+        >>> import keras, numpy as np, keras_shardopt as ks
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile(ks.CrossShard(keras.optimizers.SGD(0.1)), loss="mse")
+        >>> x, y = ks.shard_data(np.ones((8, 2)), np.ones((8, 1)))
+        >>> validation = ks.shard_data(np.ones((4, 2)), np.ones((4, 1)))
+        >>> history = model.fit(x, y, batch_size=4, validation_data=validation, verbose=0)
+
+        Arrays in batches, shuffled anew each epoch:
+
+        >>> batches = ks.shard_data(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, shuffle=True)
+        >>> history = model.fit(batches, epochs=2, shuffle=False, verbose=0)
+
+        A `PyDataset`; a torch `DataLoader` or `tf.data.Dataset` takes its place in the same call:
+
+        >>> class Batches(keras.utils.PyDataset):
+        ...     def __len__(self):
+        ...         return 3
+        ...
+        ...     def __getitem__(self, index):
+        ...         return np.full((4, 2), index), np.ones((4, 1))
+        >>> history = model.fit(ks.shard_data(Batches()), epochs=2, shuffle=False, verbose=0)
+    """
+    _check_arguments(batch_size, shuffle, seed)
+    part, seed = Part(*processes.process()), 0 if seed is None else int(seed)
+    of_its_own = _splitter(x)
+    _check_all_were_given_alike(x, {"batch_size": batch_size, "shuffle": shuffle, "seed": seed})
+    if of_its_own is None:
+        return part_of_arrays(x, y, sample_weight, batch_size, shuffle, seed, part)
+    for argument, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
+        if value is not None:
+            raise ValueError(
+                f"`{argument}` is for arrays: other data holds targets, weights and batches itself. "
+                f"Received: `{argument}` with {check.with_article(x)}. Leave it out."
+            )
+    if _is_a_part(x):
+        raise ValueError(
+            "Data must be split once. Received: what `shard_data` has returned. Use that, or pass the whole data."
+        )
+    return x if part.num_parts == 1 and not shuffle else of_its_own(x, shuffle, seed, part)
+
+
+def _check_arguments(batch_size: Any, shuffle: Any, seed: Any) -> None:
+    for argument, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"`{argument}` must be an int or None. Received: {argument}={value!r}")
+        if value < least:
+            raise ValueError(f"`{argument}` must be >= {least}. Received: {argument}={value}")
+    if not isinstance(shuffle, bool):
+        raise TypeError(f"`shuffle` must be a bool. Received: shuffle={shuffle!r}")
+
+
+def _splitter(x: Any) -> Callable[[Any, bool, int, Part], Any] | None:
+    """What splits data that is more than arrays."""
+    if isinstance(x, keras.utils.PyDataset):
+        return PartOfPyDataset
+    torch_data, tensorflow = sys.modules.get("torch.utils.data"), sys.modules.get("tensorflow")
+    if torch_data is not None and isinstance(x, torch_data.DataLoader):
+        return part_of_loader
+    if tensorflow is not None and hasattr(tensorflow, "data") and isinstance(x, tensorflow.data.Dataset):
+        return part_of_tf_dataset
+    return None
+
+
+def _check_all_were_given_alike(x: Any, arguments: dict[str, Any]) -> None:
+    size: Any = [tuple(getattr(leaf, "shape", ()))[:1] for leaf in tree.flatten(x)]
+    if hasattr(x, "dataset"):
+        size = len(x.dataset) if hasattr(x.dataset, "__len__") else None
+    elif hasattr(x, "cardinality"):
+        size = int(x.cardinality()), [(int(s._seed), int(s._seed2)) for s in steps_of(x) if hasattr(s, "_seed2")]
+    elif isinstance(x, keras.utils.PyDataset):
+        size = x.num_batches
+    facts = processes.gather_objects({"kind": type(x).__name__, "size": size, **arguments})
+    for process_id, fact in enumerate(facts):
+        if fact != facts[0]:
+            raise ValueError(
+                "Every process must call `shard_data` with the same data and arguments. "
+                f"Received on process 0: {facts[0]}, on process {process_id}: {fact}. "
+                "Load the whole data everywhere, and give seeds that do not depend on the process."
+            )
+
+
+def _is_a_part(x: Any) -> bool:
+    parts = (BatchesOfArrays, PartOfPyDataset, PartOfSampler, PartOfStream)
+    return any(isinstance(getattr(x, name, x), parts) for name in ("sampler", "batch_sampler", "dataset"))

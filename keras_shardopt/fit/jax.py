@@ -1,0 +1,350 @@
+"""What `prepare(model)` changes in Keras' JAX trainer.
+
+Under a `keras.distribution` one program runs on the whole batch, so gradients, metrics and batch statistics are those
+of the whole batch anyway. Two things are missing: a batch that the devices cannot divide equally, and each replica's
+own gradients for an optimizer that wants to see them. The first is put on every device whole. For the second, forward
+and backward pass run in a `shard_map`, up to the reduced gradients; the update and the metrics stay outside.
+
+With several processes each feeds its own rows. They tell each other how many before every batch: processes with
+different numbers of rows, or of batches, would otherwise wait for each other for ever.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.jax.trainer._distribute_data` - puts a batch on the devices.
+    `keras.src.backend.jax.trainer.JAXEpochIterator` - what `fit` and `evaluate` iterate over.
+    `JAXEpochIterator._get_iterator`, `EpochIterator._num_batches` - its batches, and how many they are.
+    `EpochIterator.data_adapter`, `steps_per_epoch`, and `has_partial_batch`, `partial_batch_size`, `batch_size` and
+        `num_batches` of `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - sizes of its batches.
+    `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - batches that one
+        execution takes one after the other.
+    `Model._maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16 on) - builds the model from the
+        first batch of this process; whether anything is to be built.
+    `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from keras.src.backend.jax import trainer as jax_trainer
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.backends.communicator import GlobalView
+from keras_shardopt.backends.gradient_scope import claim_reduction
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
+from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects
+from keras_shardopt.backends.models import has_built_in_step, layers_of, override_method
+from keras_shardopt.fit.losses import share_losses
+from keras_shardopt.fit.overrides import call_silently, num_rows, reducers_in, refuse_groups
+from keras_shardopt.update.step import Step
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
+
+
+def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+    """Lets batches be uneven, and gives the model a step that shows its optimizer each replica's gradients."""
+    watch_batches()
+    _take_uneven()
+    object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
+    reducers = reducers_in(model, reducers_of)
+    # Around it nothing may look at gradients in each micro-step, which would then be one replica's each.
+    if reducers[0].accumulation is not None and reducers[0] is model.optimizer and has_built_in_step(model):
+        reducers[0].accumulation.stack()
+    override_method(model, "train_step", _train_step)
+    for name in ("fit", "evaluate", "predict"):
+        override_method(model, name, _silent_unless_chief)
+    if hasattr(model, "_maybe_symbolic_build"):
+        override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+
+
+def watch_batches() -> None:
+    """Lets batches come through here on their way to the devices. Doing it twice changes nothing."""
+    if jax_trainer._distribute_data is _distribute_in_keras:
+        jax_trainer._distribute_data = _distribute_data
+        jax_trainer.JAXEpochIterator = _EpochIterator
+
+
+def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _take_uneven()  # the distribution may have been set after `prepare`
+    return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
+
+
+# -- batches that the devices cannot divide ------------------------------------------------------------------------
+
+_TAKES_UNEVEN = "_keras_shardopt_takes_uneven"
+
+_distribute_in_keras = jax_trainer._distribute_data
+_KerasEpochIterator = jax_trainer.JAXEpochIterator
+
+
+def _take_uneven() -> None:
+    """From now on batches need not divide under the active distribution."""
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        vars(distribution)[_TAKES_UNEVEN] = True
+
+
+def _check_divides(num_rows: int) -> None:
+    """Raises ValueError where `data_parallel` has divided the rows of batches, and these rows do not divide."""
+    distribution = keras.distribution.distribution()
+    if distribution is None or MADE_HERE not in vars(distribution) or _takes_uneven(distribution):
+        return
+    num_replicas = batch_size_of(distribution) // jax.process_count()
+    if num_rows % num_replicas:
+        raise ValueError(
+            "The number of rows of every batch must divide by the number of replicas. "
+            f"Received: a batch of {num_rows} rows, for {num_replicas} replicas. Call `keras_shardopt.prepare(model)` "
+            "after `compile`, and any number of rows will do; or leave the last rows out."
+        )
+
+
+def _takes_uneven(distribution: Any) -> bool:
+    return distribution is not None and _TAKES_UNEVEN in vars(distribution) and batch_size_of(distribution) > 1
+
+
+def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for Keras' function of that name. `data` is None where this process has no batch left."""
+    distribution = keras.distribution.distribution()
+    if not _takes_uneven(distribution):
+        # Of several batches that Keras 3.16 has stacked the first dimension counts the batches.
+        if not (kwargs.get("is_super_batch") or any(args[1:])):
+            _check_divides(num_rows(data))
+        return _distribute_in_keras(data, *args, **kwargs)
+    rows = 0 if data is None else num_rows(data)
+    everywhere = [rows]
+    if jax.process_count() > 1:
+        everywhere = multihost_utils.process_allgather(np.array([rows])).reshape(-1).tolist()
+    if not any(everywhere):
+        return None
+    if len(set(everywhere)) > 1 or sum(everywhere) % batch_size_of(distribution):
+        return _on_all_devices(data if len(everywhere) == 1 else _joined(data, rows), distribution)
+    # Without the entries that are None (no sample weights), on which Keras fails here.
+    structure = jax.tree.structure(data)
+    leaves = [_distribute_in_keras(leaf) for leaf in jax.tree.leaves(data)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _on_all_devices(data: Any, distribution: Any) -> Any:
+    """Every device gets all rows, and repeats the work of the others: right, and rare."""
+    everywhere = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
+
+    def put(leaf: Any) -> Tensor:
+        leaf = np.asarray(leaf)
+        return jax.make_array_from_callback(leaf.shape, everywhere, lambda index: leaf[index])
+
+    return jax.tree.map(put, data)
+
+
+def _joined(data: Any, num_rows: int) -> Any:
+    """The rows of all processes, in the order of their ids. One may have no batch, and not know what one looks like."""
+    parts = gather_objects(jax.tree.map(np.asarray, data) if num_rows else None)
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *[part for part in parts if part is not None])
+
+
+class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
+    """Ends on all processes together: one without a batch left goes on with the rows of the others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check_sizes()
+        self._agree_on_length()
+
+    def _check_sizes(self) -> None:
+        """Finds batches that will not divide, where their sizes are known, before Keras takes the weights away."""
+        adapter = self.data_adapter
+        if not isinstance(adapter, ArrayDataAdapter):
+            return  # others may leave out the last rows
+        if adapter.has_partial_batch and not self.steps_per_epoch:
+            _check_divides(adapter.partial_batch_size)
+        if adapter.num_batches > adapter.has_partial_batch:
+            _check_divides(adapter.batch_size)
+
+    def reset(self) -> None:
+        super().reset()
+        self._agree_on_length()
+
+    def _agree_on_length(self) -> None:
+        if jax.process_count() > 1 and _takes_uneven(keras.distribution.distribution()):
+            lengths = gather_objects(self.data_adapter.num_batches)
+            self._num_batches = None if None in lengths else max(lengths)
+
+    def _get_iterator(self) -> Iterator[Any]:
+        if not _takes_uneven(keras.distribution.distribution()):
+            return super()._get_iterator()
+        batches = self.batches()
+        # From 3.16 on Keras takes what comes for as many batches as `steps_per_execution` says, unless it is in a list.
+        if self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList"):
+            return batches
+        lists = iter(lambda: list(itertools.islice(batches, self.steps_per_execution)), [])
+        return map(data_adapter_utils.PartialBatchList, lists)
+
+    def batches(self) -> Iterator[Any]:
+        """Those of all processes together."""
+        batches = iter(self.data_adapter.get_jax_iterator())
+        while (batch := _distribute_data(next(batches, None))) is not None:
+            yield batch
+
+
+def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
+    """Builds from a batch of all processes, as this one may have none."""
+    if isinstance(iterator, _EpochIterator) and _takes_uneven(keras.distribution.distribution()):
+        if not any(model._get_unbuilt_components()):
+            return
+        data_batch = next(iterator.batches(), None)
+    real(iterator=iterator, data_batch=data_batch)
+
+
+# -- gradients of each replica -------------------------------------------------------------------------------------
+
+
+def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
+    """The trainer's step, unless the optimizer wants to see each replica's own gradients."""
+    reducers = reducers_in(model, model._keras_shardopt_reducers_of)
+    distribution = keras.distribution.distribution()
+    refuse_groups(reducers)  # perhaps of another `compile`
+    stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
+    needs_local = any(reducer.arrival.needs_local_gradients for reducer in reducers)
+    if batch_size_of(distribution) == 1 or not (stacks or needs_local):
+        return real(state, data)
+    if not has_built_in_step(model):
+        raise ValueError(
+            "A `train_step` of your own cannot be taken apart to show the optimizer each replica's gradients. "
+            f"Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
+            "`optimizer.stateless_apply` inside a `jax.shard_map` of your own."
+        )
+    if reducers[0].accumulation is not None and not stacks:
+        raise ValueError(
+            "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a "
+            "`CrossShard` that is outermost and there when `prepare` is called. "
+            f"Received: optimizer={model.optimizer!r}. "
+            "Leave out what is around it, or call `prepare(model)` after `compile`."
+        )
+    weights, others, optimizer_state, metrics = state
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    share_losses(model)
+    data = (x, y, sample_weight)
+    grads, loss, y_pred, new_others = _per_replica(model, reducers[0], distribution, state, data, stacks)
+    if stacks:
+        all_rows = num_rows(data)
+        size = batch_size_of(distribution)
+        rows = _rows_of(jax.numpy.arange(size), all_rows, size)
+        with batch_shared(BatchShare(rows, all_rows, GlobalView(size, "under a `keras.distribution`"))):
+            new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
+    else:
+        grads, found_inf, notes = grads
+        reduced = Step(grads, model.trainable_variables, found_inf=found_inf, notes=notes)
+        with claim_reduction(reducers), reducers[0].pipeline.resuming(reduced):
+            new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
+    # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
+    _, (_, _, metrics) = model.stateless_compute_loss(
+        weights, others, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+    )
+    logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+    return logs, (new_weights, new_others, optimizer_state, metrics)
+
+
+def _rows_of(replica: Any, all_rows: int, num_replicas: int) -> Any:
+    """How many rows of a batch a replica has, or each of several, where all but the last ones have as many."""
+    rows = -(-all_rows // num_replicas)
+    return rows if rows * num_replicas == all_rows else jax.numpy.clip(all_rows - replica * rows, 0, rows)
+
+
+def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool) -> tuple[Any, ...]:
+    """Forward and backward pass of each replica on its rows.
+
+    Returns:
+        The reduced gradients (if `stacks`, those of all replicas along a first dimension), the loss of the whole batch,
+        the predictions of all rows, and the variables that are not trained: moving statistics are the mean of the
+        replicas', as each normalises with its own rows.
+    """
+    axis = distribution.batch_dim_name
+    num_replicas = batch_size_of(distribution)
+    all_rows = num_rows(data)
+    rows = -(-all_rows // num_replicas)
+    num_missing = rows * num_replicas - all_rows
+    if num_missing:
+        _refuse_penalties_on_activities(model, all_rows, num_replicas)
+    variables = model.trainable_variables
+    is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
+
+    # What differs between replicas stays where it is: `scale_loss`, for which the state is here, does not look at it.
+    apart = {id(v) for v in reducer.accumulation.kept} if stacks else set()
+    # What is divided by a layout would come together here, on every device.
+    is_apart = [id(v) in apart or (reducer.shard_state and len(v.shape) > 0) for v in model.optimizer.variables]
+    weights, others, optimizer_state, metrics = state
+    optimizer_state = [None if skip else value for value, skip in zip(optimizer_state, is_apart)]
+
+    def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, data: Any) -> Any:
+        optimizer_state = [
+            jax.numpy.zeros(v.shape, v.dtype) if value is None else value
+            for value, v in zip(optimizer_state, model.optimizer.variables)
+        ]
+        index = jax.lax.axis_index(axis)
+        mine = _rows_of(index, all_rows, num_replicas)
+        # Another seed on each replica, or their dropout masks would be the same.
+        other = jax.numpy.array([1, 0], "uint32") * index.astype("uint32") * np.uint32(0x9E3779B1)
+        inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
+        part = BatchShare(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))
+        step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
+        with batch_shared(part):
+            (_, (loss, y_pred, changed, _)), grads = step(
+                weights, inputs, metrics, *data, training=True, optimizer_variables=optimizer_state
+            )
+            with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
+                mine_of_step = Step(grads, variables, row_share=row_share())
+                if stacks:
+                    grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
+                else:
+                    # Not the reducer's own scale: what scales the loss may also be around it.
+                    reduced = reducer.pipeline.reduce(mine_of_step.replace(loss_scale=model.optimizer.scale_loss(1.0)))
+                    grads = (reduced.grads, reduced.found_inf, dict(reduced.notes))
+
+        def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
+            if seed:
+                return after - other
+            if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
+                return after
+            # The mean of changes, so that what no replica changes keeps every bit; none where there were no rows.
+            change = jax.numpy.where(mine > 0, after - before, 0) * (mine / all_rows)
+            return before + jax.lax.psum(change, axis).astype(before.dtype)
+
+        changed = [joined(*each) for each in zip(others, changed, is_seed)]
+        return grads, jax.lax.pmean(loss, axis), y_pred, changed
+
+    whole, divided = PartitionSpec(), PartitionSpec(axis)
+    run = jax.shard_map(
+        local,
+        mesh=distribution.device_mesh.backend_mesh,
+        in_specs=(whole, whole, whole, whole, divided),
+        out_specs=(divided if stacks else whole, whole, divided, whole),
+        check_vma=False,
+    )
+    grads, loss, y_pred, changed = run(weights, others, optimizer_state, metrics, _padded(data, num_missing))
+    return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], y_pred), changed
+
+
+def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int) -> None:
+    for layer in layers_of(model):
+        if getattr(layer, "activity_regularizer", None) is not None:
+            raise ValueError(
+                "`activity_regularizer` counts all rows that a layer sees, also those that fill up a batch which does "
+                "not divide by the number of replicas, where the optimizer wants each replica's gradients. Received: "
+                f"layer {layer.name!r}, with {num_rows} rows on {num_replicas} replicas. Use batches that divide, "
+                "or leave out `replica_clipnorm` and `replica_transform`."
+            )
+
+
+def _padded(data: Any, num_missing: int) -> Any:
+    """The batch with its first row repeated at the end. A row of zeros may be outside of what the model can take."""
+    if not num_missing:
+        return data
+    return jax.tree.map(
+        lambda leaf: jax.numpy.concatenate([leaf, jax.numpy.repeat(leaf[:1], num_missing, axis=0)]), data
+    )

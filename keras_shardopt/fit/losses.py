@@ -1,0 +1,221 @@
+"""The loss of the whole batch, from replicas that each see a part of it.
+
+Keras divides a loss by what its own replica has (rows, sum of weights, mask), and the mean of such means is not the
+mean over the whole batch as soon as parts differ. Inside `batch_shared()` the losses of `compile(loss=...)`, and
+every `keras.losses.Loss` called there, divide by what all replicas have together.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.losses.loss.reduce_weighted_values` - what `Loss.__call__` makes a scalar of its values with.
+    `keras.src.losses.loss.squeeze_or_expand_to_same_rank`, `standardize_reduction` - its two helpers.
+    `Trainer._loss_tracker`, `Trainer._compile_loss` - the metrics that hold mean losses.
+    `Trainer._aggregate_additional_loss` - what makes a scalar of a regulariser or an `add_loss`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from keras import ops
+from keras.src.losses import loss as keras_loss
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.backends import for_backend
+from keras_shardopt.numerics import dtype_of
+from keras_shardopt.update.trainer_context import BatchShare, current_share
+
+# Where it is seen whether a step divides its losses, of which these are.
+_dividing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.losses"})
+
+
+def share_losses(model: Any) -> None:
+    """Lets `model` compute the loss of the whole batch wherever `batch_shared()` says what its part is.
+
+    May be called again at any time, and must be once the model is compiled and its losses are built.
+    """
+    share_loss_objects()
+    for tracker in mean_losses(model):
+        if "update_state" not in vars(tracker):
+            object.__setattr__(tracker, "update_state", functools.partial(_update_mean_loss, tracker))
+    if "_aggregate_additional_loss" not in vars(model):
+        object.__setattr__(model, "_aggregate_additional_loss", functools.partial(_share_additional_loss, model))
+
+
+def share_loss_objects() -> None:
+    """Lets every `keras.losses.Loss` compute the loss of the whole batch inside `batch_shared()`."""
+    if keras_loss.reduce_weighted_values is _reduce_in_keras:
+        keras_loss.reduce_weighted_values = _reduce_weighted_values
+
+
+def mean_losses(model: Any) -> list[Any]:
+    """The metrics of a model that hold mean losses: the total, and one for each of several outputs."""
+    of_outputs = getattr(model._compile_loss, "metrics", None) or []
+    return [tracker for tracker in [model._loss_tracker, *of_outputs] if tracker is not None]
+
+
+_reduce_in_keras = keras_loss.reduce_weighted_values
+
+
+def _reduce_weighted_values(
+    values: Tensor,
+    sample_weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Tensor:
+    """Stands in for Keras' function of that name."""
+    part = current_share()
+    reduction = keras_loss.standardize_reduction(reduction)
+    if part is None or reduction in (None, "none"):
+        return _reduce_in_keras(values, sample_weight, mask, reduction, dtype)
+    values = ops.convert_to_tensor(values, dtype=dtype)
+    adds_up = reduction == "sum" and len(values.shape) > 0
+    if len(values.shape) == 0:
+        if part.ends_early and not isinstance(part.local_batch_size, int):
+            raise ValueError(
+                "A loss function must return one value for each row where the batch does not divide by the number of "
+                f"replicas. Received: a scalar, for {part.global_batch_size} rows on {part.replicas.num_replicas} "
+                "replicas. Leave out the mean over rows, or use batches that divide."
+            )
+        # The values are lost, so the mean over the rows of this part is the best guess at what it is.
+        loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
+    else:
+        loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part)
+    return _dividing.note_divided(loss, adds_up) if part.losses_are_divided and _dividing is not None else loss
+
+
+def _loss_of_whole_batch(
+    values: Tensor, sample_weight: Tensor | None, mask: Tensor | None, reduction: str | None, part: BatchShare
+) -> Tensor:
+    r"""The sum over this part, divided by what all parts have, so that parts add up to the loss of the whole.
+
+    With $v$ the values, $w$ the sample weights and $m$ the mask (1 where there is none), sums over this part and
+    $\Sigma$ over all parts, it is $F \sum v w m / d$, where $F$ undoes a later mean over replicas, and $d$ is
+
+    - 1 for "sum",
+    - $\Sigma 1 \cdot \frac{\Sigma m}{\Sigma 1_m}$ for "sum_over_batch_size" and "mean" (the second factor is the part
+      of the mask that is set),
+    - $\Sigma w m$ for "mean_with_sample_weight".
+    """
+    dtype = dtype_of(values)
+    weight = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
+    wide = "float64" if dtype == "float64" else "float32"  # a float16 cannot count beyond 65504
+    counts = []
+    if mask is not None:
+        mask = ops.convert_to_tensor(mask, dtype=dtype)
+        counts = [ops.sum(ops.cast(_rows_that_count(mask, part), wide)), _size(mask, part, wide)]
+        if weight is None:
+            weight = mask
+        else:
+            mask, weight = keras_loss.squeeze_or_expand_to_same_rank(mask, weight)
+            weight = weight * mask
+    if weight is not None:
+        values, weight = keras_loss.squeeze_or_expand_to_same_rank(values, weight)
+        values = values * weight
+    total = ops.sum(_rows_that_count(values, part))
+    if reduction == "sum":
+        return total * ops.cast(_factor(part), dtype)
+    counts = [_size(values, part, wide), *counts]
+    if reduction == "mean_with_sample_weight" and weight is not None:
+        counts = [ops.sum(ops.cast(_rows_that_count(weight, part), wide))]
+    elif reduction == "mean_with_sample_weight":
+        counts = counts[:1]
+    (counts,) = part.replicas.all_reduce([ops.stop_gradient(ops.stack(counts))], "sum")
+    divisor = counts[0] if counts.shape[0] == 1 else counts[0] * ops.divide_no_nan(counts[1], counts[2])
+    # Multiplied after it was cast: a float16 may have no room for N times the sum.
+    return ops.cast(ops.divide_no_nan(ops.cast(total, wide) * _factor(part), divisor), dtype)
+
+
+def _rows_that_count(values: Tensor, part: BatchShare) -> Tensor:
+    """`values` with zeros in the rows that are there as padding only."""
+    if not part.ends_early:
+        return values
+    rows = ops.reshape(ops.arange(values.shape[0]), [-1] + [1] * (len(values.shape) - 1))
+    return ops.where(rows < part.local_batch_size, values, ops.zeros_like(values))
+
+
+def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
+    """How many elements of `values` count."""
+    shape = ops.shape(values)
+    if part.ends_early:
+        shape = (part.local_batch_size, *shape[1:])
+    return functools.reduce(ops.multiply, [ops.cast(size, dtype) for size in shape])
+
+
+def _counted_by_rows(loss: Tensor, part: BatchShare) -> Tensor:
+    """A mean over the rows of this part as its share in the mean over all rows."""
+    share = ops.cast(part.row_share, dtype_of(loss))
+    # The mean over no rows may be NaN, of which a part without rows must not make the others' loss one.
+    return ops.where(share > 0, loss * share, ops.zeros_like(loss))
+
+
+def _factor(part: BatchShare) -> int:
+    """By what a loss is multiplied because the gradients of the replicas will be averaged."""
+    return 1 if part.losses_are_divided else part.replicas.num_replicas
+
+
+def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) -> None:
+    """Stands in for `update_state` of a metric that holds a mean loss.
+
+    The mean of the replicas' losses is the loss of the whole batch, so each counts for an equal part of its rows.
+    """
+    part = current_share()
+    # On TensorFlow the losses of several outputs come without: then each batch counts once, however many rows it has.
+    if part is not None and sample_weight is not None:
+        sample_weight = part.equal_part
+    type(tracker).update_state(tracker, value, sample_weight=sample_weight)
+
+
+_own_losses: contextvars.ContextVar[tuple[int, Iterator[Tensor]] | None] = contextvars.ContextVar(
+    "own_losses", default=None
+)
+
+
+@contextlib.contextmanager
+def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
+    """Makes these a model's additional losses for the block, whatever its layers hold by the time it asks them.
+
+    It may ask for all of them several times: a `compute_loss` of one's own may call Keras' twice.
+    """
+    token = _own_losses.set((len(losses), itertools.cycle(losses)))
+    try:
+        yield
+    finally:
+        _own_losses.reset(token)
+
+
+def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
+    """Stands in for `_aggregate_additional_loss`: exact for weight penalties, and for means over rows."""
+    part = current_share()
+    _refuse_losses_of_padding(model, part)
+    own = _own_losses.get()
+    if own is not None:
+        count, losses = own
+        if len(model.losses) != count:
+            raise ValueError(
+                "`add_loss` must be called in the forward pass, where losses of replicas can be told apart. "
+                f"Received: {len(model.losses)} additional losses in `compute_loss`, {count} when it was called. "
+                "Add the loss to what `compute_loss` returns."
+            )
+        loss = next(losses)
+    loss = type(model)._aggregate_additional_loss(model, loss)
+    return loss if part is None else _counted_by_rows(loss, part)
+
+
+def _refuse_losses_of_padding(model: Any, part: BatchShare | None) -> None:
+    """Refuses an `add_loss` that has seen rows which must not count."""
+    if part is None or not part.ends_early or isinstance(part.local_batch_size, int):
+        return
+    penalties = [v for v in model.trainable_variables if getattr(v, "regularizer", None) is not None]
+    if len(model.losses) > len(penalties):
+        raise ValueError(
+            "`add_loss` counts all rows that a layer sees, also those that fill up a batch which does not divide by "
+            "the number of replicas, where the optimizer wants each replica's gradients. Received: "
+            f"{len(model.losses) - len(penalties)} added loss(es), with {part.global_batch_size} rows on "
+            f"{part.replicas.num_replicas} replicas. Use batches that divide, or leave out `replica_clipnorm` and "
+            "`replica_transform`."
+        )

@@ -1,0 +1,54 @@
+"""What the three files of `fit/` share: one model's own stand-ins for methods of its trainer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from keras_shardopt.backends.models import optimizers_in_step
+
+
+def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call, by name."""
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
+def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `fit`, `evaluate` or `predict` so that it prints nothing; also one with a signature of the model's own."""
+    parameters = inspect.signature(real).parameters
+    taking_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    bound = inspect.signature(real).bind(*args, **kwargs)
+    if "verbose" in parameters:
+        bound.arguments["verbose"] = 0
+    elif taking_any:
+        bound = inspect.signature(real).bind(*args, **{**kwargs, "verbose": 0})
+    return real(*bound.args, **bound.kwargs)
+
+
+def reducers_in(model: Any, reducers_of: Callable[[Any], list[Any]]) -> list[Any]:
+    """Each `CrossShard` that updates the model, as far as that is known.
+
+    Args:
+        model: a `keras.Model`.
+        reducers_of: finds each `CrossShard` that an optimizer consists of, from the outside in.
+    """
+    return [reducer for optimizer in optimizers_in_step(model) for reducer in reducers_of(optimizer)]
+
+
+def refuse_groups(reducers: Sequence[Any]) -> None:
+    """Raises ValueError if a prepared model would be trained with groups, of which each trains apart."""
+    for cross_shard in reducers:
+        if len(cross_shard.group_assignment or []) > 1:
+            raise ValueError(
+                "`model` must be trained by all replicas together, and with `group_assignment` the groups train apart. "
+                f"Received: {cross_shard!r}. Train it without `prepare`, on equal parts of each batch."
+            )
+
+
+def num_rows(data: Any) -> Any:
+    """How many rows a batch has: a batch is what `train_step` gets, `(x, y, sample_weight)` or less."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    return keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))[0]

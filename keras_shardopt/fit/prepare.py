@@ -1,0 +1,100 @@
+"""`prepare(model)`: exact steps for uneven batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_shardopt import arguments as check
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import processes
+from keras_shardopt.backends.models import optimizers_of
+from keras_shardopt.fit import TRAINERS
+from keras_shardopt.fit.overrides import reducers_in, refuse_groups
+from keras_shardopt.optimizers.cross_shard import cross_shards
+from keras_shardopt.optimizers.made import note_made
+
+
+def prepare(model: Any) -> Any:
+    """Makes the model's `fit` do what one process with the whole batch would do, whatever each replica's part of it is.
+
+    `CrossShard` averages gradients, and sees neither batches nor metrics. After `prepare` the calls `fit`, `evaluate`,
+    `train_on_batch` and `test_on_batch` are exact where replicas have unequal parts of a batch: it does not divide by
+    the number of replicas, a process has fewer rows or none left, or sample weights, class weights and masks are
+    spread unevenly. Losses divide by what all replicas have together (rows, sum of weights, mask), so the update is
+    that of one process, and so are losses and metrics.
+
+    What changes for this model:
+
+    - TensorFlow: steps exchange numbers of rows and of weights: one small all-reduce for the batch, one for each loss.
+      With `steps_per_execution` steps are made one by one.
+    - JAX: a batch that does not divide is put on every device whole; processes tell each other their numbers of rows;
+      only process 0 prints. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass
+      then run in a `shard_map` over the replicas.
+    - PyTorch: before each batch ranks tell each other their numbers of rows, and a rank without a batch left goes
+      along. At the start of `fit` all take rank 0's weights, state and seeds. At the end of an epoch metrics and moving
+      statistics are those of all ranks. Only rank 0 prints. `predict` stays each rank's own affair. The DDP of Keras
+      3.16 stays off.
+
+    From then on all processes must make these calls together, with equal `epochs` and validation; where they do not,
+    all of them raise. With one replica nothing changes. A loaded or cloned model must be prepared again; doing it
+    twice changes nothing.
+
+    Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a `train_step` of your own, and
+    penalties on weights and on activities (where Keras divides these by the number of rows, which 3.12 does not). A
+    loss function that returns a scalar, or an `add_loss`, counts by the number of its replica's rows; other arithmetic
+    of your own on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map`, penalties on
+    activities, scalar losses and `add_loss` need batches that divide, or raise. A `BatchNormalization` normalises with
+    its own replica's rows, except on JAX without per-replica gradients, where those are all rows. Metrics are combined
+    as their variables' `aggregation` says: "sum" for those of Keras.
+
+    A model with a `train_step` of its own may hold several optimizers as attributes, as the GAN of Keras' guide does:
+    each of them is a `CrossShard` then, and the one of `compile` may stay unused. TensorFlow and JAX reduce the
+    gradients of an optimizer that is none by themselves; on ranks of PyTorch it is an error.
+
+    Args:
+        model: a `keras.Model`, compiled with an optimizer that is or contains a `CrossShard`, or with a `train_step` of
+            its own and such optimizers as attributes.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: if `model` is not a `keras.Model`.
+        ValueError: if it is not compiled, or without a `CrossShard`, or with one whose groups train apart. On several
+            ranks of PyTorch also if the model holds an optimizer without one. On TensorFlow also if it was made or
+            loaded outside of the scope that was entered last.
+
+    Example:
+        >>> import keras, numpy as np, keras_shardopt as ks
+        >>> with ks.data_parallel() as replicas:
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer=ks.CrossShard(keras.optimizers.Adam()), loss="mse")
+        >>> model = ks.prepare(model)
+        >>> history = model.fit(np.ones((7, 4)), np.ones((7, 1)), batch_size=4, verbose=0)
+        >>> replicas.close()
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
+    reducers = reducers_in(model, cross_shards)
+    if not reducers:
+        raise ValueError(
+            "`model` must be compiled with a `CrossShard`, which averages the gradients of the replicas. "
+            f"Received: optimizer={getattr(model, 'optimizer', None)!r}. "
+            "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)` before `prepare(model)`."
+        )
+    refuse_groups(reducers)
+    for optimizer in optimizers_of(model):
+        if cross_shards(optimizer):
+            note_made(optimizer)
+        elif optimizer is not model.optimizer and processes.needs_initial_broadcast and processes.process()[0] > 1:
+            raise ValueError(
+                "Where each process trains a copy of the model, every optimizer that the model holds must average the "
+                f"gradients of the ranks. Received: {check.with_article(optimizer)} beside {reducers[0]!r}. "
+                f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it, too."
+            )
+    trainer = for_backend(TRAINERS)
+    if trainer is not None:
+        trainer.prepare(model, cross_shards)
+    return model

@@ -1,0 +1,133 @@
+"""What `prepare(model)` changes in Keras' TensorFlow trainer: parts of a batch need not be equal.
+
+Private names of Keras touched here (a test holds each of them):
+    `Model._maybe_symbolic_build` of the TensorFlow trainer - builds the model from the first batch, before training.
+    `Model._make_function` of the TensorFlow trainer - makes a function of an iterator from a step of one batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_shardopt.backends.models import has_built_in_step, optimizers_of, override_method
+from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
+from keras_shardopt.backends.tensorflow.placement import check_made_inside, check_mirrored, num_mirrored
+from keras_shardopt.backends.tensorflow.processes import processes
+from keras_shardopt.fit.losses import own_additional_losses, share_losses
+from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
+
+
+def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+    """Gives the model steps that know which part of the batch they have."""
+    if all(num_mirrored(variable) == 1 for variable in model.trainable_variables):
+        check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
+    # Past Keras' attribute tracking.
+    object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
+    override_method(model, "train_step", _step)
+    override_method(model, "test_step", _step)
+    override_method(model, "compute_loss", _compute_loss)
+    override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+    override_method(model, "_make_function", _make_function)
+    # Those that were made before do not know of all this.
+    model.train_function = model.test_function = None
+
+
+def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync == 1:
+        return real(data)
+    refuse_groups(reducers_in(model, model._keras_shardopt_reducers_of))  # perhaps of another `compile`
+    share_losses(model)
+    replicas = ReplicaContext(strategy, tf.distribute.get_replica_context())
+    mine = tf.convert_to_tensor(num_rows(data))
+    (all_rows,) = replicas.all_reduce([mine], "sum")
+    # A layer that looks at its batch (BatchNormalization) keeps a NaN from a part without rows.
+    floats = [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
+    before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in floats]
+    with batch_shared(BatchShare(mine, all_rows, replicas, losses_are_divided=True)):
+        logs = real(data)
+    for variable, value in zip(floats, before):
+        variable.assign(tf.where(mine > 0, keras.ops.convert_to_tensor(variable), value))
+    return logs
+
+
+def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Replicas are threads that take turns wherever they exchange something, and the layers keep the losses of the
+    # latest forward pass. So each takes its own before the losses of `compile` exchange their counts.
+    with own_additional_losses(model.losses):
+        return real(*args, **kwargs)
+
+
+def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
+    # Keras takes the mean of the replicas' parts of the first batch to get at their shapes, which fails where the
+    # parts are not equal. Those of one replica tell as much.
+    strategy = model.distribute_strategy
+    with strategy.scope():
+        check_made_inside(optimizers_of(model))
+    if iterator is not None and strategy.num_replicas_in_sync > 1:
+        for _, _, batches in iterator:
+            data_batch = keras.tree.map_structure(
+                lambda value: strategy.experimental_local_results(value)[0], next(batches)
+            )
+            break
+        iterator = None
+    real(iterator=iterator, data_batch=data_batch)
+    if data_batch is not None and not has_built_in_step(model):
+        _build_optimizers(model, data_batch)
+
+
+def _build_optimizers(model: Any, data_batch: Any) -> None:
+    """Builds optimizers that a training step of one's own uses, before it runs: replicas cannot make variables in it.
+
+    Which variables each is for is known to the step alone, so that it is traced once, and not run.
+    """
+    strategy = model.distribute_strategy
+    unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
+    variables_of: dict[int, list[Any]] = {}
+
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        variables_of[id(optimizer)] = list(trainable_variables or [])
+
+    def apply_gradients(optimizer: Any, grads_and_vars: Any) -> Any:
+        variables_of[id(optimizer)] = [variable for _, variable in grads_and_vars]
+        return optimizer.iterations
+
+    if strategy.num_replicas_in_sync == 1 or not unbuilt:
+        return
+    for optimizer in unbuilt:  # on the instances, past Keras' attribute tracking
+        vars(optimizer).update(
+            apply=functools.partial(apply, optimizer), apply_gradients=functools.partial(apply_gradients, optimizer)
+        )
+    try:
+        step = tf.function(lambda data: strategy.run(model.train_step, args=(data,)), autograph=False)
+        step.get_concrete_function(data_batch)
+    finally:
+        for optimizer in unbuilt:
+            del vars(optimizer)["apply"], vars(optimizer)["apply_gradients"]
+    with strategy.scope():
+        for optimizer in unbuilt:
+            if variables_of.get(id(optimizer)):
+                optimizer.build(variables_of[id(optimizer)])
+
+
+def _make_function(model: Any, real: Callable[..., Any], step_function: Callable[..., Any]) -> Callable[..., Any]:
+    function = real(step_function)
+    if model.distribute_strategy.num_replicas_in_sync == 1 or model.steps_per_execution == 1:
+        return function
+
+    # Keras' own loop is a condition inside a loop inside a `tf.function`, which fails with the batches of several
+    # replicas. Of an iterator that is not TensorFlow's it takes the batches one by one.
+    def several_steps(iterator: Iterator[Any]) -> Any:
+        batches = list(itertools.islice(iterator, 1))
+        if not batches:
+            raise StopIteration
+        return function(itertools.chain(batches, itertools.islice(iterator, model.steps_per_execution - 1)))
+
+    return several_steps

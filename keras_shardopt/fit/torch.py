@@ -1,0 +1,409 @@
+"""What `prepare(model)` changes in Keras' torch trainer, which knows nothing of ranks.
+
+Ranks meet before every batch and tell each other how many rows they have, so that unequal batches weigh what they
+should, and a rank that runs out of batches goes along with empty ones. They meet again at the end of an epoch, for
+the metrics. Every meeting starts with the same message, so ranks that want different things (one stops, others go on)
+notice, and all of them raise.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over; made in a
+        frame where `self` is the model.
+    `EpochIterator.__iter__`, `__next__` - start an epoch; give the first and last step, and their batches.
+    `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
+    `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
+    `Trainer._flatten_metrics_in_order` - the form in which `train_on_batch` returns logs.
+    `Optimizer._trainable_variables` - what the optimizer was built on.
+    `Model._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
+    `get_metrics_result` of the class in `keras.src.backend.torch.trainer` (Keras 3.16 and later) - sums metrics over
+        the ranks, at every step.
+    `keras.src.utils.python_utils.pythonify_logs` - makes Python numbers of logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import torch
+from keras.src.backend.torch import trainer as torch_trainer
+from keras.src.utils.python_utils import pythonify_logs
+
+from keras_shardopt._typing import Tensor
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import SingleReplica
+from keras_shardopt.backends.keras_callers import caller_instance
+from keras_shardopt.backends.models import optimizers_of, override_method
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.process_group import tell
+from keras_shardopt.fit.losses import mean_losses, share_losses
+from keras_shardopt.fit.overrides import arguments_of, call_silently, num_rows, reducers_in, refuse_groups
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared, joining_uneven_inputs
+
+
+def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+    """Makes `fit`, `evaluate` and the calls on one batch work on all ranks together."""
+    if _SESSION not in vars(model):
+        object.__setattr__(model, _SESSION, _Session(model, reducers_of))
+    if torch_trainer.TorchEpochIterator is _KerasEpochIterator:
+        torch_trainer.TorchEpochIterator = _EpochIterator
+    override_method(model, "fit", _fit)
+    override_method(model, "evaluate", _run)
+    override_method(model, "predict", _predict)
+    override_method(model, "train_on_batch", _train_on_batch)
+    override_method(model, "test_on_batch", _test_on_batch)
+    override_method(model, "train_step", _train_step)
+    override_method(model, "test_step", _step)
+    override_method(model, "_symbolic_build", _symbolic_build)
+    override_method(model, "_get_metrics_result_or_logs", _metrics_result_or_logs)
+    if hasattr(model, "_initialize_ddp"):
+        override_method(model, "_initialize_ddp", _without_ddp)
+    if "get_metrics_result" in vars(_KerasTrainer):
+        _KerasTrainer.get_metrics_result = _metrics_result
+
+
+_SESSION = "_keras_shardopt_session"
+
+
+class _Phase(enum.Enum):
+    """What a rank is about to do when it meets the others."""
+
+    BUILD = "builds a prepared model"
+    TRAIN_BATCH = "trains a prepared model"
+    TEST_BATCH = "evaluates a prepared model"
+    END_OF_EPOCH = "ends an epoch of a prepared model"
+    END_OF_FIT = "leaves `fit` of a prepared model"
+
+
+class _Session:
+    """What the ranks have agreed on, for one model."""
+
+    def __init__(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+        self._reducers_of = reducers_of
+        self._last_batch: dict[_Phase, Any] = {}
+        self.model = model
+        self._unused: list[tuple[Any, int]] = []
+        """The optimizers that must not update anything, with the number of their updates."""
+        self.has_started = False
+        """Whether the ranks have begun the running `fit` with equal weights."""
+        self.rows: list[int] | None = None
+        """How many rows each rank has in the batch that comes next; None if they have not met for it."""
+
+    @property
+    def ranks(self) -> TorchProcessGroup | None:
+        """The ranks, if there are several."""
+        replicas = runtime.communicator("")
+        return None if isinstance(replicas, SingleReplica) else replicas  # type: ignore[return-value]
+
+    def check_reduces(self) -> None:
+        """Refuses an optimizer, perhaps of another `compile`, that would leave each rank with weights of its own."""
+        reducers = reducers_in(self.model, self._reducers_of)
+        refuse_groups(reducers)
+        if not reducers:
+            raise ValueError(
+                "A prepared model must be trained with a `CrossShard`, which averages the gradients of the ranks. "
+                f"Received: optimizer={self.model.optimizer!r}. "
+                "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
+            )
+
+    def broadcast_from_rank_0(self) -> None:
+        """Lets all ranks begin with rank 0's values, if they train the same."""
+        assert self.ranks is not None
+        reducers = reducers_in(self.model, self._reducers_of)
+        for reducer in reducers:
+            reducer.peers.check(self.ranks)
+            reducer.peers.check_parts()
+        optimizers = optimizers_of(self.model)
+        shared = [v for o in optimizers for v in getattr(o, "_shared_variables", o.variables)]
+        # Also those that are frozen by now, perhaps on some ranks only: the first reduction finds that, and names them.
+        built = [v for o in optimizers if o.built for v in o._trainable_variables]
+        trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values()) if built else None
+        self.ranks.broadcast_from_rank_0(self.model.trainable_variables if trained is None else trained, shared)
+        plain = [o for o in optimizers if not self._reducers_of(o)]
+        self._unused = [(o, int(o.iterations)) for o in plain]
+        for reducer in reducers:
+            # Not once more after the first forward pass, whose moving statistics would become rank 0's.
+            reducer.peers.started = self.ranks
+        self.has_started = True
+
+    def check_unused(self) -> None:
+        """Refuses a training step that has updated with an optimizer that averages nothing. Once in each `fit`."""
+        unused, self._unused = self._unused, []
+        for optimizer, updates in unused:
+            if int(optimizer.iterations) != updates:
+                raise ValueError(
+                    "Every optimizer that a prepared model is trained with must be a `CrossShard`, which averages the "
+                    f"gradients of the ranks. Received: an update by {type(optimizer).__name__}. "
+                    f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))`."
+                )
+
+    def exchange(self, phase: _Phase, *message: int) -> list[list[int]]:
+        """Tells the other ranks a message, and returns what each of them tells.
+
+        Raises:
+            ValueError: on every rank, if they are in different phases.
+        """
+        assert self.ranks is not None
+        return tell(phase.value, *map(int, message))
+
+    def next_batch(self, data: Any, phase: _Phase) -> Any:
+        """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
+        mine = 0 if data is None else int(num_rows(data))
+        if mine:
+            self._last_batch[phase] = data
+        told = self.exchange(phase, mine, phase in self._last_batch)
+        rows = [row for row, _ in told]
+        if not any(rows):
+            return None
+        if not all(has_any for _, has_any in told):
+            # A rank that never had a row needs some batch to go through the model with.
+            self._last_batch.setdefault(phase, self._given(data, rows))
+        self.rows = rows
+        return self._last_batch[phase]
+
+    def any_batch(self, data: Any) -> Any:
+        """`data`, or where this rank has none (None) that of another rank."""
+        has_data = [has for has, _ in self.exchange(_Phase.BUILD, data is not None)]
+        if not any(has_data):
+            raise ValueError("`x` must have a batch on some rank. Received: none on any.")
+        return data if all(has_data) else self._given(data, has_data)
+
+    def forget_batches(self) -> None:
+        """Lets go of batches, which need not look like those of another call."""
+        self._last_batch.clear()
+        self.rows = None
+
+    def _given(self, data: Any, owners: Sequence[int]) -> Any:
+        """What the first rank that has something gives to all."""
+        assert self.ranks is not None
+        return self.ranks.broadcast_object(data, next(rank for rank, has in enumerate(owners) if has))
+
+
+_running: contextvars.ContextVar[_Session | None] = contextvars.ContextVar("running", default=None)
+
+
+def _session_of(model: Any) -> _Session:
+    session: _Session = vars(model)[_SESSION]
+    return session
+
+
+@contextlib.contextmanager
+def _run_of(session: _Session | None) -> Iterator[None]:
+    """Within it batches are those that all ranks agree on (None: each rank's own)."""
+    token = _running.set(session)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def _run(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fit` and `evaluate`: on all ranks together."""
+    session = _session_of(model)
+    if model.steps_per_execution > 1 and session.ranks is not None:  # Keras itself takes it on torch from 3.16 on
+        raise ValueError(
+            "`steps_per_execution` must be 1 after `prepare(model)` on PyTorch, where ranks meet before every batch. "
+            f"Received: steps_per_execution={model.steps_per_execution}. Compile the model without it."
+        )
+    is_outermost = _running.get() is not session
+    try:
+        with _run_of(session):
+            return _print_on_chief(session, real, *args, **kwargs)
+    finally:
+        if is_outermost:
+            session.forget_batches()
+
+
+def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Each rank predicts by itself, what it wants and when it wants."""
+    with _run_of(None):
+        return _print_on_chief(_session_of(model), real, *args, **kwargs)
+
+
+def _print_on_chief(session: _Session, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    prints = session.ranks is None or session.ranks.replica_id == 0
+    return real(*args, **kwargs) if prints else call_silently(real, *args, **kwargs)
+
+
+def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    session = _session_of(model)
+    session.has_started = False
+    with joining_uneven_inputs():
+        history = _run(model, real, *args, **kwargs)
+    if session.ranks is not None:
+        session.exchange(_Phase.END_OF_FIT)
+    return history
+
+
+class _Unbuilt(Exception):
+    pass
+
+
+class _Asked:
+    """Stands for batches, to find out whether anyone wants to see one."""
+
+    def __iter__(self) -> Any:
+        raise _Unbuilt
+
+
+def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
+    session = _session_of(model)
+    if iterator is None or session.ranks is None:
+        real(iterator=iterator, data_batch=data_batch)
+        return
+    try:
+        real(iterator=_Asked())
+    except _Unbuilt:
+        with _run_of(None):  # it looks at a batch, and trains on none
+            batch = next((batches[0] for _, _, batches in iterator), None)
+        real(data_batch=session.any_batch(batch))
+
+
+_KerasEpochIterator = torch_trainer.TorchEpochIterator
+# Its name is another one from 3.16 on.
+_KerasTrainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == torch_trainer.__name__)
+_metrics_result_in_keras = _KerasTrainer.get_metrics_result
+
+
+class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
+    """Ends on all ranks together: one without a batch left repeats its last one, of which no row counts then."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Keras does not say for which model this is: in the middle of one's `fit` a callback may run another.
+        self._model = caller_instance()
+
+    def __iter__(self) -> Any:
+        self._has_ended = False
+        self._step = -1
+        return super().__iter__()
+
+    def __next__(self) -> Any:
+        session = _running.get()
+        if session is None or session.model is not self._model or session.ranks is None:
+            return super().__next__()
+        batches = [None]
+        if not self._has_ended:
+            try:
+                self._step, _, batches = super().__next__()
+            except StopIteration:
+                self._has_ended = True
+        if self._has_ended:
+            self._step += 1
+        phase = _Phase.TRAIN_BATCH if session.model.training else _Phase.TEST_BATCH
+        data = session.next_batch(batches[0], phase)
+        if data is None:
+            raise StopIteration
+        return self._step, self._step, [data]
+
+
+def _train_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _on_batch(model, real, _Phase.TRAIN_BATCH, arguments_of(real, *args, **kwargs))
+
+
+def _test_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _on_batch(model, real, _Phase.TEST_BATCH, arguments_of(real, *args, **kwargs))
+
+
+def _on_batch(model: Any, real: Callable[..., Any], phase: _Phase, arguments: dict[str, Any]) -> Any:
+    """Every rank gives its own rows, perhaps none, and gets the logs of all."""
+    session = _session_of(model)
+    return_dict = arguments.pop("return_dict", False)
+    if session.ranks is None:
+        return real(**arguments, return_dict=return_dict)
+    batch = tuple(arguments.pop(name, None) for name in ("x", "y", "sample_weight"))
+    batch = session.next_batch(batch, phase)
+    if batch is None:
+        raise ValueError("`x` must have rows on some rank. Received: none on any.")
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    logs = real(x=x, y=y, sample_weight=sample_weight, **arguments, return_dict=True)
+    with _run_of(session):
+        logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    session = _session_of(model)
+    if session.ranks is not None:
+        session.check_reduces()
+    if session.ranks is not None and session.rows is not None and not session.has_started:
+        session.broadcast_from_rank_0()
+    logs = _step(model, real, data)
+    session.check_unused()
+    return logs
+
+
+# Not compiled itself, as it talks to other ranks; what it calls is.
+@torch.compiler.disable(recursive=False)
+def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    """A step on this rank's part of the batch that the ranks have agreed on."""
+    session = _session_of(model)
+    ranks, rows = session.ranks, session.rows
+    if ranks is None or rows is None:
+        return real(data)
+    session.rows = None
+    mine = rows[ranks.replica_id]
+    share_losses(model)
+    kept = [] if mine else [(tensor, tensor.clone()) for tensor in _counted(model)]
+    with batch_shared(BatchShare(mine, sum(rows), ranks, ends_early=not mine)):
+        logs = real(data)
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
+    return logs
+
+
+def _counted(model: Any) -> list[Tensor]:
+    """What a step without rows must leave as it is. Seeds stay in step, and mean losses know about shares."""
+    shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
+    return [v.value for v in model.metrics_variables if id(v) not in shared] + _statistics(model)
+
+
+def _statistics(model: Any) -> list[Tensor]:
+    return [v.value for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
+
+
+def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -> Any:
+    """The metrics of all ranks together, each variable summed or averaged as the metric has declared it."""
+    session = _session_of(model)
+    ranks = session.ranks
+    if ranks is None or _running.get() is not session:
+        return real(logs)
+    session.exchange(_Phase.END_OF_EPOCH)
+    with torch.no_grad():
+        if model.training:
+            _average_statistics(model, ranks)
+        mine = [v.value for v in model.metrics_variables]
+        before = [tensor.clone() for tensor in mine]
+        for how in ("sum", "mean"):
+            chosen = [v.value for v in model.metrics_variables if v.aggregation == how]
+            for tensor, value in zip(chosen, ranks.all_reduce(chosen, how)):
+                tensor.copy_(value)
+        result = real(logs)
+        for tensor, value in zip(mine, before):
+            tensor.copy_(value)
+    return result
+
+
+def _metrics_result(model: Any) -> Any:
+    """Stands in for Keras' method: metrics of a prepared model are this rank's until the end of an epoch."""
+    if hasattr(model, _SESSION):
+        return super(_KerasTrainer, model).get_metrics_result()
+    return _metrics_result_in_keras(model)
+
+
+def _average_statistics(model: Any, ranks: TorchProcessGroup) -> None:
+    """Makes moving statistics, which each rank has of its own rows, the mean of all ranks'."""
+    mine = _statistics(model)
+    roots = ranks.broadcast(mine)
+    # By the mean of differences: frozen weights, which are among them and equal, keep every bit.
+    differences = ranks.all_reduce([tensor - root for tensor, root in zip(mine, roots)], "mean")
+    for tensor, root, difference in zip(mine, roots, differences):
+        tensor.copy_(root + difference)
+
+
+def _without_ddp(model: Any, real: Callable[[], None]) -> None:
+    """Leaves the parameters to the optimizer: DDP would reduce gradients before they are weighed."""

@@ -1,0 +1,222 @@
+"""`build_optimizer`: the optimizer that `optimize_loss` makes of its arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import keras
+
+from keras_shardopt import arguments as check
+from keras_shardopt.optimizers import (
+    LARC,
+    AutomaticLossScaler,
+    CrossShard,
+    GradientClipping,
+    LossScaling,
+    MixedPrecision,
+)
+from keras_shardopt.optimizers.tf1 import make_optimizer
+
+
+def build_optimizer(
+    optimizer: Any,
+    optimizer_params: Mapping[str, Any] | None = None,
+    learning_rate_decay_fn: Any = None,
+    dtype: Any = "float32",
+    clip_gradients: float | None = None,
+    larc_params: Mapping[str, Any] | None = None,
+    loss_scaling: float | str | AutomaticLossScaler = 1.0,
+    loss_scaling_params: Mapping[str, Any] | None = None,
+    iter_size: int = 1,
+    cross_shard: bool | Mapping[str, Any] = False,
+    *,
+    tf1_defaults: bool = False,
+) -> Any:
+    """An optimizer for `model.compile` with what the arguments ask for around it, in the order that is right.
+
+    The order is `CrossShard(MixedPrecision or LossScaling(GradientClipping or LARC(optimizer)))`: accumulate and
+    reduce; unscale and decide whether to skip; clip; update. What is not asked for is left out: with only the first
+    three arguments the result is the Keras optimizer itself.
+
+    Args:
+        optimizer: the name, class or instance of an optimizer. "Adagrad", "Adam", "AdamW", "Ftrl", "Momentum",
+            "NovoGrad", "RMSProp" and "SGD" take TensorFlow 1's names of parameters as well as Keras'; other names are
+            those of Keras, in any case ("lion", "Nadam").
+        optimizer_params: dict or None. Arguments of its constructor. The dict is left as it is.
+        learning_rate_decay_fn: the learning rate: a float, a `LearningRateSchedule`, a function of the number of
+            updates so far (a scalar tensor of integers), or None for the one in `optimizer_params`, or the
+            optimizer's default.
+        dtype: "mixed" for weights in float16 or bfloat16 of which the optimizer keeps float32 masters. A dtype of
+            floats (default "float32") says that weights are updated in the dtype that they have. (Keras'
+            "mixed_float16" policy has float32 weights, so it is "float32" here.)
+        clip_gradients: float > 0 or None. The largest global norm; see `GradientClipping`.
+        larc_params: dict or None. The arguments of `LARC`: `larc_eta`, and perhaps `larc_mode`, `min_update`,
+            `epsilon`.
+        loss_scaling: 1.0 (default) for none; a number for a static scale; "Backoff", "LogMax" or an
+            `AutomaticLossScaler` for a scale that changes, and steps that overflow skipped.
+        loss_scaling_params: dict or None. Those of the algorithm that `loss_scaling` names.
+        iter_size: int >= 1. How many calls make an update, of the mean of their gradients. More than 1 brings a
+            `CrossShard`, which is where gradients are accumulated; so they are also reduced where there are several
+            replicas, once per update.
+        cross_shard: bool, or a dict of arguments of `CrossShard`. Whether gradients are those of all replicas.
+        tf1_defaults: bool. True gives the eight names above TensorFlow 1's defaults, and its update rules:
+
+            | name | Keras (False) | TensorFlow 1 (True) |
+            |---|---|---|
+            | "Adam", "AdamW" | `epsilon` 1e-7 | 1e-8 |
+            | "Adagrad" | `epsilon` 1e-7 | 0 |
+            | "AdamW" | `weight_decay` 0.004 | must be given |
+            | "Momentum" | the rate is folded into the momentum | it multiplies the momentum |
+            | "RMSProp" | mean of squares starts at 0, `epsilon` 1e-7 | at 1, 1e-10 |
+            | "Ftrl", "SGD", "NovoGrad" | | the same |
+
+            Other names, also these in another case, are refused with True; classes stay as they are.
+            "Momentum" needs `momentum` in either case. `use_locking` is accepted with True, and means nothing.
+
+    Returns:
+        A `keras.optimizers.Optimizer`.
+
+    Raises:
+        ValueError: if a name is unknown; if `clip_gradients` and `larc_params` are both given (which OpenSeq2Seq
+            refused too); if a number is out of range; if `larc_params` lack `larc_eta` or hold something else.
+        TypeError: if an argument has the wrong type; if `optimizer_params` hold something that the optimizer does not
+            take, lack what it needs, or hold a `learning_rate` beside `learning_rate_decay_fn`.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> ks.build_optimizer(
+        ...     "Momentum",
+        ...     {"momentum": 0.9},
+        ...     ks.schedules.PolyDecay(0.1, decay_steps=1000),
+        ...     larc_params={"larc_eta": 0.001},
+        ...     loss_scaling="Backoff",
+        ...     cross_shard=True,
+        ... )  # doctest: +ELLIPSIS
+        CrossShard(LossScaling(LARC(SGD, larc_eta=0.001, ...), loss_scaling=AutomaticLossScaler('Backoff', ...
+
+    References:
+        `optimize_loss` of OpenSeq2Seq's `optimizers.py`. There "AdamW" by name multiplied the caller's `weight_decay`
+        by the rate, in the dict; the decay of `keras.optimizers.AdamW` is multiplied by the rate anyway, by name or
+        class. A scale for weights that are not "mixed" was reported and not used there; here it is used.
+    """
+    if clip_gradients is not None and larc_params is not None:
+        raise _Conflict(
+            "`clip_gradients` and `larc_params` cannot be used together: both decide how long a gradient is. "
+            f"Received: clip_gradients={clip_gradients!r}, larc_params={dict(larc_params)!r}. Leave one out."
+        )
+    keeps_masters = _keeps_masters(dtype)
+    iter_size = check.integer("iter_size", iter_size)
+    check.flag("tf1_defaults", tf1_defaults)
+    scale = _scale(loss_scaling, loss_scaling_params)
+    if not isinstance(cross_shard, (bool, Mapping)):
+        raise TypeError(
+            "`cross_shard` must be a bool, or a dict of arguments of `CrossShard`. "
+            f"Received: cross_shard={cross_shard!r}"
+        )
+    if isinstance(cross_shard, Mapping):
+        known = [name for name in inspect.signature(CrossShard).parameters if name != "inner_optimizer"]
+        if any(name not in known for name in cross_shard):
+            raise ValueError(f"`cross_shard` may hold {known}. Received: cross_shard={dict(cross_shard)!r}")
+    built = make_optimizer(optimizer, optimizer_params, _learning_rate(learning_rate_decay_fn), tf1_defaults)
+    if clip_gradients is not None:
+        built = GradientClipping(built, clip_gradients)
+    if larc_params is not None:
+        built = LARC(built, **_checked_larc_params(larc_params))
+    if keeps_masters:
+        built = MixedPrecision(built, scale)
+    elif scale is not None:
+        built = LossScaling(built, scale)
+    arguments = dict(cross_shard) if isinstance(cross_shard, Mapping) else {}
+    if iter_size > 1:
+        if arguments.get("gradient_accumulation_steps") not in (None, iter_size):
+            raise ValueError(
+                "`iter_size` and the `gradient_accumulation_steps` of `cross_shard` are the same. "
+                f"Received: iter_size={iter_size!r}, cross_shard={arguments!r}. Give one."
+            )
+        arguments["gradient_accumulation_steps"] = iter_size
+    return built if cross_shard is False and iter_size == 1 else CrossShard(built, **arguments)
+
+
+class _Conflict(ValueError, AttributeError):
+    """Two arguments that exclude each other. An AttributeError too, which is what OpenSeq2Seq raised."""
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class _FunctionOfStep(keras.optimizers.schedules.LearningRateSchedule):
+    """A function of the number of updates so far as a schedule."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __call__(self, step: Any) -> Any:
+        return self.function(step)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"function": keras.saving.serialize_keras_object(self.function)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> _FunctionOfStep:
+        return cls(keras.saving.deserialize_keras_object(config["function"]))
+
+
+def _learning_rate(given: Any) -> Any:
+    if given is None or isinstance(given, keras.optimizers.schedules.LearningRateSchedule):
+        return given
+    if not callable(given):
+        fix = "Or give a `LearningRateSchedule` or a function of the number of updates."
+        return check.number("learning_rate_decay_fn", given, fix=fix)
+    try:
+        inspect.signature(given).bind(0)
+    except TypeError:
+        return given  # without arguments, as Keras has them
+    return _FunctionOfStep(given)
+
+
+def _keeps_masters(dtype: Any) -> bool:
+    if isinstance(dtype, str) and dtype == "mixed":
+        return True
+    try:
+        name = keras.backend.standardize_dtype(dtype)
+    except Exception:  # Keras asks what it is given all sorts of things
+        name = ""
+    if "float" not in name or dtype is None:
+        raise ValueError(f'`dtype` must be "mixed" or a dtype of floats. Received: dtype={dtype!r}')
+    return False
+
+
+def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
+    """A number, a scaler, or None where nothing is scaled."""
+    if isinstance(loss_scaling, str):
+        if loss_scaling.strip().lower() not in ("backoff", "logmax"):
+            raise ValueError(
+                f'`loss_scaling` must be a number, "Backoff" or "LogMax". Received: loss_scaling={loss_scaling!r}'
+            )
+        return AutomaticLossScaler(loss_scaling, params)
+    # In the original, params beside a number were left unread.
+    is_number = isinstance(loss_scaling, Real) and not isinstance(loss_scaling, bool)
+    if not is_number and not isinstance(loss_scaling, AutomaticLossScaler):
+        raise TypeError(
+            '`loss_scaling` must be a number, "Backoff", "LogMax" or an `AutomaticLossScaler`. '
+            f"Received: loss_scaling={loss_scaling!r}"
+        )
+    if params is not None and not is_number:
+        raise ValueError(
+            "`loss_scaling_params` belong to an algorithm that `loss_scaling` names. "
+            f"Received: loss_scaling={loss_scaling!r}, loss_scaling_params={params!r}. Leave them out."
+        )
+    return None if is_number and loss_scaling == 1 else loss_scaling
+
+
+def _checked_larc_params(params: Any) -> dict[str, Any]:
+    if not isinstance(params, Mapping):
+        raise TypeError(f"`larc_params` must be a dict. Received: larc_params={params!r}")
+    known = [name for name in inspect.signature(LARC).parameters if name not in ("inner_optimizer", "name")]
+    unknown = [name for name in params if name not in known]
+    if unknown or "larc_eta" not in params:
+        raise ValueError(
+            f"`larc_params` must hold `larc_eta`, and nothing but {known}. Received: larc_params={dict(params)!r}"
+        )
+    return dict(params)

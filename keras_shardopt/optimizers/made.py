@@ -1,0 +1,35 @@
+"""Which optimizers were made to reduce gradients, told to who wants to know: the scopes that are open."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from keras_shardopt.backends import for_backend
+
+# Where losses are watched from the first such optimizer on.
+_watching = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.processes"})
+
+_collections: list[weakref.WeakSet[Any]] = []
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[weakref.WeakSet[Any]]:
+    """Collects the optimizers that are noted during the block, those that are still alive."""
+    found: weakref.WeakSet[Any] = weakref.WeakSet()
+    _collections.append(found)
+    try:
+        yield found
+    finally:
+        # `remove` compares what is in them, which may be the same in two.
+        _collections[:] = [other for other in _collections if other is not found]
+
+
+def note_made(optimizer: Any) -> None:
+    """Notes an optimizer that is just being made, or prepared, and counts on other replicas."""
+    for found in _collections:
+        found.add(optimizer)
+    if _watching is not None:
+        _watching.optimizer_made(optimizer)

@@ -1,0 +1,67 @@
+"""What an optimizer that skips updates tells of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras_shardopt._typing import Gradients, Variable
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.update.nonfinite import UNKNOWN, SkipNonFinite
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+
+class ReportsNonFinite(OptimizerWrapper):
+    """Counts and names what a `SkipNonFinite` stage leaves out, and ends training where that is wanted."""
+
+    on_nonfinite: str
+    _nonfinite: SkipNonFinite | None
+    _skips_inside: bool
+
+    @property
+    def skipped_steps(self) -> Any:
+        """How many updates were left out because a gradient was not finite: a scalar variable, or 0."""
+        if self._nonfinite is None or self._skips_inside:
+            return super().skipped_steps
+        return self._nonfinite.skipped
+
+    @property
+    def last_nonfinite(self) -> tuple[int | None, str | None] | None:
+        """Whose gradient was not finite last, and the path of the (first) variable that it was of.
+
+        None where all have been finite so far, and with `on_nonfinite="ignore"`. The replica is None where gradients
+        are reduced before the optimizer sees them. Reading it waits for the devices.
+        """
+        replica, position = (UNKNOWN, UNKNOWN) if self._nonfinite is None else self._nonfinite.last()
+        if position == UNKNOWN:
+            return None
+        return (None if replica == UNKNOWN else replica), self._names()[position]
+
+    def check_finite(self, from_now: bool = False) -> None:
+        """Raises if an update was left out since the last call. Compiled steps on JAX cannot raise by themselves.
+
+        With `from_now` it never raises: what was left out before does not count for later calls.
+
+        Raises:
+            FloatingPointError: with the names of the replica and the variable; with `on_nonfinite="raise"` only.
+        """
+        if self._nonfinite is not None and self.on_nonfinite == "raise":
+            self._nonfinite.report(self._names(), from_now)
+
+    def _names(self) -> list[str]:
+        return [getattr(v, "path", str(v)) for v in self._trainable_variables]
+
+    @runtime.no_autograph
+    def apply(self, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
+        """See `OptimizerWrapper.apply`.
+
+        Raises:
+            FloatingPointError: with `on_nonfinite="raise"`, where a gradient is not finite.
+        """
+        if self._nonfinite is None or self.on_nonfinite != "raise":
+            super().apply(grads, trainable_variables)
+            return
+        before = self._nonfinite.count()
+        super().apply(grads, trainable_variables)
+        put_back = () if self._rollback is None else self._rollback.variables
+        runtime.no_compile(self._nonfinite.raise_if_more, before, self._names(), put_back)

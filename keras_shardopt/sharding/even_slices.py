@@ -1,0 +1,268 @@
+"""Optimizer state in slices of one length, for replicas that run one program and hold a copy of each variable.
+
+Hides where slices lie. Each trainable variable is flattened, filled up with zeros, and cut into as many slices as there
+are replicas. The inner optimizer is built on a stand-in for it, as long as a slice, of which each replica's copy holds
+another one; so do the copies of its state. All replicas run the same program, with the same shapes, on their own copy.
+
+Private names of Keras touched here (test_private_names.py holds them):
+    `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import dtype_of, overwrites_variable
+from keras_shardopt.sharding.report import MemoryReport, item_size, size_of
+from keras_shardopt.sharding.separability import (
+    are_elementwise_inside,
+    first_state,
+    holds_weights,
+    keep_exclusions,
+    named_like,
+)
+from keras_shardopt.sharding.slices import check_number, flattened
+from keras_shardopt.update.all_reduce import Reduction, global_gradients
+from keras_shardopt.update.nonfinite import all_reduce_and_check
+from keras_shardopt.wrapping.chain import base_optimizers, descendants
+from keras_shardopt.wrapping.slots import slots_of
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+
+class PaddedShards:
+    """What each replica of this program owns: as many elements of each variable as any other.
+
+    Args:
+        optimizer: the `CrossShard`, around optimizers that are not built.
+        variables: the trainable variables, of which each replica has a copy.
+        num_replicas: int >= 2.
+
+    Raises:
+        ValueError: if an optimizer inside cannot update every variable in parts.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Variable], num_replicas: int) -> None:
+        self.variables = list(variables)
+        self.num_replicas = num_replicas
+        self._axis_name = optimizer.axis_name
+        (self._leaf,) = base_optimizers(optimizer)
+        self._divided = [i for i, variable in enumerate(self.variables) if not overwrites_variable(variable)]
+        self._starts_with_weights = False
+        placement.outside_strategy(lambda: self._try_out(optimizer))
+        self._chunks = [-(-size_of(variable) // num_replicas) for variable in self.variables]
+        self._key = optimizer._var_key
+        self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
+        self._positions = {self._key(v): i for i, v in enumerate(self.variables)}
+        # By the id of a state variable, of which trainable variable it is, once the inner optimizer is built.
+        self._slots: dict[int, int] = {}
+        keep_exclusions(optimizer, self.variables, self.inside)
+
+    def _try_out(self, optimizer: Any) -> None:
+        may_cut = are_elementwise_inside(optimizer, self.variables)
+        whole = [self.variables[i] for i in self._divided if not may_cut[i]]
+        if whole:
+            constrained = [variable.path for variable in whole if variable.constraint is not None]
+            others = [variable.path for variable in whole if variable.constraint is None]
+            seen = [f"{optimizer.inner!r}, which must see {others} whole"] if others else []
+            seen += [f"constraints of {constrained}"] if constrained else []
+            raise ValueError(
+                "With `shard_state=True` under a TensorFlow strategy everything must be able to update variables in "
+                f"parts. Received: {', and '.join(seen)}. Use `shard_state=False`; on PyTorch and JAX such state can "
+                "be divided."
+            )
+        self._starts_with_weights = holds_weights(self._leaf, self.variables)
+
+    # -- stand-ins -----------------------------------------------------------------------------------------------
+
+    def _stand_in(self, i: int) -> Variable:
+        variable = self.variables[i]
+        if i not in self._divided:
+            return variable
+        # Each replica's copy gets its slice before each update.
+        arguments = {"initializer": "zeros", "shape": (self._chunks[i],), "dtype": dtype_of(variable)}
+        with placement.colocate_with(variable):
+            return named_like(variable, trainable=False, autocast=False, **arguments)
+
+    def inside(self, variables: Sequence[Variable]) -> list[Variable]:
+        """What stands inside for these variables."""
+        return [self.stand_ins[self._positions[self._key(variable)]] for variable in variables]
+
+    def bind_state(self, optimizer: Any) -> None:
+        """Looks at the state, now that the inner optimizers are built."""
+        optimizer.scope_inside.holds_slices = True
+        for position, _, slot in slots_of(self._leaf, self._leaf._trainable_variables):
+            self._slots[id(slot)] = position
+        keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
+        masters = [
+            (keys[key], master)
+            for wrapper in descendants(optimizer)
+            for key, _, master in (wrapper._own_slots() if isinstance(wrapper, OptimizerWrapper) else ())
+            if key in keys
+        ]
+        self._slots |= {id(master): i for i, master in masters}
+        self._slots = {slot: i for slot, i in self._slots.items() if i in self._divided}
+        with runtime.init_scope():
+            for i, master in masters:
+                placement.assign_replica_values(master, self._rows(i, placement.replica_values(self.variables[i])[0]))
+            if self._starts_with_weights:
+                self._start()
+
+    def _start(self) -> None:
+        """Gives each replica the state that belongs to its own slices, before the first update."""
+        values = [placement.replica_values(variable)[0] for variable in self.variables]
+        rows = [
+            self._rows(i, array) if i in self._divided else [array] * self.num_replicas
+            for i, array in enumerate(values)
+        ]
+        everyones = [
+            placement.outside_strategy(functools.partial(first_state, self._leaf, self.variables, mine))
+            for mine in zip(*rows)
+        ]
+        for variable, arrays in zip(self._leaf.variables, zip(*everyones)):
+            if self.is_divided(variable):
+                placement.assign_replica_values(variable, arrays)
+
+    def is_divided(self, variable: Variable) -> bool:
+        """Whether replicas hold different parts of this state."""
+        return id(variable) in self._slots and len(variable.shape) > 0
+
+    def check(self, replicas: Communicator) -> None:
+        """Raises ValueError unless there are as many replicas as when the state was divided."""
+        check_number(replicas, self.num_replicas)
+
+    def check_start(self, iterations: int) -> None:
+        """Nothing to do: one program holds all parts, and has loaded all of them."""
+
+    def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
+        """Nothing to do: replicas that run one program end with it."""
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
+        """This replica's slices of gradients that are global already."""
+        replica_id = runtime.communicator(self._axis_name).replica_id
+        found: list[Tensor | None] = []
+        for grad, variable in zip(grads, variables):
+            i = self._positions[self._key(variable)]
+            if grad is None or i not in self._divided:
+                found.append(grad)
+            else:
+                found.append(self._slice(i, flattened(grad, variable), replica_id))
+        return found
+
+    def _slice(self, i: int, whole: Tensor, replica_id: Any) -> Tensor:
+        missing = self._chunks[i] * self.num_replicas - size_of(self.variables[i])
+        if missing:
+            whole = ops.concatenate([whole, ops.zeros((missing,), dtype_of(whole))])
+        return ops.reshape(whole, (self.num_replicas, self._chunks[i]))[replica_id]
+
+    def reduce(
+        self,
+        grads: Gradients,
+        variables: Sequence[Variable],
+        replicas: Communicator,
+        reduction: Reduction,
+        gradient_state: GradientState,
+        found: Tensor | None,
+        trained: Sequence[bool] | None = None,
+    ) -> tuple[list[Tensor | None], Tensor | None]:
+        """As `FlatShards.reduce`. All gradients go to all replicas: these have no reduce-scatter."""
+        found_inf = None
+        if found is None:
+            reduced = global_gradients(grads, variables, replicas, reduction, gradient_state, trained)
+        else:
+            reduced, found_inf = all_reduce_and_check(
+                grads, variables, replicas, reduction, gradient_state, found, trained
+            )
+        return self.slices_of(reduced, variables), found_inf
+
+    # -- the update ----------------------------------------------------------------------------------------------
+
+    def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
+        """Lets `inner` update each replica's slices with their gradients, and gives all replicas the new weights."""
+        for i in self._divided:
+            own = self._slice(i, flattened(self.variables[i], None), replicas.replica_id)
+            self.stand_ins[i].assign(own)
+        inner.apply(list(grads), self.inside(variables))
+        given = {self._positions[self._key(v)] for v, grad in zip(variables, grads) if grad is not None}
+        self._all_gather_weights([i for i in self._divided if i in given], replicas)
+
+    def _all_gather_weights(self, positions: Sequence[int], replicas: Communicator) -> None:
+        """Gives every replica the slices of all others."""
+        for dtype in dict.fromkeys(dtype_of(self.variables[i]) for i in positions):
+            alike = [i for i in positions if dtype_of(self.variables[i]) == dtype]
+            own = ops.concatenate([ops.convert_to_tensor(self.stand_ins[i]) for i in alike])
+            (joined,) = replicas.all_gather([own])
+            rows = ops.reshape(joined, (self.num_replicas, -1))
+            start = 0
+            for i in alike:
+                stop = start + self._chunks[i]
+                variable = self.variables[i]
+                whole = ops.reshape(rows[:, start:stop], (-1,))[: size_of(variable)]
+                variable.assign(ops.reshape(whole, tuple(variable.shape)))
+                start = stop
+
+    def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
+        """Lets `inner` set the final values of the weights. Called outside of the replicas' program."""
+        for i in self._divided:
+            placement.assign_replica_values(
+                self.stand_ins[i], self._rows(i, placement.replica_values(self.variables[i])[0])
+            )
+        inner.finalize_variable_values(self.inside(variables))
+        for i in self._divided:
+            self.variables[i].assign(self._joined(i, self.stand_ins[i]))
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def _rows(self, i: int, array: Any) -> list[np.ndarray]:
+        """The replicas' slices of a whole array."""
+        array = np.asarray(array).reshape(-1)
+        rows = np.zeros((self.num_replicas * self._chunks[i],), array.dtype)
+        rows[: array.size] = array
+        return list(rows.reshape(self.num_replicas, self._chunks[i]))
+
+    def _joined(self, i: int, variable: Variable) -> np.ndarray:
+        whole = np.concatenate(placement.replica_values(variable))[: size_of(self.variables[i])]
+        return whole.reshape(tuple(self.variables[i].shape))
+
+    def stored_shape(self, variable: Variable) -> tuple[int, ...]:
+        """The shape of the whole of this state."""
+        if self.is_divided(variable):
+            return tuple(self.variables[self._slots[id(variable)]].shape)
+        return tuple(variable.shape)
+
+    def stored(self, variable: Variable) -> np.ndarray:
+        """The whole of this state."""
+        if self.is_divided(variable):
+            return self._joined(self._slots[id(variable)], variable)
+        return ops.convert_to_numpy(variable)
+
+    def assign_stored(self, variable: Variable, array: Any) -> None:
+        """Gives each replica its part of a whole state."""
+        if self.is_divided(variable):
+            placement.assign_replica_values(variable, self._rows(self._slots[id(variable)], array))
+        else:
+            variable.assign(array)
+
+    # -- the report ----------------------------------------------------------------------------------------------
+
+    def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
+        """What each replica holds of this state."""
+        held = whole = 0
+        replicated = []
+        for variable in state:
+            size = size_of(variable) * item_size(variable)
+            held += size
+            whole += int(np.prod(self.stored_shape(variable))) * item_size(variable)
+            if not self.is_divided(variable):
+                why = "a number" if not len(variable.shape) else "it belongs to no variable that is divided"
+                replicated.append((variable.path, size, why))
+        return MemoryReport([held] * self.num_replicas, whole, replicated)

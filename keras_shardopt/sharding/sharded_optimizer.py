@@ -1,0 +1,224 @@
+"""A wrapper whose replicas may hold a part of the optimizer state each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from keras_shardopt._typing import Gradients, Variable
+from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.communicator import Communicator, GlobalView
+from keras_shardopt.backends.keras_callers import running_instance
+from keras_shardopt.sharding.even_slices import PaddedShards
+from keras_shardopt.sharding.report import MemoryReport, laid_out_report
+from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
+from keras_shardopt.wrapping.chain import innermost
+from keras_shardopt.wrapping.stored_state import DividedState, assign_all, named_store, stored_value
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+_SAVE_TOGETHER = (
+    "With `shard_state=True` each rank has a part of what `model.save`, `model.save_weights` and "
+    "`optimizer.save_own_variables` store. Call `keras_shardopt.save_model(model, path)` (or `save_weights`) on every "
+    "rank; one of them writes."
+)
+
+
+class ShardedState(OptimizerWrapper):
+    """Knows where state is divided: in `FlatShards` of each replica, in `PaddedShards` of a program, or by a layout."""
+
+    axis_name: str
+    shard_state: bool
+    _shards: FlatShards | PaddedShards | None = None  # where no state is divided, or by a layout
+
+    def _divided(self, variables: Sequence[Variable]) -> FlatShards | PaddedShards | None:
+        """Who owns what, where each replica has state of its own."""
+        divide = _STRATEGIES.get(placement.state_sharding)
+        return None if divide is None else divide(self, variables)
+
+    @property
+    def _lays_out_state(self) -> bool:
+        return self.shard_state and placement.state_sharding == "layout"
+
+    def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
+        """This replica's slices, where state is divided."""
+        return list(variables) if self._shards is None else self._shards.inside(variables)
+
+    def _inner_is_built(self) -> None:
+        """Divides the state that there is now."""
+        if self._shards is not None:
+            self._shards.bind_state(self)
+        elif self._lays_out_state:
+            own = {id(v) for v in self._variables}
+            placement.place([v for v in self.variables if id(v) not in own], "sharded")
+
+    def _check_shards(self, variables: Sequence[Variable], comm: Communicator) -> None:
+        """Raises ValueError where these replicas cannot hold the parts that there are, or lay them out."""
+        if self._shards is not None:
+            self._shards.check(comm)
+        elif self.shard_state and comm.num_replicas > 1 and not isinstance(comm, GlobalView):
+            raise ValueError(
+                "`shard_state=True` on JAX is a layout of arrays under a `keras.distribution`, and inside `shard_map` "
+                f"and `pmap` arrays are parts already. Received: axis_name={self.axis_name!r}, an axis of "
+                f"{comm.num_replicas} replicas. Train with `model.fit` inside `with keras_shardopt.data_parallel():`"
+                ", or use `shard_state=False`."
+            )
+
+    def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
+        """Updates this replica's slices, where state is divided, and with them the weights of all."""
+        if self._shards is None:
+            super().update_inner(grads, variables)
+        else:
+            comm = runtime.communicator(self.axis_name)
+            runtime.no_compile(self._shards.update, self.inner, grads, variables, comm)
+
+    def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
+        """See `keras.optimizers.Optimizer.finalize_variable_values`."""
+        if self._shards is None:
+            super().finalize_variable_values(var_list)
+        elif self.use_ema or _finalizes(innermost(self)):
+            self._shards.finalize(self.inner, var_list)
+
+    @property
+    def _replica_state(self) -> list[Variable]:
+        """State that is divided."""
+        shards = vars(self).get("_shards")
+        return [] if shards is None else [v for v in self.inner.variables if shards.is_divided(v)]
+
+    def memory_report(self) -> MemoryReport:
+        """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
+
+        Returns:
+            A `MemoryReport`, to `print` or to read: `held` by replica, `ideal`, `max_over_ideal`, `replicated`.
+
+        Raises:
+            ValueError: before the optimizer is built.
+
+        Example:
+            >>> import keras, keras_shardopt as ks
+            >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            >>> optimizer = ks.CrossShard(keras.optimizers.Adam(), shard_state=True)
+            >>> optimizer.build(model.trainable_variables)
+            >>> report = optimizer.memory_report()
+            >>> len(report.held), report.held[0] == report.whole
+            (1, True)
+        """
+        if not self.built:
+            raise ValueError(
+                "The optimizer must be built before it has state. Call `optimizer.build(model.trainable_variables)`."
+            )
+        own = {id(v) for v in self._variables}
+        state = [v for v in self.variables if id(v) not in own]
+        if self._shards is not None:
+            return self._shards.memory_report(state)
+        return laid_out_report(state)
+
+    def get_slot(self, variable: Variable, name: str) -> Variable | None:
+        """See `SlotAccess.get_slot`.
+
+        Raises:
+            ValueError: where each replica holds a part of the state only.
+        """
+        if self._shards is not None:
+            raise ValueError(
+                "With `shard_state=True` a replica has slots of its own slices only. "
+                f"Received: get_slot({getattr(variable, 'path', variable)!r}, {name!r}). "
+                "Let all processes call `optimizer.save_own_variables(store)` with a dict, which then holds whole "
+                "arrays."
+            )
+        return super().get_slot(variable, name)
+
+    def _observe(self, observer: Any) -> None:
+        """See `OptimizerWrapper._observe`.
+
+        Raises:
+            ValueError: where each replica sees a part of the gradients only.
+        """
+        if self.shard_state and observer is not None and not self._lays_out_state:
+            raise ValueError(
+                "Summaries of gradients need all of them, and with `shard_state=True` a replica sees its slices only. "
+                "Use `TrainingSummaries(summaries=[])`, or `shard_state=False`."
+            )
+        super()._observe(observer)
+
+    @property
+    def _model_variables_moving_average(self) -> list[Variable]:
+        if self._shards is not None:
+            raise ValueError(
+                "With `shard_state=True` a replica has the moving averages of its own slices only, so that "
+                "`SwapEMAWeights` cannot swap them in. Leave it out: `fit` ends with the averages as the weights."
+            )
+        return super()._model_variables_moving_average
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _saving_needs_all_replicas(self) -> bool:
+        """Whether state is divided, so that what this process has is to be put together before it is stored."""
+        is_laid_out = self._lays_out_state and processes.process()[0] > 1
+        return self._shards is not None or is_laid_out
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the state just as the inner optimizer alone would. With divided state all replicas call it together.
+
+        Raises:
+            RuntimeError: with divided state, if another replica does not call it within the `timeout` of the
+                `data_parallel` scope; within a minute where there is none.
+        """
+        if self._shards is None and not self._lays_out_state:
+            super().save_own_variables(store)
+            return
+        processes.barrier("save", BARRIER_SECONDS, _SAVE_TOGETHER)
+        store = named_store(self, store)
+        for i, variable in enumerate(self._inner_state):
+            store[str(i)] = stored_value(self, variable)
+
+    @property
+    def _divided_state(self) -> DividedState | None:
+        return super()._divided_state if self._shards is None else self._shards
+
+    def _load_inner(self, store: Any) -> None:
+        if self._shards is None:
+            super()._load_inner(store)
+        else:
+            assign_all(self, store, self._inner_state)
+
+
+def _own_slices(optimizer: ShardedState, variables: Sequence[Variable]) -> FlatShards | None:
+    replicas = runtime.communicator(optimizer.axis_name)
+    if replicas.num_replicas == 1:
+        return None
+    _refuse_several()
+    with runtime.init_scope():
+        return FlatShards(optimizer, variables, replicas)
+
+
+def _slices_in_copies(optimizer: ShardedState, variables: Sequence[Variable]) -> PaddedShards | None:
+    with runtime.init_scope():
+        num_copies = max((len(placement.replica_values(variable)) for variable in variables[:1]), default=1)
+        if num_copies == 1:
+            return None
+        _refuse_several()
+        return PaddedShards(optimizer, variables, num_copies)
+
+
+_STRATEGIES: dict[str | None, Callable[..., FlatShards | PaddedShards | None]] = {
+    "slices": _own_slices,
+    "copies": _slices_in_copies,
+}
+"""By `Placement.state_sharding`, who makes what each replica owns. By a layout replicas own nothing of their own."""
+
+
+def _refuse_several() -> None:
+    several = getattr(keras.optimizers, "MultiOptimizer", ())  # Keras before 3.15 has none
+    if running_instance(several, "build") is not None:
+        raise ValueError(
+            "`shard_state=True` cannot be inside a `MultiOptimizer`, which stores what each replica has by itself, and "
+            "so a part of the state. Use `CrossShard(MultiOptimizer(...))` and `shard_state=False`."
+        )
+
+
+def _finalizes(leaf: Any) -> bool:
+    """Whether an optimizer of a user's has something of its own to do when training ends."""
+    return type(leaf).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values

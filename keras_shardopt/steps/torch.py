@@ -1,0 +1,29 @@
+"""Training steps on PyTorch: a function that is compiled if the caller says so; replicas are other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from keras import ops, tree
+
+from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.random_numbers import in_step
+
+
+def compile_step(
+    function: Callable[..., Tensor], variables: Sequence[Variable], jit_compile: bool | None
+) -> Callable[..., Tensor]:
+    """See `steps.optimize_loss.compile_step`."""
+    del variables
+    function = torch.compile(function) if jit_compile else function
+    if isinstance(runtime.communicator(""), TorchProcessGroup):
+        function = in_step(function)
+
+    def run(*batch: Any, **constants: Any) -> Tensor:
+        return function(*tree.map_structure(ops.convert_to_tensor, batch), **constants)
+
+    return torch.no_grad()(run)

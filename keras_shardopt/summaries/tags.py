@@ -1,0 +1,69 @@
+"""The names of what is written, and what a rate or a loss scale is now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_shardopt.wrapping.chain import base_optimizers
+
+SUMMARIES = (
+    "learning_rate",
+    "gradients",
+    "gradient_norm",
+    "global_gradient_norm",
+    "variables",
+    "variable_norm",
+    "larc_summaries",
+    "loss_scale",
+)
+
+
+DEFAULT_SUMMARIES = ("learning_rate", "global_gradient_norm", "loss_scale")
+PREFIX = "Loss_Optimization/"
+OF_LARC = ("larc_clip_on", "larc_grad_update", "larc_final_lr")
+
+
+def checked_summaries(summaries: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of summaries, each once; None stands for the default ones.
+
+    Raises:
+        TypeError: if it is not a list of names.
+        ValueError: if a name is unknown.
+    """
+    if summaries is None:
+        return DEFAULT_SUMMARIES
+    if isinstance(summaries, str) or not isinstance(summaries, (list, tuple, set, frozenset)):
+        raise TypeError(f"`summaries` must be a list of names, or None. Received: summaries={summaries!r}")
+    # Asked for by itself, it would have nothing to clip.
+    names = [
+        "global_gradient_norm" if name == "global_clipped_gradient_norm" else name for name in map(_word, summaries)
+    ]
+    unknown = [name for name in names if name not in SUMMARIES]
+    if unknown:
+        raise ValueError(f"`summaries` may hold {list(SUMMARIES)}. Received: {unknown} among them.")
+    return tuple(name for name in SUMMARIES if name in names)
+
+
+def _word(name: Any) -> str:
+    return name if isinstance(name, str) else type(name).__name__
+
+
+def rates(optimizer: Any) -> dict[str, float]:
+    """The learning rates of now, by the tags that Keras gives them."""
+    found = base_optimizers(optimizer)
+    tags = [rate_tag(leaf, len(found)) for leaf in found]
+    return {tag: float(ops.convert_to_numpy(leaf.learning_rate)) for tag, leaf in zip(tags, found)}
+
+
+def dynamic_loss_scale(optimizer: Any) -> float | None:
+    """The scale of the loss, if the optimizer has one that changes."""
+    scale = getattr(optimizer, "loss_scale", None)
+    return None if scale is None or isinstance(scale, (int, float)) else float(ops.convert_to_numpy(scale))
+
+
+def rate_tag(leaf: Any, num_leaves: int) -> str:
+    """The tag of an optimizer's rate, which names it where there are several."""
+    return "learning_rate" if num_leaves == 1 else f"learning_rate_{leaf.name}"

@@ -1,0 +1,34 @@
+"""What the gradients of one update go through.
+
+`CrossShard` sends a `Step` through a `Pipeline`: `collect` of all stages, `local` of all stages and a reduction on each
+replica, `commit` of all stages, the inner optimizer. Known algorithms in these terms:
+
+- DDP: no stage, `AllReduce`; with `OverlappedAllReduce` while the backward pass runs.
+- ZeRO stage 1: `ReduceScatter`, and an update of slices.
+- Horovod: `Accumulation`, then `AllReduce` with compression.
+- TF1's `CrossShardOptimizer`: `AllReduce` with `reduction="sum"`, among the members of `Communicator.split(groups)`.
+
+A new feature is a file with a `Stage`, and a row in `STAGES`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_shardopt.update.accumulation import Accumulation
+from keras_shardopt.update.fused import FusedUpdate
+from keras_shardopt.update.nonfinite import SkipNonFinite
+from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.replica_transform import ReplicaClip, ReplicaTransform
+from keras_shardopt.update.step import Stage
+
+STAGES: tuple[Any, ...] = (Accumulation, ReplicaTransform, SkipNonFinite, CrossShardOptions, ReplicaClip, FusedUpdate)
+"""From the outside in; `CrossShardOptions` stands for the argument `stages`."""
+
+
+def stages_of(options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+    """The stages that these options ask for, for this `CrossShard`, which is just being made."""
+    found: list[Stage] = []
+    for kind in STAGES:
+        found += options.stages if kind is CrossShardOptions else kind.from_options(options, optimizer)
+    return found

@@ -1,0 +1,273 @@
+"""The gradients of several micro-steps, added up by each replica for itself until there is an update.
+
+Hides what is kept between micro-steps, and in which form: who communicates, and when, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
+from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.row_weights import weighted_by_rows
+from keras_shardopt.update.step import Proceed, Stage, Step
+
+_NONE_YET = float("-inf")
+"""What is kept of next values, of which the largest counts, in a window that has had none."""
+
+
+class Accumulation(Stage):
+    """Lets only the last micro-step of each *window* proceed, with the means of the window.
+
+    Args:
+        num_steps: int >= 2. How many micro-steps a window has.
+        counts_rows: bool. Whether to keep the replica's share of the rows too.
+        optimizer: the `CrossShard`.
+    """
+
+    def __init__(self, num_steps: int, counts_rows: bool, optimizer: Any) -> None:
+        self.num_steps = num_steps
+        self._optimizer = optimizer
+        # How the gradients of the latest micro-step arrived, if they were reduced: asked again, DDP would not know.
+        self._came_reduced: GradientState | None = None
+        self._stacks = False
+        self.stacked_along: str | None = None
+        """The axis of the replicas, where one program keeps the sums of all of them along a first dimension."""
+        self.snapshots: list[Variable] = []
+        """What forward passes change, as it was when the window began."""
+        self._counts_rows = counts_rows
+        self.counter: Variable = None
+        """How many micro-steps of the window there were."""
+        self.starts: Any = None
+        """Whether the latest micro-step was the first of its window: a bool, or a tensor of the trace it is in."""
+        self.is_complete: Any = None
+        """Whether the latest micro-step was the last of its window."""
+        self._share: Variable | None = None
+        self._sums: list[Variable] = []
+        self._variables: list[Variable] = []
+        # What was given in this window, and what of it had a gradient; by position. Where steps are traced: ever,
+        # because a trace runs any number of times.
+        self._given: set[int] = set()
+        self._present: set[int] = set()
+        self._given_last: set[int] = set()
+        # Whether the next micro-step is the last of its window, where somebody else says so.
+        self._ends: bool | None = None
+        # What the counter was set to last, and which version of it that was.
+        self._count = 0
+        self._version: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_version": None}  # versions of a copy's counter are others
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where the options ask for it."""
+        num_steps = options.gradient_accumulation_steps
+        if num_steps is None or num_steps == 1:
+            return []
+        return [cls(num_steps, options.looks_at_own_gradients, optimizer)]
+
+    @property
+    def is_built(self) -> bool:
+        """Whether it has variables."""
+        return bool(self._sums)
+
+    def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
+        """Makes the sums for these trainable variables, once."""
+        if self.is_built:
+            return
+        self._variables = list(variables)
+        self.counter = add_variable(shape=(), initializer="zeros", dtype="int", name="micro_steps")
+        if self._counts_rows:
+            self._share = add_variable(shape=(), initializer="zeros", dtype="float32", name="accumulated_share")
+        for i, variable in enumerate(variables):
+            # Sums of half precision lose what a larger batch would not have lost.
+            dtype = dtype_of(variable)
+            dtype = "float32" if dtype in ("float16", "bfloat16") and not overwrites_variable(variable) else dtype
+            self._sums.append(
+                add_variable(shape=variable.shape, initializer="zeros", dtype=dtype, name=f"accumulated_gradient_{i}")
+            )
+        if self._stacks:
+            self.stack()
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether gradients come stacked."""
+        return self.stacked_along is not None
+
+    @property
+    def of_this_replica(self) -> list[Variable]:
+        """The variables that hold another value on each replica."""
+        return [*self._sums, *([] if self._share is None else [self._share])]
+
+    def collect(self, step: Step, proceed: Proceed) -> None:
+        """Adds up, and proceeds at the end of the window."""
+        runtime.no_compile(self._collect, step, proceed)
+
+    def _collect(self, step: Step, proceed: Proceed) -> None:
+        stacked = None if step.is_reduced else self.stacked_along
+        if not step.is_reduced and stacked is None:
+            step = self.own(step)
+        # The counter is the same on all replicas, so that all of them meet in the branch.
+        is_complete, sums = self.add(step.grads, [self._optimizer._position(v) for v in step.variables], step.row_share)
+
+        def end(sums: Sequence[Tensor]) -> None:
+            means, positions, share = self.means(sums)
+            arrived, self._came_reduced = self._came_reduced, None
+            whole = Step(means, [self._variables[i] for i in positions], arrived, step.is_reduced, row_share=share)
+            proceed(whole.replace(replica_axis=stacked))
+
+        # Not the sums, or JAX would copy them in each micro-step.
+        runtime.cond(is_complete, end, sums, self._optimizer._written())
+
+    def own(self, step: Step) -> Step:
+        """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
+        if not isinstance(step.row_share, float) or step.row_share != 1:
+            state = self._optimizer.arrival.find(step, runtime.communicator(self._optimizer.axis_name))
+            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # those of all rows
+                self._came_reduced = state
+                return step
+        return weighted_by_rows(step)
+
+    def stack(self) -> None:
+        """From now on gradients come stacked: those of all replicas along a first dimension, which a step has made."""
+        self._stacks = True
+        if self.is_built and self.stacked_along is None:
+            self.reset()
+            self.stacked_along = placement.place(self.of_this_replica, "per_replica")
+
+    @property
+    def kept(self) -> list[Variable]:
+        """All that lasts no longer than a window, once there is something."""
+        return [*self.of_this_replica, *self.snapshots] if self.is_built else []
+
+    def add(self, grads: Gradients, positions: Sequence[int], share: Any) -> tuple[Any, list[Tensor]]:
+        """Adds the gradients of one micro-step.
+
+        Args:
+            grads: one tensor or None for each of the positions.
+            positions: which of the variables of `build` the gradients are of.
+            share: this replica's part of the batch, in units of an equal part.
+
+        Returns:
+            Whether the window is complete: a bool, or a scalar tensor that is equal on all replicas; and the sums.
+        """
+        self.starts, self.is_complete = starts, is_complete = self._count_up()
+        self._ends = None
+        present = {i: grad for i, grad in zip(positions, grads) if grad is not None}
+        if not runtime.is_concrete(starts):
+            self._warn_of_others(positions)
+        elif starts:
+            self._given, self._present = set(), set()
+        self._given.update(positions)
+        self._given_last = set(positions)
+        self._present.update(present)
+        values = [self._addend(i, present.get(i)) for i in range(len(self._sums))]
+        is_sum = [not overwrites_variable(v) for v in self._variables]
+        runtime.add_n([v for v, s in zip(self._sums, is_sum) if s], [v for v, s in zip(values, is_sum) if s], starts)
+        for total, value, summed in zip(self._sums, values, is_sum):
+            if not summed:
+                before = ops.convert_to_tensor(total)
+                first = ops.full_like(before, _NONE_YET) if value is None else value
+                total.assign(ops.where(starts, first, before if value is None else ops.maximum(before, value)))
+        if self._share is not None:
+            share = ops.cast(share, "float32")
+            self._share.assign(ops.where(starts, share, ops.convert_to_tensor(self._share) + share))
+        return is_complete, [ops.convert_to_tensor(v) for v in self.of_this_replica]
+
+    def _count_up(self) -> tuple[Any, Any]:
+        """Counts a micro-step. Returns whether it is the first of its window, and whether the last."""
+        is_known = runtime.version(self.counter) is not None
+        if not is_known:
+            before: Any = ops.copy(ops.convert_to_tensor(self.counter))
+        elif runtime.version(self.counter) == self._version:
+            before = self._count  # to read a number from a GPU is to wait for it
+        else:
+            before = int(ops.convert_to_numpy(self.counter))
+        is_over = self._ends
+        if is_over is None:
+            is_over = before + 1 == self.num_steps if is_known else ops.equal(before + 1, self.num_steps)
+        if not is_known:
+            self.counter.assign(ops.where(is_over, ops.zeros_like(before), before + 1))
+            return ops.equal(before, 0), is_over
+        self._count = 0 if is_over else before + 1
+        self.counter.assign(self._count)
+        self._version = runtime.version(self.counter)
+        return before == 0, is_over
+
+    @property
+    def num_taken(self) -> int:
+        """How many micro-steps of the window there were."""
+        return int(ops.convert_to_numpy(self.counter)) if self.is_built else 0
+
+    def decide(self, ends: bool) -> None:
+        """Lets the next micro-step complete the window, or not, however many there were."""
+        self._ends = ends
+
+    def _is_trained(self, i: int) -> bool:
+        return bool(getattr(self._variables[i], "trainable", True))
+
+    def _warn_of_others(self, positions: Sequence[int]) -> None:
+        others = [i for i in sorted(self._given - set(positions)) if self._is_trained(i)]
+        if others:
+            names = [getattr(self._variables[i], "path", str(i)) for i in others]
+            warnings.warn(
+                "Micro-steps that are compiled should all have the same variables: which of them a window had is not "
+                "known there, so that those which had none are updated with a gradient of 0, which momentum and decay "
+                f"turn into a change. Received: micro-steps without {names}, after others with them. Use an optimizer "
+                "for each set of variables.",
+                stacklevel=2,
+            )
+
+    def _addend(self, i: int, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        variable = self._variables[i]
+        return ops.cast(dense(grad, variable.shape[0] if len(variable.shape) else 1), dtype_of(self._sums[i]))
+
+    def means(self, sums: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int], Any]:
+        """The means over the window that is complete, of the sums that `add` returned.
+
+        Returns:
+            A gradient, or None where there was none, for each position that was given in the window; the positions;
+            and the mean share.
+        """
+        # A layer may have been frozen since.
+        positions = sorted(i for i in self._given if i in self._given_last or self._is_trained(i))
+        found = [self._mean(i, sums[i]) if i in self._present else None for i in positions]
+        share = 1.0 if self._share is None else sums[-1] / self.num_steps
+        return found, positions, share
+
+    def _mean(self, i: int, total: Tensor) -> Tensor:
+        variable = self._variables[i]
+        if overwrites_variable(variable):
+            # None, where which micro-steps had one is not known: then it stays.
+            return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
+        return ops.cast(total / self.num_steps, dtype_of(variable))
+
+    def reset(self) -> None:
+        """Forgets the window so far: the first micro-step of one overwrites what there is."""
+        if self.is_built:
+            self.counter.assign(ops.zeros(self.counter.shape, self.counter.dtype))
+
+
+def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num_steps: int) -> None:
+    """Raises ValueError if an innermost optimizer accumulates too."""
+    for leaf in leaves:
+        theirs = getattr(leaf, "gradient_accumulation_steps", None)
+        if theirs:
+            raise ValueError(
+                "`gradient_accumulation_steps` must be given to `CrossShard` or to the inner optimizer, not to both: "
+                f"updates would come every {num_steps} * {theirs} steps only. "
+                f"Received: gradient_accumulation_steps={num_steps}, and "
+                f"{type(leaf).__name__}(gradient_accumulation_steps={theirs}) inside. "
+                f"Use `CrossShard({type(leaf).__name__}(...), gradient_accumulation_steps={num_steps})`."
+            )

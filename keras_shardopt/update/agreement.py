@@ -1,0 +1,245 @@
+"""What processes that train together must have in common, and the error where they do not.
+
+Each process describes in words what it is about to train: versions, variables, optimizers and their arguments, and
+where a model of these variables is known, its layers and losses. They compare a digest of that, and only where digests
+differ the words, so that every process can name what is different.
+
+Private names of Keras touched here (a test holds them):
+    `Trainer._compile_loss`, `CompileLoss._user_loss_weights` - the `loss_weights` given to `compile`.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_shardopt._typing import Variable
+from keras_shardopt.backends.active import processes, runtime
+from keras_shardopt.backends.models import layers_of, models_with, optimizers_of
+from keras_shardopt.wrapping.chain import children, descendants
+from keras_shardopt.wrapping.slots import without_counters
+
+Description = dict[str, str]
+
+
+def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
+    """What is to be trained, as pairs of a thing and its value, both in words.
+
+    What may differ between right programs is left out: the names of optimizers, the counters that Keras adds to the
+    names of layers, of which only the order counts, and seeds and initializers, as all start with the same weights.
+    """
+    names = without_counters([_path(variable) for variable in variables])
+    package = sys.modules["keras_shardopt"]  # imports point the other way
+    found = {"Keras": keras.__version__, "keras_shardopt": package.__version__, **processes.versions()}
+    found["number of trainable variables"] = str(len(variables))
+    for i, (variable, name) in enumerate(zip(variables, names)):
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        found[f"{_VARIABLE}{i}"] = f"`{name}` of shape {tuple(variable.shape)} in {dtype}"
+    paths = dict(zip(map(_path, variables), names))
+    # Reading a rate, which is a variable, must not become a part of a traced step.
+    with runtime.init_scope(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about functions in configs, which are not to be loaded
+        _describe(optimizer, found, paths)
+        for setting in ("dtype_policy", "floatx", "image_data_format", "epsilon"):
+            value = getattr(keras.config, setting)()
+            found[f"`keras.config.{setting}()`"] = repr(getattr(value, "name", value))
+        _describe_model(optimizer, variables, found)
+    return found
+
+
+_VARIABLE = "trainable variable "
+_LAYER = "layer "
+_OF_LAYER = " of layer "
+
+
+def check_agreement(mine: Description) -> None:
+    """Compares this process's description with those of all others. All processes must call it together.
+
+    Raises:
+        ValueError: on every process, if descriptions differ. It names what does.
+    """
+    digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
+    if len(set(processes.gather_objects(digest))) == 1:
+        return
+    everyones = processes.gather_objects(mine)
+    things = list(dict.fromkeys(thing for theirs in everyones for thing in theirs))
+    differing = [thing for thing in things if len({theirs.get(thing) for theirs in everyones}) > 1]
+    if not differing:
+        differing, everyones = ["order"], [{"order": repr(list(theirs))} for theirs in everyones]
+    # Where one is missing or changes places, all that follow differ too, which says nothing.
+    variables = [thing for thing in differing if thing.startswith(_VARIABLE)]
+    layers = [thing for thing in differing if thing.startswith(_LAYER)]
+    named = [thing for thing in differing if thing not in (*variables[1:], *layers[1:])]
+    if layers:
+        named = [thing for thing in named if _OF_LAYER not in thing]
+    listed = [f"{thing}: {_by_process([theirs.get(thing, 'none') for theirs in everyones])}" for thing in named]
+    more = f"; and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
+    raise ValueError(
+        "All processes must train the same model with the same optimizer and the same versions. Nothing has been "
+        f"updated yet. Received {'; '.join(listed[:_MOST_NAMES])}{more}. "
+        "Run the same script with the same arguments, and the same installation, in every process."
+    )
+
+
+_MOST_NAMES = 8
+
+
+def _by_process(values: Sequence[str]) -> str:
+    processes: dict[str, list[int]] = {}
+    for process, value in enumerate(values):
+        processes.setdefault(value, []).append(process)
+    return ", ".join(f"{value} on {_processes(ids)}" for value, ids in processes.items())
+
+
+def _processes(ids: Sequence[int]) -> str:
+    if len(ids) == 1:
+        return f"process {ids[0]}"
+    shown = [str(i) for i in ids[:_MOST_NAMES]]
+    last = shown.pop() if len(ids) <= _MOST_NAMES else f"{len(ids) - _MOST_NAMES} others"
+    return f"processes {', '.join(shown)} and {last}"
+
+
+# -- in words ------------------------------------------------------------------------------------------------------
+
+
+def _describe(optimizer: Any, found: Description, paths: dict[str, str]) -> None:
+    """Adds the class and arguments of an optimizer, and of those inside it."""
+    number = sum(thing.startswith("class of optimizer ") for thing in found)
+    kind = type(optimizer)
+    found[f"class of optimizer {number}"] = f"{kind.__module__}.{kind.__qualname__}"
+    where = f"optimizer {number} ({kind.__name__})"
+    try:
+        config = optimizer.get_config()
+    except Exception as error:  # anything: it is a function of the user's, and its failing is not our business
+        config = {"config": type(error).__name__}
+    for argument, value in config.items():
+        if argument not in ("name", "inner_optimizer", "optimizers"):
+            found[f"`{argument}` of {where}"] = _in_words(value, paths)
+    for part in children(optimizer):
+        _describe(part, found, paths)
+
+
+def _describe_model(optimizer: Any, variables: Sequence[Variable], found: Description) -> None:
+    """Adds the layers and losses of the model that is compiled with this optimizer, if there is one."""
+    # Others that hold these variables do not count: one process may have made some for itself.
+    compiled = _compiled_with(optimizer, models_with(variables))
+    if compiled is not None:
+        del compiled
+        gc.collect()  # one that nothing holds any more may have gone on some processes and not on others
+        compiled = _compiled_with(optimizer, models_with(variables))
+    if compiled is not None:
+        found["`loss`"] = _short(_loss_in_words(getattr(compiled, "loss", None)))
+        weights = getattr(getattr(compiled, "_compile_loss", None), "_user_loss_weights", None)
+        found["`loss_weights`"] = _short(_in_words(weights, {}))
+    # Models inside it have nothing of their own, or nothing that could be told from their layers.
+    layers = [] if compiled is None else [layer for layer in layers_of(compiled) if not isinstance(layer, keras.Model)]
+    for i, (layer, name) in enumerate(zip(layers, without_counters([layer.name for layer in layers]))):
+        kind = type(layer)
+        found[f"{_LAYER}{i}"] = f"`{name}` of {kind.__module__}.{kind.__qualname__}"
+        for argument, value in _config_of(layer).items():
+            found[f"`{argument}`{_OF_LAYER}{i}, `{name}`"] = _short(_in_words(value, {}))
+
+
+def losses_that_add_up(optimizer: Any, variables: Sequence[Variable]) -> list[Any]:
+    """The losses with `reduction="sum"` of the model that is compiled with this optimizer."""
+    model = _compiled_with(optimizer, models_with(variables))
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    return [loss for loss in losses if getattr(loss, "reduction", None) == "sum"]
+
+
+def _compiled_with(optimizer: Any, models: Sequence[Any]) -> Any:
+    """The smallest of these models that has this optimizer, perhaps inside another one; or None."""
+    for model in reversed(models):
+        if any(optimizer is part for held in optimizers_of(model) for part in (held, *descendants(held))):
+            return model
+    return None
+
+
+def _loss_in_words(loss: Any) -> str:
+    if isinstance(loss, dict):
+        return f"{{{', '.join(f'{key!r}: {_loss_in_words(value)}' for key, value in loss.items())}}}"
+    if isinstance(loss, (list, tuple)):
+        return f"[{', '.join(map(_loss_in_words, loss))}]"
+    if isinstance(loss, keras.losses.Loss):
+        return f"{type(loss).__name__}({_in_words(_config_of(loss), {})})"
+    return _in_words(loss, {})
+
+
+def _config_of(thing: Any) -> dict[str, Any]:
+    """The arguments of a layer or loss, but for those that may differ."""
+    if isinstance(thing, keras.layers.TorchModuleWrapper):
+        return {"module": repr(thing.module)}  # its config holds all its weights, and the device of each
+    try:
+        config = thing.get_config()
+    except Exception as error:  # anything: it is a function of the user's, and its failing is not our business
+        return {"get_config": type(error).__name__}
+    return _comparable(config) if isinstance(config, dict) else {}
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, dict):
+        if "DTypePolicy" in str(value.get("class_name")):
+            return value  # whose name is what it is
+        return {key: _comparable(item) for key, item in value.items() if not _may_differ(key)}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    return value
+
+
+def _may_differ(key: Any) -> bool:
+    return key in ("name", "seed", "build_config") or (isinstance(key, str) and key.endswith("initializer"))
+
+
+def _short(text: str) -> str:
+    """A text that fits into an error, and differs where the whole text does."""
+    if len(text) <= _MOST_LETTERS:
+        return text
+    return f"{text[:_MOST_LETTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+_MOST_LETTERS = 120
+
+
+def _in_words(value: Any, paths: dict[str, str]) -> str:
+    if isinstance(value, dict):
+        if value.get("class_name") == "__lambda__":
+            return "a lambda"  # stored with the name of its file, which may differ
+        if isinstance(value.get("class_name"), str) and "config" in value:
+            return f"{value['class_name']}({_in_words(value['config'], paths)})"
+        # Sorted: it may have been made of a set, which each process has in its own order.
+        items = sorted(f"{_in_words(key, paths)}: {_in_words(item, paths)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_in_words(item, paths) for item in value)}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(_in_words(item, paths) for item in value))}}}"
+    if isinstance(value, keras.Variable):
+        return repr(paths.get(value.path, value.path))
+    if isinstance(value, str):
+        return repr(paths.get(value, re.sub(r" at 0x[0-9a-fA-F]+", "", value)))
+    if keras.ops.is_tensor(value):
+        value = keras.ops.convert_to_numpy(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return f"an array of shape {value.shape} in {value.dtype} ({digest[:8]})"
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (bool, int, float, type(None))):
+        return repr(value)
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text or "object>" in text else text
+
+
+def _path(variable: Any) -> str:
+    return str(getattr(variable, "path", ""))

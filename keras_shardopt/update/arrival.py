@@ -1,0 +1,124 @@
+"""How gradients arrive at an optimizer: found, or as it was told; and whether that is enough for what it does."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
+from keras_shardopt.update.options import GRADIENT_STATES, CrossShardOptions, check_groups
+from keras_shardopt.update.step import Step
+
+_SUMMED_ADVICE = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, axis_name, to='varying')` on weights."
+_GLOBAL_ADVICE = (
+    "Call `keras_shardopt.prepare(model)` after `compile` and before `fit`; in a loop of your own use "
+    "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on PyTorch."
+)
+_GROUPS_ADVICE = (
+    # One program with replicated weights cannot hold weights that differ between groups.
+    "The weights of groups drift apart, so on JAX give each replica its own in a loop of your own "
+    "inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`; `model.fit` has one copy for all. "
+    "On PyTorch train without `DistributedDataParallel`."
+)
+_DIVIDED_BEFORE = (
+    "All losses that an optimizer trains with must be divided by the number of replicas, or none. Received: a step in "
+    "which nothing was seen to divide, after one that did divide. It counts as divided, too, because a `tf.function` "
+    'that was traced before does not show. Use `CrossShard(..., gradients="prescaled")` if it is, and an optimizer of '
+    'its own, with `gradients="local"`, for a loss that is the mean over the rows of one replica.'
+)
+
+
+# Where it is seen whether a step divides its losses.
+_losses = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
+
+
+def _evidence_of(comm: Communicator, told: GradientState | None = None) -> Evidence:
+    found: Evidence = Evidence() if _losses is None else _losses.evidence_of(comm, told)
+    return found
+
+
+class Arrival:
+    """Knows how gradients arrive.
+
+    Args:
+        options: those of the `CrossShard`.
+        accumulates: whether micro-steps are added up.
+        optimizer: the `CrossShard`, as warnings name it.
+    """
+
+    def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: Any) -> None:
+        self._options = options
+        self._needing = options.needing_local_gradients()
+        self._accumulates = accumulates
+        self._optimizer = optimizer
+        self.told: GradientState | None = GRADIENT_STATES[options.gradients]
+        """How they arrive, where that was said."""
+        self._last: GradientState | None = None
+        self._warned: set[str] = set()
+
+    @property
+    def needs_local_gradients(self) -> bool:
+        """Whether each replica's own gradients are needed, before they are reduced."""
+        return bool(self._needing)
+
+    @property
+    def may_be_local(self) -> bool:
+        """Whether each replica may have its own gradients, undivided."""
+        return self._options.gradients in ("auto", "local") and self.told in (None, GradientState.LOCAL)
+
+    def tell(self, state: GradientState | None) -> None:
+        """How gradients arrive in the steps that come, if the caller of the constructor has not said it."""
+        if self._options.gradients == "auto":
+            self.told = state
+
+    def classify(self, step: Step, comm: Communicator) -> Step:
+        """The step, with how its gradients arrive.
+
+        Raises:
+            ValueError: where each replica's own gradients are needed, and these are reduced already.
+        """
+        check_groups(self._options.group_assignment, comm)
+        state = step.gradient_state or self.find(step, comm)
+        is_reduced = comm.num_replicas > 1 and state in (GradientState.GLOBAL, GradientState.SUMMED)
+        if is_reduced and self._accumulates:
+            self._warn_once(
+                f"{self._optimizer!r} accumulates gradients that are reduced already, so that updates are right, but "
+                f"each micro-step communicates. {_SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE}",
+                "accumulates",
+            )
+        if is_reduced and self._needing:
+            self._refuse(state, comm.num_replicas)
+        return step.replace(gradient_state=state)
+
+    def find(self, step: Step, comm: Communicator) -> GradientState:
+        """How these gradients arrive: as was told, or as the replicas find it."""
+        if self.told is not None:
+            for doubt in _evidence_of(comm, self.told).doubts if self._options.gradients != "auto" else ():
+                self._warn_once(doubt)
+            return self.told
+        state = comm.gradient_state(step.grads, step.variables)
+        is_of_this_step, doubts = _evidence_of(comm)
+        if not is_of_this_step and self._last is GradientState.LOCAL_PRESCALED:
+            # Rather a function that was traced before, which is not seen again, than another kind of loss.
+            state, doubts = GradientState.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
+        self._last = state
+        for doubt in doubts:
+            self._warn_once(doubt)
+        return state
+
+    def _warn_once(self, words: str, key: str | None = None) -> None:
+        if (key or words) not in self._warned:
+            self._warned.add(key or words)
+            warnings.warn(words, stacklevel=3)
+
+    def _refuse(self, state: GradientState, num_replicas: int) -> None:
+        rule = f"`{self._needing[0].partition('=')[0]}` needs the gradients of each replica, before they are reduced."
+        if state is GradientState.SUMMED:
+            received = "gradients that `shard_map` has summed over the replicas already"
+            advice = _SUMMED_ADVICE
+        else:
+            received = f"gradients that are global already, with {num_replicas} replicas"
+            in_groups = "group_assignment" in self._needing[0]
+            advice = _GROUPS_ADVICE if in_groups else _GLOBAL_ADVICE
+        raise ValueError(f"{rule} Received: {', '.join(self._needing)}, and {received}. {advice}")

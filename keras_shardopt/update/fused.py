@@ -1,0 +1,37 @@
+"""Updates in one pass over memory, where the backend has a way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_shardopt.backends import for_backend
+from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.step import Proceed, Stage, Step
+from keras_shardopt.wrapping.chain import base_optimizers
+
+# Where there are kernels that update in one pass.
+_kernels = for_backend({"torch": "keras_shardopt.backends.torch.fused"})
+
+
+class FusedUpdate(Stage):
+    """Lets Keras' own optimizers inside update with PyTorch's kernels.
+
+    Args:
+        optimizer: the `CrossShard`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where the options ask for it."""
+        return [] if options.fused is False or _kernels is None else [cls(optimizer)]
+
+    def commit(self, step: Step, proceed: Proceed) -> None:
+        """The update, in one pass."""
+        innermost = base_optimizers(self._optimizer)
+        if _kernels is not None and _kernels.may_fuse(innermost):
+            _kernels.fused(innermost, proceed, step)
+        else:
+            proceed(step)

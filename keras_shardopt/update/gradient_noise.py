@@ -1,0 +1,87 @@
+"""How noisy gradients are, measured on the replicas of each update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt import arguments as check
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import global_norm
+from keras_shardopt.update.step import Proceed, Stage, Step
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class GradientNoise(Stage):
+    r"""Estimates the gradient noise scale, which says up to which batch size more replicas speed training up.
+
+    With $b$ rows on each of $N$ replicas, $g_r$ the gradient of replica $r$ and $g$ their mean, unbiased estimates are
+    $|G|^2 = \frac{N |g|^2 - \overline{|g_r|^2}}{N - 1}$ and $S = \frac{N}{N - 1} (\overline{|g_r|^2} - |g|^2)$, the
+    latter in units of $b$ rows. Both are averaged over updates; their ratio, in units of one replica's rows, is the
+    noise scale. Replicas must have equally many rows. It costs one more all-reduce of one number.
+
+    Args:
+        momentum: float in [0, 1), 0.95 by default. How much of the averages so far is kept in each update.
+
+    Raises:
+        TypeError, ValueError: if `momentum` is no such number; by `CrossShard`, where the formulas do not hold.
+
+    Example:
+        >>> import keras_shardopt as ks
+        >>> optimizer = ks.CrossShard("adam", stages=[ks.GradientNoise()])
+
+    References:
+        McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.
+    """
+
+    def __init__(self, momentum: float = 0.95) -> None:
+        self.momentum = check.real("momentum", momentum, at_least=0, below=1)
+        self.averages: Any = (0.0, 0.0)
+        """Of $|G|^2$ and $S$. Both start at 0, so that their ratio needs no correction."""
+        self._num_replicas = 1
+
+    def check(self, optimizer: Any) -> None:
+        """Refuses what makes other numbers of gradients than those of the formulas."""
+        in_parts = optimizer.shard_state or optimizer.group_assignment is not None
+        if in_parts or optimizer.reduction == "sum" or optimizer._skips_inside:
+            raise ValueError(
+                "`GradientNoise` needs the mean of whole gradients over all replicas: no `shard_state`, "
+                f'`group_assignment`, `reduction="sum"` or dynamic loss scaling inside. Received: {optimizer!r}.'
+            )
+
+    def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
+        """Makes the averages."""
+        self.averages = add_variable(shape=(2,), initializer="zeros", dtype="float32", name="gradient_noise")
+
+    def local(self, step: Step, comm: Communicator) -> Step:
+        """Squares the norm of this replica's own gradient, and averages the squares."""
+        unit = comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else 1
+        (mean,) = comm.all_reduce([_squared_norm(step.grads) * unit**2], "mean")
+        self._num_replicas = comm.num_replicas
+        return step.replace(notes={**step.notes, "squared_norm": mean})
+
+    def commit(self, step: Step, proceed: Proceed) -> None:
+        """Compares with the norm of the mean."""
+        mean, of_mean, size = step.notes["squared_norm"], _squared_norm(step.grads), self._num_replicas
+        now = ops.stack([size * of_mean - mean, size * (mean - of_mean)]) / max(size - 1, 1)
+        kept = self.momentum * ops.convert_to_tensor(self.averages)
+        self.averages.assign(kept + (1 - self.momentum) * now)
+        proceed(step)
+
+    @property
+    def noise_scale(self) -> float:
+        """In units of one replica's rows; NaN with one replica, or where noise hides the gradient. Reading it waits."""
+        signal, noise = (float(value) for value in ops.convert_to_numpy(ops.convert_to_tensor(self.averages)))
+        return noise / signal if signal > 0 else float("nan")
+
+    def get_config(self) -> dict[str, Any]:
+        """See `Stage.get_config`."""
+        return {"momentum": self.momentum}
+
+
+def _squared_norm(grads: Gradients) -> Tensor:
+    return ops.cast(ops.square(global_norm(grads)), "float32")

@@ -1,0 +1,239 @@
+"""Which replica had a gradient that is not finite, and of which variable: as numbers that add up in a reduction.
+
+Each replica knows of its own gradients only. What it found travels with them as a few 0s and 1s, so that the sum, the
+mean and any dtype still tell everyone's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import is_sparse, overwrites_variable
+from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
+from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.step import Proceed, Stage, Step, proceed_if
+from keras_shardopt.wrapping.rollback import note_assignments
+
+UNKNOWN = -1
+"""Stands for a replica or variable that nobody can name."""
+
+
+class SkipNonFinite(Stage):
+    """Leaves out updates with a gradient that is NaN or infinite on any replica, and keeps whose that was.
+
+    Args:
+        optimizer: the `CrossShard`, which is just being made: its counters can be read before `build`.
+        leaves_it_to_others: whether a loss scaling inside skips such updates by itself, and counts them.
+        sees_own: whether a stage looks at each replica's own gradients, so that they are looked at here, too.
+    """
+
+    needs_local_gradients = False
+
+    def __init__(self, optimizer: Any, leaves_it_to_others: bool, sees_own: bool) -> None:
+        self.skipped = optimizer.add_variable((), "zeros", dtype="int", name="skipped_steps")
+        """How many updates were left out: a scalar variable."""
+        unknown = keras.initializers.Constant(UNKNOWN)
+        self.source = optimizer.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
+        """Which replica, and which variable, had a gradient that is not finite: the last time."""
+        self.leaves_it_to_others = leaves_it_to_others
+        self._sees_own = sees_own
+        self._optimizer = optimizer
+        note_assignments()  # from here on: the first forward pass comes before the first update
+        self._num_reported = 0
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where the options ask for it."""
+        if options.on_nonfinite == "ignore":
+            return []
+        return [cls(optimizer, optimizer._skips_inside, options.looks_at_own_gradients)]
+
+    def collect(self, step: Step, proceed: Proceed) -> None:
+        """Looks at gradients that were reduced elsewhere, by somebody who did not."""
+        if step.is_reduced and step.found_inf is None:
+            step = step.replace(found_inf=check_reduced(step.grads, step.variables))
+        proceed(step)
+
+    def local(self, step: Step, comm: Communicator) -> Step:
+        """Looks before gradients are clipped, which makes all NaN where one is, and after they were transformed."""
+        if not (step.is_local or self._sees_own):
+            return step
+        return step.replace(found_inf=first_not_finite(step.grads, step.variables))
+
+    def commit(self, step: Step, proceed: Proceed) -> None:
+        """Skips, counts, and notes whose gradient it was."""
+        found_inf = step.found_inf
+        assert found_inf is not None
+        is_bad = found_inf[0] > 0
+        places = ops.convert_to_tensor([*map(self._optimizer._position, step.variables), UNKNOWN], "int32")
+        names = ops.stack([found_inf[1], ops.take(places, found_inf[2] % (len(step.variables) + 1), axis=0)])
+        self.source.assign(ops.where(is_bad, names, ops.convert_to_tensor(self.source)))
+        if self.leaves_it_to_others:
+            proceed(step)
+            return
+        self.skipped.assign(self.skipped + ops.cast(is_bad, self.skipped.dtype))
+        proceed_if(ops.logical_not(is_bad), proceed, step, self._optimizer._written())
+
+    # -- what is told of it ------------------------------------------------------------------------------------------
+
+    def count(self) -> Tensor:
+        """How many updates were left out so far, as it is now."""
+        return ops.copy(ops.convert_to_tensor(self.skipped))
+
+    def last(self) -> tuple[int, int]:
+        """The last replica and variable; `UNKNOWN` for either."""
+        replica, position = (int(i) for i in ops.convert_to_numpy(self.source))
+        return replica, position
+
+    def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
+        """Raises FloatingPointError if more were left out than `before`, once `after` are assigned."""
+        # Read when the update is over, or TensorFlow might stop in the middle of it.
+        is_new = ops.convert_to_tensor(self.skipped) > before
+        runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
+
+    def report(self, names: Sequence[str], from_now: bool) -> None:
+        """Raises FloatingPointError if more were left out than at the last call; never with `from_now`."""
+        num_skipped = int(ops.convert_to_numpy(self.skipped))
+        is_new, self._num_reported = num_skipped > self._num_reported, num_skipped
+        runtime.raise_if(is_new and not from_now, ops.convert_to_numpy(self.source), names, _RAISES)
+
+
+_RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
+
+
+def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
+    """The position, counted from 1, of the first gradient that is not finite: a scalar int32; 0 if all are.
+
+    None entries are, and the next values of variables with `overwrite_with_gradient`.
+    """
+    seen = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
+    if not seen:
+        return ops.zeros((), "int32")
+    values = [grads[i].values if is_sparse(grads[i]) else ops.convert_to_tensor(grads[i]) for i in seen]
+    is_bad = ops.stack([ops.logical_not(ops.all(ops.isfinite(value))) for value in values])
+    positions = ops.convert_to_tensor([i + 1 for i in seen], "int32")
+    none = ops.full((), len(grads) + 1, "int32")
+    first = ops.min(ops.where(is_bad, positions, none))
+    return ops.where(ops.equal(first, none), ops.zeros_like(first), first)
+
+
+def num_flags(num_variables: int, num_replicas: int) -> int:
+    """How many numbers `flags` makes."""
+    return num_replicas * num_variables.bit_length()
+
+
+def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: int, dtype: str) -> Tensor:
+    """The binary digits of a position from `first_not_finite`, where this replica's are, and 0 elsewhere."""
+    places = ops.convert_to_tensor([2**i for i in range(num_variables.bit_length())], "int32")
+    digits = ops.cast(ops.floor_divide(position, places) % 2, dtype)
+    mine = ops.cast(ops.equal(ops.arange(num_replicas, dtype="int32"), ops.cast(replica_id, "int32")), dtype)
+    return ops.reshape(mine[:, None] * digits[None, :], (-1,))
+
+
+def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Tensor:
+    """The first replica and position that reduced flags tell of.
+
+    Returns:
+        An int32 tensor of shape `[2]`: the replica, and the position counted from 0; (-1, -1) if there is none.
+    """
+    num_digits = num_variables.bit_length()
+    digits = ops.cast(ops.reshape(flags, (num_replicas, num_digits)) > 0, "int32")
+    places = ops.convert_to_tensor([2**i for i in range(num_digits)], "int32")
+    positions = ops.cast(ops.sum(digits * places[None, :], axis=1), "int32")
+    replicas = ops.arange(num_replicas, dtype="int32")
+    first = ops.min(ops.where(positions > 0, replicas, ops.full_like(replicas, num_replicas)))
+    is_first = ops.cast(ops.equal(replicas, first), "int32")
+    position = ops.cast(ops.sum(positions * is_first), "int32") - 1
+    replica = ops.where(position >= 0, ops.cast(first, "int32"), ops.full((), UNKNOWN, "int32"))
+    return ops.stack([replica, position])
+
+
+def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
+    """As `all_reduce_and_check`, of gradients that are global already."""
+    position = first_not_finite(grads, variables)
+    return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
+
+
+def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tuple[Tensor, Tensor]:
+    """What `check_grads` finds in the gradients of all replicas, from what it finds in those of each.
+
+    Raises:
+        ValueError: on the other replicas, if some make the call `fail_among_all` instead.
+    """
+    found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
+    (found,) = replicas.all_reduce([found], "max")
+    if not replicas.is_spmd and runtime.is_cheap_to_read(found) and found[0] > 1:
+        raise_failure_of_others(replicas)
+    return found[0] > 0, found[1]
+
+
+def fail_among_all(replicas: Communicator) -> None:
+    """Stands in for `largest_of_all` on replicas that raise an error."""
+    replicas.all_reduce([ops.convert_to_tensor([_FAILS, 0.0], "float32")], "max")
+
+
+_FAILS = 2.0
+"""More than any bool."""
+
+
+def all_reduce_and_check(
+    grads: Gradients,
+    variables: Sequence[Variable],
+    replicas: Communicator,
+    reduction: Reduction,
+    gradient_state: GradientState,
+    found: Tensor | None,
+    trained: Sequence[bool] | None = None,
+) -> tuple[list[Tensor | None], Tensor]:
+    """Reduces gradients as `global_gradients` does, and says whether they are finite, in the same reduction.
+
+    In a group there is one more, of a few numbers: groups have gradients of their own, but are to skip together.
+
+    `found` is what `first_not_finite` says of this replica's own gradients, perhaps before they were clipped; None if
+    there are none, as all are reduced already. `trained` is as in `global_gradients`.
+
+    Returns:
+        The gradients; and an int32 tensor of shape `[3]`, equal on the replicas of all groups: greater than 0 if a
+        gradient is not finite, the replica, and the position of the variable (`UNKNOWN` for either).
+    """
+    world, num_variables = replicas.world, len(variables)
+
+    def mine(dtype: str) -> Tensor:
+        return flags(found, world.replica_id, num_variables, world.num_replicas, dtype)
+
+    travels = found is not None and replicas.world is replicas
+    failure = None
+    try:
+        reduced, told = global_gradients_and_flags(
+            grads, variables, replicas, reduction, gradient_state, mine if travels else None, trained
+        )
+    except ValueError as error:
+        if replicas.world is replicas or replicas.is_spmd:
+            raise
+        failure, reduced, told = error, list(grads), None  # other groups wait below
+    # Also of the sum, which may overflow where no term does.
+    position = first_not_finite(reduced, variables)
+    if replicas.world is not replicas:
+        sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")
+        fails = ops.full((1,), float(failure is not None), "float32")
+        (everyones,) = world.all_reduce([ops.concatenate([mine("float32"), sum_overflows, fails])], "max")
+        if failure is not None:
+            raise failure
+        if not replicas.is_spmd and runtime.is_cheap_to_read(everyones) and everyones[-1] > 0:
+            raise_failure_of_others(replicas)
+        told, position = everyones[:-2], ops.cast(everyones[-2], "int32")
+    if told is None:
+        known = position if found is None else ops.where(found > 0, found, position)
+        who = ops.full_like(known, 0 if world.num_replicas == 1 else UNKNOWN)
+        return reduced, ops.stack([position, ops.where(known > 0, who, ops.full_like(who, UNKNOWN)), known - 1])
+    names = nonfinite_source(told, num_variables, world.num_replicas)
+    is_concrete = names[1] >= 0
+    is_bad = ops.where(is_concrete, ops.ones_like(position), position)
+    return reduced, ops.stack([is_bad, names[0], ops.where(is_concrete, names[1], position - 1)])

@@ -1,0 +1,229 @@
+"""The arguments of `CrossShard`, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from keras_shardopt import arguments as check
+from keras_shardopt._typing import Groups, Variable
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.update.step import Stage
+
+LocalTransform = Callable[[list[Any], list[Variable]], Sequence[Any]]
+"""`(grads, variables) -> grads`, for the gradients of one replica."""
+
+# The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
+_REDUCTIONS = {"mean": "mean", "sum": "sum", "weighted_mean": "mean", "weighted_sum": "sum"}
+
+GRADIENT_STATES = {"auto": None, **{state.value: state for state in GradientState}}
+"""By the argument `gradients`, how they are told to arrive; None to find out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossShardOptions:
+    """The arguments of `CrossShard`, see there: checked, and in the form that files hold.
+
+    Raises:
+        TypeError: if one is of a wrong type.
+        ValueError: if one has a value that there is not, or two contradict each other.
+    """
+
+    reduction: Any = "mean"
+    gradient_accumulation_steps: int | None = None
+    on_nonfinite: str = "ignore"
+    shard_state: bool = False
+    fused: str | bool = "auto"
+    overlap: str | bool = "auto"
+    bucket_mib: float = 25.0
+    group_assignment: Sequence[Sequence[int]] | None = None
+    replica_clipnorm: float | None = None
+    replica_transform: LocalTransform | None = None
+    compression: str | None = None
+    stages: Sequence[Stage] = ()
+    gradients: str = "auto"
+    axis_name: str = "batch"
+
+    def __post_init__(self) -> None:
+        _one_of("reduction", self.reduction, _REDUCTIONS, '"mean" or "sum" (or "weighted_mean", "weighted_sum")')
+        _one_of("gradients", self.gradients, GRADIENT_STATES, f"one of {list(GRADIENT_STATES)}")
+        _one_of("on_nonfinite", self.on_nonfinite, ("ignore", "skip", "raise"), '"ignore", "skip" or "raise"')
+        if self.compression is not None:
+            _one_of("compression", self.compression, ("float16", "bfloat16"), 'None, "float16" or "bfloat16"')
+        for name in ("fused", "overlap"):
+            if getattr(self, name) is not False:
+                _one_of(name, getattr(self, name), ("auto",), '"auto" or False')
+        check.real("bucket_mib", self.bucket_mib, above=0, fix="The default is 25.")
+        if not isinstance(self.axis_name, str):
+            raise TypeError(f"`axis_name` must be a str. Received: axis_name={self.axis_name!r}")
+        if self.replica_clipnorm is not None:
+            fix = "Leave it out to not clip."
+            check.real("replica_clipnorm", self.replica_clipnorm, above=0, finite=False, fix=fix)
+        if self.replica_transform is not None and not callable(self.replica_transform):
+            raise TypeError(
+                "`replica_transform` must be a function `(grads, variables) -> grads`, or None. "
+                f"Received: replica_transform={self.replica_transform!r}"
+            )
+        groups = group_assignment_of(self.group_assignment)
+        num_steps = self.gradient_accumulation_steps
+        if num_steps is not None:
+            fix = "Leave it out to not accumulate."
+            num_steps = check.integer("gradient_accumulation_steps", num_steps, fix=fix)
+        check.flag("shard_state", self.shard_state)
+        if self.shard_state and groups is not None:
+            raise ValueError(
+                "`shard_state=True` divides one state, and with `group_assignment` each group has its own. "
+                f"Received: group_assignment={self.group_assignment!r}. Leave one of them out."
+            )
+        if not isinstance(self.stages, (list, tuple)) or not all(isinstance(stage, Stage) for stage in self.stages):
+            raise TypeError(
+                "`stages` must be a list of `keras_shardopt.Stage` objects. "
+                f"Received: stages={self.stages!r}. Use for example `stages=[MyStage()]`."
+            )
+        if len({id(stage) for stage in self.stages}) < len(self.stages):
+            raise ValueError(f"`stages` must hold each stage once. Received: stages={list(self.stages)!r}")
+        given = {
+            "reduction": _REDUCTIONS[self.reduction],
+            "gradient_accumulation_steps": num_steps,
+            "bucket_mib": float(self.bucket_mib),
+            "replica_clipnorm": None if self.replica_clipnorm is None else float(self.replica_clipnorm),
+            "group_assignment": groups,
+            "stages": tuple(self.stages),
+        }
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def looks_at_own_gradients(self) -> bool:
+        """Whether something looks at each replica's gradients by themselves."""
+        asked = self.replica_clipnorm is not None or self.replica_transform is not None
+        return asked or any(stage.needs_local_gradients for stage in self.stages)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing looks at gradients, or holds them back, on the way from the backward pass to the update."""
+        accumulates = (self.gradient_accumulation_steps or 1) > 1
+        is_whole = self.group_assignment is None and not self.shard_state
+        looks = self.looks_at_own_gradients or self.on_nonfinite != "ignore" or bool(self.stages)
+        return is_whole and not accumulates and not looks
+
+    def needing_local_gradients(self) -> list[str]:
+        """The arguments for which each replica's own gradients are needed, as `name=value`."""
+        names = ["replica_clipnorm", "replica_transform", "compression"]
+        names = ["group_assignment", *names] if len(self.group_assignment or ()) > 1 else names
+        given = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None]
+        needing = [stage for stage in self.stages if stage.needs_local_gradients]
+        return [*given, *([f"stages={needing!r}"] if needing else [])]
+
+    def config(self) -> dict[str, Any]:
+        """The arguments, as files hold them."""
+        config = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        config["replica_transform"] = keras.saving.serialize_keras_object(self.replica_transform)
+        config["group_assignment"] = self.group_assignment and [list(group) for group in self.group_assignment]
+        config["stages"] = [keras.saving.serialize_keras_object(stage) for stage in self.stages]
+        if not self.stages:
+            del config["stages"]
+        return config
+
+    @staticmethod
+    def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None) -> dict[str, Any]:
+        """The arguments that `config` has written, with functions and stages in place of their descriptions."""
+
+        def made(value: Any) -> Any:
+            if not isinstance(value, dict):
+                return value
+            return keras.saving.deserialize_keras_object(value, custom_objects=custom_objects)
+
+        transform = made(config.get("replica_transform"))
+        return {**config, "replica_transform": transform, "stages": [made(stage) for stage in config.get("stages", ())]}
+
+    def shown(self) -> str:
+        """The arguments that differ from their defaults, and `reduction`, as `repr` shows them."""
+        given = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name == "reduction" or getattr(self, field.name) != field.default
+        }
+        shown = {"bucket_mib": format(self.bucket_mib, "g"), "stages": str(list(self.stages))}
+        return "".join(f", {name}={shown.get(name, repr(value))}" for name, value in given.items())
+
+
+def _option(name: str, doc: str) -> Any:
+    def refuse(optimizer: Any, value: Any) -> None:
+        raise AttributeError(
+            f"`{name}` of a `{type(optimizer).__name__}` cannot be changed. Received: {value!r}. Make a new one."
+        )
+
+    return property(lambda optimizer: getattr(optimizer._options, name), refuse, doc=doc)
+
+
+class HasOptions:
+    """The options of an optimizer, as attributes that cannot be set."""
+
+    _options: CrossShardOptions
+    reduction = _option("reduction", '"mean" or "sum".')
+    group_assignment = _option("group_assignment", "Lists of replica ids, or None.")
+    gradients = _option("gradients", "How gradients arrive, as was told.")
+    replica_clipnorm = _option("replica_clipnorm", "The largest norm of a replica's own gradient, or None.")
+    replica_transform = _option("replica_transform", "What is done to a replica's own gradients, or None.")
+    on_nonfinite = _option("on_nonfinite", '"ignore", "skip" or "raise".')
+    shard_state = _option("shard_state", "Whether the optimizer state is divided.")
+    compression = _option("compression", "The dtype in which gradients are sent, or None.")
+    fused = _option("fused", '"auto" or False.')
+    overlap = _option("overlap", '"auto" or False.')
+    stages = _option("stages", "Further stages, in their order.")
+    bucket_mib = _option("bucket_mib", "How many MiB of gradients are sent at a time.")
+    axis_name = _option("axis_name", "The mapped axis of replicas on JAX.")
+
+
+def _one_of(name: str, value: Any, known: Any, rule: str) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"`{name}` must be {rule}. Received: {name}={value!r}")
+
+
+def group_assignment_of(groups: Any) -> list[list[int]] | None:
+    """The groups as lists of ints, or None where there are none (None or an empty list).
+
+    Raises:
+        ValueError: if they are not lists of equal length in a list, in which each of the ids 0, 1, ... stands once.
+    """
+    if groups is None or (isinstance(groups, (list, tuple)) and not groups):
+        return None
+    received = f"Received: group_assignment={groups!r}"
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise ValueError(f"`group_assignment` must be a list of lists of replica ids. {received}")
+    ids = [replica for group in groups for replica in group]
+    for replica in ids:
+        if not isinstance(replica, (int, float)) and not hasattr(replica, "__index__"):
+            raise ValueError(
+                f"`group_assignment` must hold replica ids, which are ints. {received}, with {replica!r} in it"
+            )
+    twice = sorted({replica for replica in ids if ids.count(replica) > 1})
+    if twice:
+        raise ValueError(
+            f"`group_assignment` must name every replica once. {received}, in which {twice} stand more than once"
+        )
+    if set(ids) != set(range(len(ids))):
+        raise ValueError(
+            f"`group_assignment` must name every replica, from 0 to the number of replicas - 1. {received}, "
+            f"which names {len(ids)} replicas, but not {sorted(set(range(len(ids))) - set(ids))}"
+        )
+    if len({len(group) for group in groups}) > 1:
+        raise ValueError(
+            f"`group_assignment` must have groups of one size. {received}, with sizes {[len(g) for g in groups]}"
+        )
+    return [[int(replica) for replica in group] for group in groups]
+
+
+def check_groups(groups: Groups | None, replicas: Communicator) -> None:
+    """Raises ValueError unless the groups are those of as many replicas as there are."""
+    num_named = 0 if groups is None else sum(map(len, groups))
+    if groups is not None and num_named != replicas.num_replicas:
+        raise ValueError(
+            "`group_assignment` must name each replica of the program once. "
+            f"Received: group_assignment={[list(g) for g in groups]}, with {num_named} replicas, where there are "
+            f"{replicas.num_replicas}. Leave `group_assignment` out to average over all of them."
+        )

@@ -1,0 +1,127 @@
+"""The way of gradients through one update: stages around one reduction."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.update.step import Proceed, Stage, Step
+
+
+class Reducer(Protocol):
+    """Makes each replica's own gradients global: by an all-reduce, a reduce-scatter, or while they are computed."""
+
+    def watch(self, loss: Tensor, row_share: Any) -> None:
+        """Called with each loss before it is differentiated."""
+
+    def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
+        """The step with gradients that were, or now are, reduced in a way that no stage sees; None where not."""
+
+    def reduce(self, step: Step, comm: Communicator) -> Step:
+        """The step with global gradients: all of them, or those of this replica's slices."""
+
+    def own_part(self, step: Step) -> Step:
+        """Of a step that was reduced elsewhere, what this replica updates with."""
+
+    def finish(self, comm: Communicator) -> None:
+        """Tells the other replicas that this one has ended training, so that none waits for it."""
+
+
+class Pipeline:
+    """Takes steps through `collect` of all stages, the reduction, and `commit` of all stages, to the update.
+
+    Args:
+        stages: from the outside in.
+        reducer: makes gradients global.
+        update: gets the step in the end.
+        axis_name: of the mapped axis of replicas on JAX.
+        classify: fills in how gradients arrive.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        reducer: Reducer,
+        update: Proceed,
+        axis_name: str,
+        classify: Callable[[Step, Communicator], Step],
+    ) -> None:
+        self.stages = list(stages)
+        self.reducer = reducer
+        self._update = update
+        self._axis_name = axis_name
+        self._classify = classify
+        self._collect: Proceed | None = None
+        self._commit = update
+        self.resumed = Step((), ())
+        """What is known of gradients that come reduced."""
+
+    def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
+        """Builds the stages, each of which belongs to this optimizer from now on."""
+        for stage in self.stages:
+            if vars(stage).setdefault("_pipeline", self) is not self:
+                raise ValueError(
+                    "Each optimizer must have stages of its own. "
+                    f"Received: {stage!r}, which another optimizer was built with. Make a new one."
+                )
+            stage.build(variables, add_variable)
+
+    def run(self, step: Step) -> None:
+        """One call of `apply`."""
+        if self._collect is None:
+            self._collect = self._through("collect", self._reduce_and_commit)
+            self._commit = self._through("commit", self._update)
+        self._collect(step)
+
+    def reduce(self, step: Step) -> Step:
+        """What happens up to the update, on one replica; perhaps inside a `shard_map`."""
+        comm = runtime.communicator(self._axis_name)
+        early = self.reducer.reduced_early(step, comm)
+        if early is not None:
+            return early
+        step = self._classify(step, comm)
+        for stage in self.stages:
+            step = stage.local(step, comm)
+        return self.reducer.reduce(step, comm)
+
+    @contextlib.contextmanager
+    def resuming(self, step: Step) -> Iterator[None]:
+        """For trainers: the gradients that come during the block are of this step, which `reduce` has returned."""
+        before, self.resumed = self.resumed, step
+        try:
+            yield
+        finally:
+            self.resumed = before
+
+    def _reduce_and_commit(self, step: Step) -> None:
+        if step.is_reduced:
+            step = self.reducer.own_part(step)
+        elif step.replica_axis is None:
+            step = self.reduce(step)
+        else:
+            step = self._reduce_stacked(step)
+        self._commit(step)
+
+    def _reduce_stacked(self, step: Step) -> Step:
+        known = isinstance(step.row_share, float)
+
+        def reduced(own: Any) -> Any:
+            grads, shares = own
+            share = step.row_share if known else shares[0]
+            result = self.reduce(step.replace(grads=grads, row_share=share, replica_axis=None))
+            return result.grads, result.found_inf, dict(result.notes)
+
+        stacked = (list(step.grads), [] if known else [step.row_share])
+        grads, found_inf, notes = runtime.map_replicas(reduced, stacked)
+        return step.replace(grads=grads, found_inf=found_inf, notes=notes, replica_axis=None)
+
+    def _through(self, hook: str, last: Proceed) -> Proceed:
+        for stage in reversed(self.stages):
+            if getattr(type(stage), hook) is not getattr(Stage, hook):
+                last = functools.partial(getattr(stage, hook), proceed=last)
+        return last

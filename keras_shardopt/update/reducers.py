@@ -1,0 +1,200 @@
+"""How each replica's own gradients become global: three ways, of which an optimizer has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.compression import Compressed
+from keras_shardopt.numerics import overwrites_variable
+from keras_shardopt.update.all_reduce import global_gradients, join_uneven_inputs
+from keras_shardopt.update.nonfinite import UNKNOWN, all_reduce_and_check, fail_among_all, num_flags
+from keras_shardopt.update.options import CrossShardOptions, check_groups
+from keras_shardopt.update.row_weights import weighted_by_rows
+from keras_shardopt.update.step import Step
+
+# Where gradients can be reduced while the others are computed.
+_overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
+
+
+class AllReduce:
+    """Every replica gets the mean, or the sum, of all gradients (of its group).
+
+    Args:
+        options: those of the `CrossShard`.
+        optimizer: the `CrossShard`.
+        decides_with_all: whether a loss scaling inside decides together with the replicas of all groups.
+    """
+
+    def __init__(
+        self,
+        options: CrossShardOptions,
+        optimizer: Any,
+        decides_with_all: bool,
+    ) -> None:
+        self._options = options
+        self._optimizer = optimizer
+        self._decides_with_all = decides_with_all
+        self._checks_finite = options.on_nonfinite != "ignore"
+
+    def watch(self, loss: Tensor, row_share: Any) -> None:
+        """Nothing is sent before all gradients are there."""
+
+    def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
+        """Nothing is."""
+        return None
+
+    def reduce(self, step: Step, comm: Communicator) -> Step:
+        """Weighs them by the replica's rows, and sends them."""
+        chosen = step.variables
+        if step.is_local:
+            step = weighted_by_rows(step)
+        trained = None
+        if not comm.is_spmd and len(chosen) < len(self._optimizer._trainable_variables):
+            # All ranks send the same, also where some have frozen layers, so that they can notice.
+            step, trained = self._with_frozen(step)
+        members = self.members(comm)
+        if self._options.compression is not None and step.is_local:
+            divides = step.gradient_state is GradientState.LOCAL
+            members = Compressed(members, self._options.compression, divides=divides)
+        step = self._send(step, members, trained)
+        return step if trained is None else self._without_frozen(step, chosen)
+
+    def own_part(self, step: Step) -> Step:
+        """All of it."""
+        return step
+
+    def finish(self, comm: Communicator) -> None:
+        """Sends zeros, and that there are no more gradients, as if it were one more update."""
+        members = self.members(comm)
+        flags = num_flags(len(self._optimizer._trainable_variables), comm.num_replicas)
+        flags = flags if self._checks_finite and members.world is members else 0
+        if self._options.compression is not None:
+            members = Compressed(members, self._options.compression, divides=True)
+        self._join(members, flags)
+
+    def members(self, comm: Communicator) -> Communicator:
+        """The replicas that this one averages with."""
+        groups = self._options.group_assignment
+        check_groups(groups, comm)
+        return comm if groups is None else comm.split(groups)
+
+    def _join(self, members: Communicator, num_flags: int) -> None:
+        join_uneven_inputs(self._optimizer._trainable_variables, members, num_flags)
+
+    def _send(self, step: Step, members: Communicator, trained: Sequence[bool] | None) -> Step:
+        assert step.gradient_state is not None
+        arguments = (step.grads, step.variables, members, self._options.reduction, step.gradient_state)
+        if self._checks_finite:
+            grads, found_inf = all_reduce_and_check(*arguments, step.found_inf, trained)
+            return step.replace(grads=grads, found_inf=found_inf)
+        try:
+            return step.replace(grads=global_gradients(*arguments, trained))
+        except ValueError:
+            if members.world is not members and self._decides_with_all and not members.is_spmd:
+                fail_among_all(members.world)
+            raise
+
+    def _with_frozen(self, step: Step) -> tuple[Step, list[bool]]:
+        """A step with all trainable variables, no gradient where none is given; and which are given."""
+        positions = [self._optimizer._position(variable) for variable in step.variables]
+        given = dict(zip(positions, step.grads))
+        every = range(len(self._optimizer._trainable_variables))
+        found = step.found_inf
+        if found is not None:
+            found = ops.take(ops.convert_to_tensor([0, *[i + 1 for i in positions]], "int32"), found, axis=0)
+        grads = [given.get(i) for i in every]
+        whole = step.replace(grads=grads, variables=list(self._optimizer._trainable_variables), found_inf=found)
+        return whole, [i in given for i in every]
+
+    def _without_frozen(self, step: Step, chosen: Sequence[Variable]) -> Step:
+        """The reverse of `_with_frozen`, of a step that is reduced."""
+        positions = [self._optimizer._position(variable) for variable in chosen]
+        found = step.found_inf
+        if found is not None:
+            places = [UNKNOWN] * (len(step.variables) + 1)
+            for place, position in enumerate(positions):
+                places[position] = place
+            name = ops.take(ops.convert_to_tensor(places, "int32"), found[2] % len(places), axis=0)
+            found = ops.stack([found[0], found[1], name])
+        return step.replace(grads=[step.grads[i] for i in positions], variables=chosen, found_inf=found)
+
+
+class ReduceScatter(AllReduce):
+    """Every replica gets its slices of the global gradients, because it has state for these only.
+
+    Args:
+        *arguments: as in `AllReduce`.
+        shards: who owns what, a `FlatShards` or `PaddedShards`.
+    """
+
+    def __init__(self, *arguments: Any, shards: Any) -> None:
+        super().__init__(*arguments)
+        self._shards = shards
+
+    def own_part(self, step: Step) -> Step:
+        """This replica's slices."""
+        return step.replace(grads=self._shards.slices_of(step.grads, step.variables))
+
+    def _send(self, step: Step, members: Communicator, trained: Sequence[bool] | None) -> Step:
+        if not step.is_local:
+            return self.own_part(super()._send(step, members, trained))
+        arguments = (step.grads, step.variables, members, self._options.reduction, step.gradient_state, step.found_inf)
+        grads, found_inf = self._shards.reduce(*arguments, trained)
+        return step.replace(grads=grads, found_inf=found_inf)
+
+    def _join(self, members: Communicator, num_flags: int) -> None:
+        self._shards.join_uneven_inputs(members, num_flags)
+
+
+class OverlappedAllReduce(AllReduce):
+    """On PyTorch sends gradients while the backward pass computes others; elsewhere as `AllReduce`.
+
+    Args:
+        *arguments: as in `AllReduce`.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.buckets: Any = None
+        """What is sent together, where gradients are sent early."""
+        self._among: Communicator | None = None
+
+    def watch(self, loss: Tensor, row_share: Any) -> None:
+        """Sends gradients while this loss is differentiated, if it is that of a step of Keras' trainer."""
+        if self.buckets is not None:
+            self.buckets.follow(loss, self._optimizer, bool(row_share))
+
+    def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
+        """With the gradients that the buckets have, or now get."""
+        buckets = self.buckets_among(comm)
+        if buckets is None:
+            return None
+        return step.replace(grads=buckets.reduce(step.grads, step.variables, bool(step.row_share), step.weight))
+
+    def finish(self, comm: Communicator) -> None:
+        """See `AllReduce.finish`; in buckets, where gradients are."""
+        buckets = self.buckets_among(comm)
+        if buckets is None:
+            super().finish(comm)
+        else:
+            buckets.join_uneven_inputs()
+
+    def buckets_among(self, comm: Communicator) -> Any:
+        """The buckets of these replicas, made when they are first asked for; None where nothing is sent early."""
+        if self._among is not comm:
+            optimizer = self._optimizer
+            if optimizer.peers.started is not comm or not optimizer.arrival.may_be_local:
+                return None
+            self.buckets, self._among = None, comm
+            variables = self._optimizer._trainable_variables
+            if _overlap is not None and not any(map(overwrites_variable, variables)):
+                takes_mean, num_bytes = self._options.reduction == "mean", self._options.bucket_mib * 2**20
+                compression = self._options.compression
+                self.buckets = _overlap.buckets_among(comm, variables, takes_mean, num_bytes, compression)
+        return self.buckets

@@ -1,0 +1,191 @@
+"""Transforms and clips one replica's own gradients, before the reduction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_shardopt._typing import Gradients, Tensor, Variable
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import (
+    clip_by_global_norm,
+    dtype_of,
+    in_float32,
+    is_sparse,
+    like_variable,
+    map_values,
+    overwrites_variable,
+)
+from keras_shardopt.update.options import CrossShardOptions, LocalTransform
+from keras_shardopt.update.step import Stage, Step
+
+
+class ReplicaTransform(Stage):
+    """Changes each replica's own gradients by a function.
+
+    Args:
+        transform: the function.
+        optimizer: the `CrossShard`, which knows by what the loss is scaled.
+    """
+
+    def __init__(self, transform: LocalTransform, optimizer: Any) -> None:
+        self._transform = transform
+        self._optimizer = optimizer
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where the options ask for it."""
+        if options.replica_transform is None:
+            return []
+        return [cls(options.replica_transform, optimizer)]
+
+    def local(self, step: Step, comm: Communicator) -> Step:
+        """Lets the function see the gradients of the replica's mean loss."""
+        return _changed(step, comm, self._optimizer, None, self._transform)
+
+
+class ReplicaClip(Stage):
+    """Clips each replica's own gradients by their global norm.
+
+    Args:
+        clipnorm: the largest norm, in units of the replica's mean loss.
+        optimizer: the `CrossShard`, which knows by what the loss is scaled.
+    """
+
+    def __init__(self, clipnorm: float, optimizer: Any) -> None:
+        self._clipnorm = clipnorm
+        self._optimizer = optimizer
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where the options ask for it."""
+        if options.replica_clipnorm is None:
+            return []
+        return [cls(options.replica_clipnorm, optimizer)]
+
+    def local(self, step: Step, comm: Communicator) -> Step:
+        """Clips them."""
+        return _changed(step, comm, self._optimizer, self._clipnorm, None)
+
+
+def _changed(step: Step, comm: Communicator, optimizer: Any, *how: Any) -> Step:
+    # There is no mean loss of no rows; what a transform makes of them counts for nothing in the reduction.
+    rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
+    unit = (optimizer.loss_scale if step.loss_scale is None else step.loss_scale) * rows
+    assert step.gradient_state is not None
+    arguments = (step.grads, step.variables, comm.num_replicas, step.gradient_state, unit)
+    return step.replace(grads=transformed_gradients(*arguments, *how))
+
+
+def transformed_gradients(
+    grads: Gradients,
+    variables: Sequence[Variable],
+    num_replicas: int,
+    gradient_state: GradientState,
+    loss_scale: Any = 1.0,
+    clipnorm: float | None = None,
+    transform: LocalTransform | None = None,
+) -> list[Tensor | None]:
+    r"""Changes this replica's gradients by themselves: first by `transform`, then clipped by their own global norm.
+
+    Both are in units of the replica's own mean loss. With $s$ the loss scale, and $u = s / N$ where gradients arrive
+    prescaled and $u = s$ elsewhere, a gradient arrives as $u \, g_r$. `transform` sees $g_r$ (of half precision in
+    float32), and the clipping makes it $g_r \min(1, c / \lVert g_r \rVert)$. The result has the units and dtypes in
+    which the gradients arrived.
+
+    Args:
+        grads: one tensor or None per variable: this replica's own, so `gradient_state` is local or
+            prescaled unless there is one replica only.
+        variables: the variables of `grads`. The next values of those with `overwrite_with_gradient` are left alone.
+        num_replicas: the $N$ that prescaled gradients are divided by.
+        gradient_state: how the gradients arrive.
+        loss_scale: a number or scalar tensor, by which the loss was multiplied.
+        clipnorm: float or None. The largest global norm.
+        transform: a function or None.
+
+    Raises:
+        ValueError: if `transform` returns another number of gradients, or one of another shape than its variable.
+    """
+    result = list(grads)
+    plain = [i for i, variable in enumerate(variables) if not overwrites_variable(variable)]
+    # As numbers where they are known: a factor of 1 then costs nothing and changes no bit.
+    unit = (
+        loss_scale / num_replicas
+        if gradient_state is GradientState.LOCAL_PRESCALED and num_replicas > 1
+        else loss_scale
+    )
+    if transform is not None:
+        arrived = [grads[i] for i in plain]
+        own = [None if g is None else map_values(lambda v: _in_units(in_float32(v), 1 / unit), g) for g in arrived]
+        owners = [variables[i] for i in plain]
+        for i, grad in zip(plain, _checked(transform(own, owners), owners)):
+            dtype = dtype_of(variables[i] if grads[i] is None else grads[i])
+            result[i] = None if grad is None else map_values(functools.partial(_arriving, unit=unit, dtype=dtype), grad)
+    if clipnorm is not None:
+        # The limit in the units of the gradients, not the other way round: within it they keep every bit.
+        clipped, _ = clip_by_global_norm([result[i] for i in plain], clipnorm * unit)
+        for i, grad in zip(plain, clipped):
+            result[i] = grad
+    return result
+
+
+def _arriving(value: Tensor, unit: Any, dtype: str) -> Tensor:
+    return ops.cast(_in_units(value, unit), dtype)
+
+
+def _in_units(value: Tensor, unit: Any) -> Tensor:
+    if is_one(unit):
+        return value
+    return ops.multiply(value, ops.cast(unit, dtype_of(value)))
+
+
+def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None]:
+    """What a transform has returned, if that can be gradients of `variables`."""
+    rule = "`replica_transform` must return a list with one gradient, or None, for each that it is given."
+    if not isinstance(returned, (list, tuple)):
+        raise ValueError(f"{rule} Received: {returned!r} (of type {type(returned).__name__})")
+    if len(returned) != len(variables):
+        raise ValueError(f"{rule} Received: {len(returned)} gradients for {len(variables)} variables")
+    grads = [g if g is None or is_sparse(g) else ops.convert_to_tensor(g) for g in returned]
+    for grad, variable in zip(grads, variables):
+        if grad is not None and not is_sparse(grad) and tuple(grad.shape) != tuple(variable.shape):
+            raise ValueError(
+                "`replica_transform` must return gradients of the shapes of their variables. Received: shape "
+                f"{tuple(grad.shape)} for `{getattr(variable, 'path', variable)}` of shape {tuple(variable.shape)}"
+            )
+    return grads
+
+
+def unscaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale: Any) -> list[Tensor | None]:
+    """Gradients of a scaled loss as those of the loss itself. Where it is scaled, half precision becomes float32."""
+    if is_one(loss_scale):
+        return list(grads)
+    return [
+        grad if grad is None or overwrites_variable(variable) else map_values(lambda v: _unscaled(v, loss_scale), grad)
+        for grad, variable in zip(grads, variables)
+    ]
+
+
+def scaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale: Any) -> list[Tensor | None]:
+    """The reverse of `unscaled_gradients`; each gradient then has the dtype of its variable."""
+    if is_one(loss_scale):
+        return list(grads)
+    return [
+        grad
+        if grad is None or overwrites_variable(variable)
+        else like_variable(map_values(lambda v: _in_units(in_float32(v), loss_scale), grad), variable)
+        for grad, variable in zip(grads, variables)
+    ]
+
+
+def _unscaled(value: Tensor, loss_scale: Any) -> Tensor:
+    value = in_float32(value)
+    return ops.divide(value, ops.cast(loss_scale, dtype_of(value)))
+
+
+def is_one(factor: Any) -> bool:
+    """Whether a factor is known to be 1."""
+    return isinstance(factor, (int, float)) and factor == 1

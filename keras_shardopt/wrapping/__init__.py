@@ -1,0 +1,1 @@
+"""An optimizer that stands for another."""
