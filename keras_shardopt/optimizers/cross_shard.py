@@ -135,11 +135,8 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
         self.arrival = Arrival(options, self.accumulation is not None, self)
-        decides_with_all = any(isinstance(o, OptimizerWrapper) and o._skips_overflows for o in descendants(self))
-        self._reducing = (options, self, decides_with_all)
-        reducer = AllReduce(*self._reducing)
-        if options.overlap == "auto" and options.is_plain:
-            reducer = OverlappedAllReduce(*self._reducing)
+        overlaps = options.overlap == "auto" and options.is_plain
+        reducer = OverlappedAllReduce(self) if overlaps else AllReduce(self)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.arrival.classify)
         note_made(self)
@@ -176,7 +173,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
                 self.pipeline.build(variables, self.add_variable)
             if self.shard_state and (shards := self._divided(variables)) is not None:
                 self._shards = shards
-                self.pipeline.reducer = ReduceScatter(*self._reducing, shards=shards)
+                self.pipeline.reducer = ReduceScatter(self, shards)
         super().build(variables)
         self._refuse_accumulation_inside()
 

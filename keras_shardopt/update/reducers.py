@@ -17,6 +17,7 @@ from keras_shardopt.update.nonfinite import UNKNOWN, all_reduce_and_check, fail_
 from keras_shardopt.update.options import CrossShardOptions, check_groups
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Step
+from keras_shardopt.wrapping.chain import descendants
 
 # Where gradients can be reduced while the others are computed.
 _overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
@@ -26,21 +27,15 @@ class AllReduce:
     """Every replica gets the mean, or the sum, of all gradients (of its group).
 
     Args:
-        options: those of the `CrossShard`.
         optimizer: the `CrossShard`.
-        decides_with_all: whether a loss scaling inside decides together with the replicas of all groups.
     """
 
-    def __init__(
-        self,
-        options: CrossShardOptions,
-        optimizer: Any,
-        decides_with_all: bool,
-    ) -> None:
-        self._options = options
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._decides_with_all = decides_with_all
-        self._checks_finite = options.on_nonfinite != "ignore"
+        self._options: CrossShardOptions = optimizer._options
+        self._checks_finite = self._options.on_nonfinite != "ignore"
+        # Whether a loss scaling inside decides together with the replicas of all groups.
+        self._decides_with_all = any(getattr(part, "_skips_overflows", False) for part in descendants(optimizer))
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
         """Nothing is sent before all gradients are there."""
@@ -129,12 +124,12 @@ class ReduceScatter(AllReduce):
     """Every replica gets its slices of the global gradients, because it has state for these only.
 
     Args:
-        *arguments: as in `AllReduce`.
+        optimizer: the `CrossShard`.
         shards: who owns what, a `FlatShards` or `PaddedShards`.
     """
 
-    def __init__(self, *arguments: Any, shards: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, optimizer: Any, shards: Any) -> None:
+        super().__init__(optimizer)
         self._shards = shards
 
     def own_part(self, step: Step) -> Step:
@@ -156,11 +151,11 @@ class OverlappedAllReduce(AllReduce):
     """On PyTorch sends gradients while the backward pass computes others; elsewhere as `AllReduce`.
 
     Args:
-        *arguments: as in `AllReduce`.
+        optimizer: the `CrossShard`.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
         self.buckets: Any = None
         """What is sent together, where gradients are sent early."""
         self._among: Communicator | None = None
