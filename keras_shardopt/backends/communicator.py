@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
 
 class GradientState(enum.Enum):

@@ -7,9 +7,8 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import dtype_of, map_values
+from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable, dtype_of, map_values
 
 
 class Compressed(Communicator):

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import ReduceOp, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import ReduceOp, Tensor, Variable
 
 NUM_MARKS = 20
 

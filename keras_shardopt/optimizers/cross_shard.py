@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import keras
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import GradientScope
+from keras_shardopt.numerics import Gradients, Tensor, Variable
 from keras_shardopt.optimizers.made import note_made
 from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
 from keras_shardopt.optimizers.two_phases import TwoPhases

@@ -9,8 +9,17 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import LARGEST_FLOAT16, dense, dtype_of, in_float32, norm, overwrites_variable
+from keras_shardopt.numerics import (
+    LARGEST_FLOAT16,
+    Gradients,
+    Tensor,
+    Variable,
+    dense,
+    dtype_of,
+    in_float32,
+    norm,
+    overwrites_variable,
+)
 from keras_shardopt.wrapping.chain import leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 

@@ -13,8 +13,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import in_float32, is_sparse
+from keras_shardopt.numerics import Gradients, Tensor, Variable, in_float32, is_sparse
 
 _INT = "int"  # as wide as the backend has it, as Keras' own counters
 

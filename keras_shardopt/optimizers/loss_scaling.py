@@ -15,10 +15,9 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import GlobalView, GradientState
-from keras_shardopt.numerics import dtype_of, in_float32, map_values, overwrites_variable
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, in_float32, map_values, overwrites_variable
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.update.nonfinite import largest_of_all
 from keras_shardopt.wrapping.chain import descendants

@@ -18,12 +18,11 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.backends.models import optimizers_in_step
-from keras_shardopt.numerics import LARGEST_FLOAT16, add, dtype_of, in_float32
+from keras_shardopt.numerics import LARGEST_FLOAT16, Gradients, Tensor, Variable, add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
 from keras_shardopt.wrapping.chain import descendants

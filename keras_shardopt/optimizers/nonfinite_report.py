@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.backends.active import runtime
+from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.update.nonfinite import UNKNOWN, SkipNonFinite
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 

@@ -16,8 +16,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.numerics import dense, dtype_of, in_float32, overwrites_variable
+from keras_shardopt.numerics import Tensor, Variable, dense, dtype_of, in_float32, overwrites_variable
 from keras_shardopt.wrapping.slots import SlotAccess, slot_prefix
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.replica_transform import unscaled_gradients
 from keras_shardopt.wrapping.chain import base_optimizers
 from keras_shardopt.wrapping.rollback import note_before_assignment

@@ -10,8 +10,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import dtype_of, factor_within, in_float32, is_sparse
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, factor_within, in_float32, is_sparse
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 

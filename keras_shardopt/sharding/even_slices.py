@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import dtype_of, overwrites_variable
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, size_of
 from keras_shardopt.sharding.separability import (
     are_elementwise_inside,

@@ -20,8 +20,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Variable
-from keras_shardopt.numerics import dtype_of, overwrites_variable
+from keras_shardopt.numerics import Variable, dtype_of, overwrites_variable
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope, slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GlobalView
 from keras_shardopt.backends.keras_callers import running_instance
+from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.side_channel import SideChannel
-from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
+from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dense, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
 from keras_shardopt.sharding.partition import Piece
 from keras_shardopt.sharding.report import MemoryReport, item_size, plus, size_of

@@ -12,9 +12,9 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.optimizers import AutomaticLossScaler
 from keras_shardopt.optimizers.build import build_optimizer
 from keras_shardopt.optimizers.cross_shard import cross_shards

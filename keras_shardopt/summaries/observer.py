@@ -10,10 +10,12 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.numerics import (
-    clip_by_global_norm,
+    Gradients,
+    Tensor,
+    Variable,
+    clipped_to,
     dense,
     global_norm,
     in_float32,
@@ -144,7 +146,9 @@ class Observer:
 
     def _clipped(self, grads: Gradients) -> Gradients:
         """What the clipping makes of gradients; without one, these themselves."""
-        return grads if self._clipping is None else clip_by_global_norm(grads, self._clipping.clip_gradients)[0]
+        if self._clipping is None:
+            return grads
+        return clipped_to(grads, self._clipping.clip_gradients, global_norm(grads))
 
     def _see_global_norm(self, seen: _Seen, variables: Sequence[Variable]) -> None:
         self._keep("global_norm", [global_norm(seen())])

@@ -12,10 +12,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import GradientState
-from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dense, dtype_of, overwrites_variable
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step

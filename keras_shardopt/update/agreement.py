@@ -22,9 +22,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import layers_of, models_with, optimizers_of
+from keras_shardopt.numerics import Variable
 from keras_shardopt.wrapping.chain import children, descendants
 from keras_shardopt.wrapping.slots import without_counters
 

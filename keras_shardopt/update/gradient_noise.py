@@ -9,9 +9,8 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import global_norm
+from keras_shardopt.numerics import Gradients, Tensor, Variable, global_norm
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 

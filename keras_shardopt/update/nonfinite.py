@@ -12,10 +12,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import is_sparse, overwrites_variable
+from keras_shardopt.numerics import Gradients, Tensor, Variable, is_sparse, overwrites_variable
 from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step, proceed_if

@@ -8,9 +8,9 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import Variable
 from keras_shardopt.update.agreement import check_agreement, described, losses_that_add_up
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.wrapping.chain import base_optimizers

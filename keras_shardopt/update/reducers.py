@@ -7,11 +7,10 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
-from keras_shardopt.numerics import overwrites_variable
+from keras_shardopt.numerics import Tensor, Variable, overwrites_variable
 from keras_shardopt.update.all_reduce import global_gradients, join_uneven_inputs
 from keras_shardopt.update.nonfinite import UNKNOWN, all_reduce_and_check, fail_among_all, num_flags
 from keras_shardopt.update.options import CrossShardOptions, check_groups

@@ -8,11 +8,14 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import (
-    clip_by_global_norm,
+    Gradients,
+    Tensor,
+    Variable,
+    clipped_to,
     dtype_of,
+    global_norm,
     in_float32,
     is_sparse,
     like_variable,
@@ -126,8 +129,8 @@ def transformed_gradients(
             result[i] = None if grad is None else map_values(functools.partial(_arriving, unit=unit, dtype=dtype), grad)
     if clipnorm is not None:
         # The limit in the units of the gradients, not the other way round: within it they keep every bit.
-        clipped, _ = clip_by_global_norm([result[i] for i in plain], clipnorm * unit)
-        for i, grad in zip(plain, clipped):
+        own = [result[i] for i in plain]
+        for i, grad in zip(plain, clipped_to(own, clipnorm * unit, global_norm(own))):
             result[i] = grad
     return result
 

@@ -28,10 +28,10 @@ from keras import ops
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.models import layers_of, models_with, optimizers_of, override_method
+from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.wrapping.chain import Wrapping, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
 

@@ -20,7 +20,7 @@ import keras
 from keras.src.backend.common import global_state
 from keras.src.utils.naming import to_snake_case
 
-from keras_shardopt._typing import Variable
+from keras_shardopt.numerics import Variable
 
 
 class SlotAccess:

@@ -22,11 +22,11 @@ from typing import Any
 
 import keras
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.arguments import with_article
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import OUTSIDE, GradientScope
 from keras_shardopt.backends.keras_callers import caller_module, running_instance
+from keras_shardopt.numerics import Gradients, Tensor, Variable
 from keras_shardopt.wrapping.chain import (
     Wrapping,
     base_optimizers,

@@ -90,8 +90,8 @@ FAULTS = [
     ),
     fault(
         "update/replica_transform.py",
-        "clip_by_global_norm([result[i] for i in plain], clipnorm * unit)",
-        "clip_by_global_norm([result[i] for i in plain], clipnorm)",
+        "clipped_to(own, clipnorm * unit, global_norm(own))",
+        "clipped_to(own, clipnorm, global_norm(own))",
         f"{LOCAL}::test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside",
     ),
     fault(
@@ -231,8 +231,8 @@ FAULTS = [
     ),
     fault(
         "optimizers/gradient_clipping.py",
-        "norm = norm_over_replicas(global_norm(seen)) if self._scope.holds_slices else None",
-        "norm = None",
+        "norm = norm_over_replicas(norm) if self._scope.holds_slices else norm",
+        "pass",
         SHARDS,
     ),
     fault(

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
 class MappedAxis(Communicator):

@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
 from keras_shardopt.backends.tensorflow import losses as tf_losses
+from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
 class ReplicaContext(Communicator):

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from keras.src.backend.common import global_state
 from torch.nn.parallel import DistributedDataParallel
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.models import living_models
 from keras_shardopt.backends.torch.ddp import _INITIALIZE_DDP, _REDUCED_BY_DDP, _ddps, _initialize_ddp, _owns
 from keras_shardopt.backends.torch.process_group import explaining_failures, failure, gather_objects, say_failure
 from keras_shardopt.backends.torch.random_numbers import draw_apart
+from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
 BUCKET_BYTES = 25 * 2**20
 """Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
