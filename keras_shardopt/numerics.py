@@ -35,9 +35,14 @@ def is_sparse(grad: Any) -> bool:
     return hasattr(grad, "dense_shape") and hasattr(grad, "indices")
 
 
-def dense(grad: Tensor, num_rows: int) -> Tensor:
-    """The gradient with all of its `num_rows` rows; those that a sparse one lists more than once are summed."""
-    return ops.segment_sum(grad.values, grad.indices, num_rows) if is_sparse(grad) else grad
+def dense(grad: Tensor, variable: Variable) -> Tensor:
+    """The gradient with all rows of its variable; those that a sparse one lists more than once are summed."""
+    return ops.segment_sum(grad.values, grad.indices, variable.shape[0]) if is_sparse(grad) else grad
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """The elements of a gradient, or of the listed rows of a sparse one."""
+    return grad.values if is_sparse(grad) else ops.convert_to_tensor(grad)
 
 
 def map_values(function: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
@@ -56,8 +61,7 @@ def add(first: Tensor, second: Tensor, variable: Variable) -> Tensor:
         values = ops.concatenate([first.values, second.values], axis=0)
         indices = ops.concatenate([first.indices, ops.cast(second.indices, first.indices.dtype)], axis=0)
         return type(first)(values, indices, first.dense_shape)
-    num_rows = variable.shape[0] if len(variable.shape) else 1
-    return dense(first, num_rows) + dense(second, num_rows)
+    return dense(first, variable) + dense(second, variable)
 
 
 def dtype_of(value: Any) -> str:
@@ -97,7 +101,7 @@ def global_norm(t_list: Sequence[Tensor | None]) -> Tensor:
     Returns:
         A scalar in float32 (float64 if a tensor is float64); 0 for an empty list.
     """
-    squares = [ops.sum(ops.square(in_float32(_values(t)))) for t in t_list if t is not None]
+    squares = [ops.sum(ops.square(in_float32(values_of(t)))) for t in t_list if t is not None]
     widest = "float64" if any(dtype_of(square) == "float64" for square in squares) else "float32"
     # float64 squares of the others too, and one sum over a stack instead of a chain of scalar additions.
     return ops.sqrt(ops.sum(ops.stack([ops.cast(s, widest) for s in squares]))) if squares else ops.zeros((), widest)
@@ -112,10 +116,6 @@ def clipped_to(grads: Gradients, limit: float | Tensor, norm: Tensor) -> list[Te
 def like_variable(grad: Tensor | None, variable: Variable) -> Tensor | None:
     """The gradient in the dtype of its variable."""
     return None if grad is None else map_values(lambda value: ops.cast(value, dtype_of(variable)), grad)
-
-
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.values if is_sparse(tensor) else ops.convert_to_tensor(tensor)
 
 
 def _times(value: Tensor, factor: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class Communicator(abc.ABC):
 
 
 class SingleReplica(Communicator):
-    """The only replica: every gradient is global already and every move returns its argument."""
+    """The only replica: every gradient is global already, and what it gets is what it gives."""
 
     num_replicas = 1
     replica_id = 0
@@ -139,13 +139,7 @@ class SingleReplica(Communicator):
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         return list(tensors)
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        return list(tensors)
-
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(tensors)
-
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         return list(tensors)
 
 
@@ -171,11 +165,5 @@ class GlobalView(Communicator):
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         self._refuse()
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        self._refuse()
-
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        self._refuse()
-
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         self._refuse()

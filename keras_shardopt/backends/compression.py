@@ -52,9 +52,6 @@ class Compressed(Communicator):
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self._replicas.all_gather(tensors)
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
-        return self._replicas.broadcast(tensors, root)
-
     def _compressed(self, reduce: Callable[..., list[Tensor]], tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         divisor, factor = factors(op, self.num_replicas, self._divides)
 

@@ -115,7 +115,8 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         super().__init__(inner_optimizer, name=name)
         _refuse_inside(self.inner)
         self._refuse_accumulation_inside()
-        self._skips_inside = any(_skips_overflows(optimizer) for optimizer in descendants(self))
+        self._inside = descendants(self)
+        self._skips_inside = any(map(_skips_overflows, self._inside))
         if self._skips_inside and on_nonfinite == "raise":
             raise ValueError(
                 '`on_nonfinite="raise"` would end training at the first overflow, which is how a dynamic loss scaling '
@@ -124,8 +125,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
             )
         self._scope = GradientScope()
         self.scope_inside = GradientScope(self._scope, None if self.group_assignment is None else axis_name)
-        self.scope_inside.give_to(descendants(self))
-        self._shards = None
+        self.scope_inside.give_to(self._inside)
         if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
         self._computed = False
@@ -218,7 +218,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         self.pipeline.run(step)
 
     def _update(self, step: Step) -> None:
-        self.scope_inside.give_to(descendants(self))  # another one may have been put around them since
+        self.scope_inside.give_to(self._inside)  # another one may have been put around them since
         with self.scope_inside.reduced():
             super().update_inner(step.grads, step.variables)
 
@@ -289,7 +289,7 @@ def _refuse_inside(optimizer: Any) -> None:
             "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate in "
             f"each micro-step. Received: inner_optimizer={optimizer!r}."
         )
-    if isinstance(optimizer, CrossShard) and optimizer.arrival.needs_local_gradients:
+    if isinstance(optimizer, CrossShard) and (optimizer.group_assignment or optimizer.arrival.needs_local_gradients):
         raise ValueError(
             "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` that look at them "
             "need the gradients of each replica, and inside another `CrossShard` they are global already. "

@@ -117,7 +117,7 @@ class LARC(OptimizerWrapper):
         return self._ratio(self._wide(grad, variable), variable, self._incoming_scale())
 
     def _wide(self, grad: Tensor, variable: Variable) -> Tensor:
-        return in_float32(dense(grad, variable.shape[0] if len(variable.shape) else 1))
+        return in_float32(dense(grad, variable))
 
     def _ratio(self, wide: Tensor, variable: Variable, loss_scale: Any) -> Tensor:
         # Nobody differentiates an update, but PyTorch would prepare for it.

@@ -21,7 +21,6 @@ from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, in_fl
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.update.nonfinite import largest_of_all
 from keras_shardopt.wrapping.chain import descendants
-from keras_shardopt.wrapping.rollback import note_assignments
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -43,18 +42,14 @@ class ScaledUpdate(OptimizerWrapper):
     _shard_unit = "element"
 
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
-        super().__init__(inner_optimizer, name=name)
-        if isinstance(scale, AutomaticLossScaler):
-            _refuse_accumulation_inside(self)
-        self._scaler = scale if isinstance(scale, AutomaticLossScaler) else None
-        self._static = None if isinstance(scale, AutomaticLossScaler) else scale
+        self._scaler, self._static = (scale, None) if isinstance(scale, AutomaticLossScaler) else (None, scale)
         self._skipped = None
+        super().__init__(inner_optimizer, name=name)
         if self._scaler is not None:
+            _refuse_accumulation_inside(self)
             # Now, as Keras makes its own counters, so that the scale can be read, and the loss scaled, before `build`.
             self._scaler.build(self._add_scalar)
             self._skipped = self._add_scalar("skipped_steps", 0, "int")
-        if self._leaves_out_updates:
-            note_assignments()
 
     def _add_scalar(self, name: str, start: float, dtype: str) -> Variable:
         return self.add_variable(shape=(), initializer=keras.initializers.Constant(start), dtype=dtype, name=name)
@@ -71,7 +66,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]
-        return self._skipped is not None
+        return self._scaler is not None or self._skipped is not None
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]

@@ -83,8 +83,7 @@ class ShardedState(OptimizerWrapper):
     @property
     def _replica_state(self) -> list[Variable]:
         """State that is divided."""
-        shards = vars(self).get("_shards")
-        return [] if shards is None else [v for v in self.inner.variables if shards.is_divided(v)]
+        return [] if self._shards is None else [v for v in self.inner.variables if self._shards.is_divided(v)]
 
     def memory_report(self) -> MemoryReport:
         """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.

@@ -230,7 +230,7 @@ class Accumulation(Stage):
         if grad is None:
             return None
         variable = self._variables[i]
-        return ops.cast(dense(grad, variable.shape[0] if len(variable.shape) else 1), dtype_of(self._sums[i]))
+        return ops.cast(dense(grad, variable), dtype_of(self._sums[i]))
 
     def means(self, sums: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int], Any]:
         """The means over the window that is complete, of the sums that `add` returned.

@@ -19,8 +19,6 @@ from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype
 
 Reduction = Literal["mean", "sum"]
 
-"""`(grads, variables) -> grads`, for the gradients of one replica."""
-
 
 def global_gradients(
     grads: Gradients,

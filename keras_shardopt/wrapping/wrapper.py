@@ -130,8 +130,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         self._observer: Any = None  # a `summaries.observer.Observer`
         self._rollback: Rollback | None = None
         self._collects = False
-        if inner is not None and any(map(leaves_out_updates, [inner, *descendants(inner)])):
-            note_assignments()
+        if any(map(leaves_out_updates, [self, *([] if inner is None else [inner, *descendants(inner)])])):
+            note_assignments()  # from here on: the first forward pass comes before the first update
 
     # -- what a concrete wrapper fills in ------------------------------------------------------------------------
 

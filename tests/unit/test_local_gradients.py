@@ -209,6 +209,12 @@ def test_inside_another_cross_shard_it_is_refused(argument):
     assert not ks.CrossShard("sgd").arrival.needs_local_gradients
 
 
+def test_inside_another_cross_shard_one_group_of_all_is_refused_too():
+    inner = ks.CrossShard("sgd", group_assignment=[[0, 1]])
+    with pytest.raises(ValueError, match="Give these arguments to the outer `CrossShard`"):
+        ks.CrossShard(inner)
+
+
 def test_gradients_pass_where_the_reduction_is_claimed():
     """As in a training step that has called `_reduce_gradients` itself."""
     weight = keras.Variable([0.0, 0.0])

@@ -147,14 +147,14 @@ FAULTS = [
     # State in parts.
     fault(
         "sharding/slices.py",
-        "op = collective(gradient_state, reduction)",
+        "op = collective(step.gradient_state, reduction)",
         'op = "mean"',
         SHARDS,
     ),
     fault(
         "sharding/slices.py",
-        "found.append(ops.reshape(flat[piece.start : piece.stop], tuple(self.stand_ins[i].shape)))",
-        "found.append(ops.reshape(flat[: piece.stop - piece.start], tuple(self.stand_ins[i].shape)))",
+        "return ops.reshape(whole[piece.start : piece.stop], tuple(self.stand_ins[i].shape))",
+        "return ops.reshape(whole[: piece.stop - piece.start], tuple(self.stand_ins[i].shape))",
         SHARDS,
     ),
     fault(
@@ -211,8 +211,8 @@ FAULTS = [
     ),
     fault(
         "numerics.py",
-        "squares = [ops.sum(ops.square(in_float32(_values(t)))) for t in t_list if t is not None]",
-        "squares = [ops.sum(ops.square(_values(t))) for t in t_list if t is not None]",
+        "squares = [ops.sum(ops.square(in_float32(values_of(t)))) for t in t_list if t is not None]",
+        "squares = [ops.sum(ops.square(values_of(t))) for t in t_list if t is not None]",
         "unit/test_gradient_clipping.py::test_norms_of_half_precision_do_not_overflow",
     ),
     # Wrappers.
