@@ -82,7 +82,19 @@ class Communicator(abc.ABC):
         """The ids of these replicas in `world`, ascending: ints, or a tensor where `replica_id` is one."""
         if self._groups is None:
             return range(self.num_replicas)
-        return next(group for group in self._groups if self.world.replica_id in group)
+        return self._members_by_id[self.world.replica_id]
+
+    @property
+    def _members_by_id(self) -> list[Sequence[int]]:
+        """For each replica of `world` the members of its group."""
+        assert self._groups is not None
+        by_id = {replica: group for group in self._groups for replica in group}
+        return [by_id[replica] for replica in range(len(by_id))]
+
+    @property
+    def _positions_by_id(self) -> list[int]:
+        """For each replica of `world` its position in its group."""
+        return [members.index(replica) for replica, members in enumerate(self._members_by_id)]
 
     def split(self, groups: Groups) -> Communicator:
         """The communicator of this replica's own group, as `MPI_Comm_split` makes it.

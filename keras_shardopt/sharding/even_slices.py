@@ -23,9 +23,9 @@ from keras_shardopt.sharding.separability import (
     first_state,
     holds_weights,
     keep_exclusions,
-    named_like,
 )
 from keras_shardopt.sharding.shards import Shards, flattened
+from keras_shardopt.wrapping.slots import named_like
 
 
 class PaddedShards(Shards):

@@ -31,13 +31,12 @@ from keras_shardopt.sharding.separability import (
     empty_shape,
     holds_weights,
     keep_exclusions,
-    named_like,
 )
 from keras_shardopt.sharding.shards import Shards, flattened
 from keras_shardopt.update.all_reduce import Reduction, collective, rescaling
 from keras_shardopt.update.nonfinite import first_not_finite, flags, found_inf_of
 from keras_shardopt.update.step import Step
-from keras_shardopt.wrapping.slots import slots_of
+from keras_shardopt.wrapping.slots import named_like, slots_of
 
 BARRIER_SECONDS = 60.0
 """For how long a replica that saves waits for the others to save too."""

@@ -19,6 +19,7 @@ from keras_shardopt.optimizers import AutomaticLossScaler
 from keras_shardopt.optimizers.build import build_optimizer
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.mixed_precision import updating_with
+from keras_shardopt.optimizers.two_phases import scalar_loss
 from keras_shardopt.summaries.event_file import checked_log_dir
 from keras_shardopt.summaries.recorder import Recorder
 from keras_shardopt.summaries.tags import checked_summaries
@@ -258,12 +259,7 @@ class TrainingStep:
             return self.optimizer.scale_loss(value), value
 
         def loss_of_batch() -> Tensor:
-            value = ops.convert_to_tensor(self._loss(*batch))
-            if ops.ndim(value):
-                raise ValueError(
-                    f"`loss` must return a scalar. Received: a tensor of shape {tuple(value.shape)}. "
-                    "Use for example `keras.ops.mean(...)` of it."
-                )
+            value = scalar_loss(self._loss(*batch))
             if self._model is not None and self._model.losses:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return value

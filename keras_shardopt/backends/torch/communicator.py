@@ -164,7 +164,7 @@ class TorchProcessGroup(Communicator):
         result: list[Tensor] = [None] * len(tensors)
         for indices in in_buckets(tensors, BUCKET_BYTES, range(len(tensors))):
             # As bytes: every dtype travels, and bits stay what they are.
-            flat = torch.cat([tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in indices])
+            flat = torch.cat([_bytes(tensors[i]) for i in indices])
             with explaining_failures():
                 dist.broadcast(flat, self.members[root], group=self._process_group)
             sizes = [tensors[i].numel() * tensors[i].element_size() for i in indices]
