@@ -210,7 +210,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     distribution = keras.distribution.distribution()
     refuse_groups(reducers)  # perhaps of another `compile`
     stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
-    needs_local = any(reducer.arrival.needs_local_gradients for reducer in reducers)
+    needs_local = any(reducer.state_finder.needs_local_gradients for reducer in reducers)
     if batch_size_of(distribution) == 1 or not (stacks or needs_local):
         return real(state, data)
     if not has_built_in_step(model):

@@ -17,7 +17,7 @@ from keras_shardopt.sharding.separability import check_can_shard
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.update import stages_of
 from keras_shardopt.update.accumulation import Accumulation, refuse_accumulation_inside
-from keras_shardopt.update.arrival import Arrival
+from keras_shardopt.update.gradient_state import GradientStateFinder
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
 from keras_shardopt.update.peers import Peers
@@ -134,11 +134,11 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         found = stages_of(options, self)
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
-        self.arrival = Arrival(options, self.accumulation is not None, self)
+        self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
         overlaps = options.overlap == "auto" and options.is_plain
         reducer = OverlappedAllReduce(self) if overlaps else AllReduce(self)
         self.peers = Peers(self, reducer.members)
-        self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.arrival.classify)
+        self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         note_made(self)
 
     @property
@@ -289,7 +289,9 @@ def _refuse_inside(optimizer: Any) -> None:
             "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate in "
             f"each micro-step. Received: inner_optimizer={optimizer!r}."
         )
-    if isinstance(optimizer, CrossShard) and (optimizer.group_assignment or optimizer.arrival.needs_local_gradients):
+    if isinstance(optimizer, CrossShard) and (
+        optimizer.group_assignment or optimizer.state_finder.needs_local_gradients
+    ):
         raise ValueError(
             "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` that look at them "
             "need the gradients of each replica, and inside another `CrossShard` they are global already. "

@@ -163,7 +163,7 @@ class ScaledUpdate(OptimizerWrapper):
         replicas = runtime.communicator(axes[0] if axes else "batch")
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
         # user has said how they come, replicas may not know: what they hear from each other is right in any case.
-        is_said = any(reducer.arrival.told is not None for reducer in reducers)
+        is_said = any(reducer.state_finder.told is not None for reducer in reducers)
         may_differ = is_said and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
             may_differ

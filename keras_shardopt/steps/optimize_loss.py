@@ -197,7 +197,7 @@ class TrainingStep:
         self._each_call_says = each_call_says
         self._reducer = _reducer_of(optimizer)
         self._iter_size = 1 if self._reducer.accumulation is None else self._reducer.accumulation.num_steps
-        self._reducer.arrival.tell(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
+        self._reducer.state_finder.tell(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
         if not optimizer.built:
             with placement.colocate_with(self.variables[0]):
                 optimizer.build(self.variables)

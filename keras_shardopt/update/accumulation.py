@@ -130,7 +130,7 @@ class Accumulation(Stage):
     def own(self, step: Step) -> Step:
         """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
-            state = self._optimizer.arrival.find(step, runtime.communicator(self._optimizer.axis_name))
+            state = self._optimizer.state_finder.find(step, runtime.communicator(self._optimizer.axis_name))
             if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # those of all rows
                 self._came_reduced = state
                 return step

@@ -181,7 +181,7 @@ class OverlappedAllReduce(AllReduce):
         """The buckets of these replicas, made when they are first asked for; None where nothing is sent early."""
         if self._among is not comm:
             optimizer = self._optimizer
-            if optimizer.peers.started is not comm or not optimizer.arrival.may_be_local:
+            if optimizer.peers.started is not comm or not optimizer.state_finder.may_be_local:
                 return None
             self.buckets, self._among = None, comm
             variables = self._optimizer._trainable_variables

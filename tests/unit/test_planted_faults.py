@@ -38,7 +38,7 @@ def fault(file, old, new, *tests, backend="torch"):
     return Fault(file, old, new, tuple(f"tests/{test}" for test in tests), backend)
 
 
-REDUCTION = "unit/test_reduction.py::test_every_arrival_leads_to_the_same_global_gradient"
+REDUCTION = "unit/test_reduction.py::test_every_gradient_state_leads_to_the_same_global_gradient"
 LOCAL = "unit/test_local_gradients.py"
 SHARDS = "unit/test_sharding.py::test_replicas_update_as_one_does"
 WHOLE_BATCH = "unit/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
