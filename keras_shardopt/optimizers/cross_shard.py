@@ -277,26 +277,23 @@ def cross_shards(optimizer: Any) -> list[CrossShard]:
 
 
 def _skips_overflows(optimizer: Any) -> bool:
-    if isinstance(optimizer, OptimizerWrapper):
-        return optimizer._skips_overflows
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return getattr(optimizer, "_skips_overflows", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 
 def _refuse_inside(optimizer: Any) -> None:
     """Refuses a `CrossShard` inside another one that would wait in vain for local gradients."""
-    if isinstance(optimizer, CrossShard) and optimizer.accumulation is not None:
-        raise ValueError(
-            "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate in "
-            f"each micro-step. Received: inner_optimizer={optimizer!r}."
-        )
-    if isinstance(optimizer, CrossShard) and (
-        optimizer.group_assignment or optimizer.state_finder.needs_local_gradients
-    ):
-        raise ValueError(
-            "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` that look at them "
-            "need the gradients of each replica, and inside another `CrossShard` they are global already. "
-            f"Received: inner_optimizer={optimizer!r}. "
-            "Give these arguments to the outer `CrossShard`."
-        )
+    if isinstance(optimizer, CrossShard):
+        if optimizer.accumulation is not None:
+            raise ValueError(
+                "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate "
+                f"in each micro-step. Received: inner_optimizer={optimizer!r}."
+            )
+        if optimizer.group_assignment or optimizer.state_finder.needs_local_gradients:
+            raise ValueError(
+                "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` that look at "
+                "them need the gradients of each replica, and inside another `CrossShard` they are global already. "
+                f"Received: inner_optimizer={optimizer!r}. "
+                "Give these arguments to the outer `CrossShard`."
+            )
     for inner in children(optimizer):
         _refuse_inside(inner)

@@ -70,6 +70,7 @@ class GradientClipping(OptimizerWrapper):
 
     _needs_global_gradients = True
     _shard_unit = "element"
+    _arguments = ("clip_gradients",)
 
     def __init__(self, inner_optimizer: Any, clip_gradients: float, name: str | None = None) -> None:
         fix = "Leave `GradientClipping` out to not clip."
@@ -87,13 +88,6 @@ class GradientClipping(OptimizerWrapper):
         for i, value in zip(clipped, clipped_to(seen, self.clip_gradients * self._incoming_scale(), norm)):
             result[i] = like_variable(value, variables[i])
         return result
-
-    def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`."""
-        return {**super().get_config(), "clip_gradients": self.clip_gradients}
-
-    def _repr_arguments(self) -> str:
-        return f", clip_gradients={self.clip_gradients}"
 
 
 def norm_over_replicas(norm: Tensor) -> Tensor:

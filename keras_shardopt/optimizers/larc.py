@@ -81,6 +81,7 @@ class LARC(OptimizerWrapper):
 
     _needs_global_gradients = True
     _shard_unit = "variable"
+    _arguments = ("larc_eta", "larc_mode", "min_update", "epsilon", "faithful")
 
     def __init__(
         self,
@@ -141,17 +142,6 @@ class LARC(OptimizerWrapper):
                 factor = ops.minimum(factor, ops.full_like(factor, LARGEST_FLOAT16))
             return ops.cast(factor, dtype_of(variable)) * ops.cast(wide, dtype_of(variable))
         return ops.cast(wide * factor, dtype_of(variable))
-
-    def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`."""
-        return {
-            **super().get_config(),
-            "larc_eta": self.larc_eta,
-            "larc_mode": self.larc_mode,
-            "min_update": self.min_update,
-            "epsilon": self.epsilon,
-            "faithful": self.faithful,
-        }
 
     def _repr_arguments(self) -> str:
         shown = f", larc_eta={self.larc_eta}, larc_mode={self.larc_mode!r}"

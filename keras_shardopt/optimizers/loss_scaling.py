@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 from keras import ops
@@ -176,14 +176,11 @@ class ScaledUpdate(OptimizerWrapper):
     def _on_outer_loss_scaling(self) -> None:
         """Refuses: the loss would be scaled twice, and the gradients unscaled by either."""
         if self._scales_loss:
-            self._refuse_outer_scaling()
+            raise ValueError(
+                f"One loss scaling is enough. Received: a `LossScaleOptimizer` around {self!r}. "
+                "Leave the `LossScaleOptimizer` out; `model.compile(optimizer=...)` needs none around it either."
+            )
         super()._on_outer_loss_scaling()
-
-    def _refuse_outer_scaling(self) -> NoReturn:
-        raise ValueError(
-            f"One loss scaling is enough. Received: a `LossScaleOptimizer` around {self!r}. "
-            f"Leave the `LossScaleOptimizer` out; `model.compile(optimizer=...)` needs none around it either."
-        )
 
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`."""
@@ -280,10 +277,7 @@ class LossScaling(ScaledUpdate):
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
     for optimizer in descendants(outer):
-        if (
-            getattr(optimizer, "_makes_gradients_global", False)
-            and getattr(optimizer, "accumulation", None) is not None
-        ):
+        if getattr(optimizer, "accumulation", None) is not None:
             name = type(outer).__name__
             raise ValueError(
                 f"`{name}` must be inside a `CrossShard` that accumulates, not around it: replicas would have to agree "

@@ -88,6 +88,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     _inner: tuple[Any, ...] = ()
     """The inner optimizer; empty while the base class is constructed."""
 
+    _arguments: tuple[str, ...] = ()
+    """The constructor's other arguments that files hold as they are, in attributes of the same names."""
+
     _scope: GradientScope = OUTSIDE
     """What is known of the gradients that come to it: of the `CrossShard` around it, which sets this."""
 
@@ -458,6 +461,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return {
             "name": self.name,
             "inner_optimizer": portable(keras.saving.serialize_keras_object(self.inner)),
+            **{name: getattr(self, name) for name in self._arguments},
         }
 
     @classmethod
@@ -472,7 +476,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def _repr_arguments(self) -> str:
         """The other constructor arguments, as `", key=value"`."""
-        return ""
+        return "".join(f", {name}={getattr(self, name)!r}" for name in self._arguments)
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
