@@ -80,10 +80,6 @@ class SkipNonFinite(Stage):
 
     # -- what is told of it ------------------------------------------------------------------------------------------
 
-    def count(self) -> Tensor:
-        """How many updates were left out so far, as it is now."""
-        return ops.copy(ops.convert_to_tensor(self.skipped))
-
     def last(self) -> tuple[int, int]:
         """The last replica and variable; `UNKNOWN` for either."""
         replica, position = (int(i) for i in ops.convert_to_numpy(self.source))
