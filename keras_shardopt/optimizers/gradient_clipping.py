@@ -131,12 +131,10 @@ def clip_by_global_norm(
         instead of NaN beside an infinite element. There None entries and scalars failed, and `use_norm` had to be
         given.
     """
-    if not isinstance(t_list, (list, tuple)) or not all(tensor is None or _is_numbers(tensor) for tensor in t_list):
-        what = (
-            f"with {check.with_article(_odd_one(t_list))} in it"
-            if isinstance(t_list, (list, tuple))
-            else check.with_article(t_list)
-        )
+    is_list = isinstance(t_list, (list, tuple))
+    odd = [t for t in t_list if t is not None and not _is_numbers(t)] if is_list else []
+    if odd or not is_list:
+        what = f"with {check.with_article(type(odd[0]).__name__)} in it" if odd else check.with_article(t_list)
         raise TypeError(
             f"`t_list` must be a list or tuple of tensors and None. Received: {what}. Put a single tensor into a list."
         )
@@ -223,7 +221,3 @@ def _is_numbers(value: Any) -> bool:
 
 def _is_pair(grad: Any, variable: Any) -> bool:
     return (grad is None or _is_numbers(grad)) and _rank(variable) is not None
-
-
-def _odd_one(t_list: Sequence[Any]) -> str:
-    return next(type(tensor).__name__ for tensor in t_list if tensor is not None and not _is_numbers(tensor))
