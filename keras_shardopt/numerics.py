@@ -1,17 +1,33 @@
-"""Arithmetic on lists of gradients: None entries, sparse gradients and half precision, on every backend alike."""
+"""What tensors, variables and gradients are, and arithmetic that is alike on every backend.
+
+Gradients may be None, sparse, or of half precision.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import keras
-import numpy as np
 from keras import ops
 
-from keras_shardopt import arguments as check
-from keras_shardopt._typing import Tensor, Variable
+Tensor = Any
+"""A tensor of whichever framework runs Keras (on TensorFlow also `tf.IndexedSlices`)."""
+
+Variable = Any
+"""A `keras.Variable`, or on TensorFlow the `tf.Variable` inside it."""
+
+Gradients = Sequence[Any]
+"""One `Tensor` or `None` per variable."""
+
+ReduceOp = Literal["sum", "mean", "max"]
+"""What a reduction over replicas computes, element by element."""
+
+Groups = Sequence[Sequence[int]]
+"""Disjoint, equally large, ascending lists of replica ids that together name every replica once."""
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+"""Any function."""
 
 
 def is_sparse(grad: Any) -> bool:
@@ -19,9 +35,14 @@ def is_sparse(grad: Any) -> bool:
     return hasattr(grad, "dense_shape") and hasattr(grad, "indices")
 
 
-def dense(grad: Tensor, num_rows: int) -> Tensor:
-    """The gradient with all of its `num_rows` rows; those that a sparse one lists more than once are summed."""
-    return ops.segment_sum(grad.values, grad.indices, num_rows) if is_sparse(grad) else grad
+def dense(grad: Tensor, variable: Variable) -> Tensor:
+    """The gradient with all rows of its variable; those that a sparse one lists more than once are summed."""
+    return ops.segment_sum(grad.values, grad.indices, variable.shape[0]) if is_sparse(grad) else grad
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """The elements of a gradient, or of the listed rows of a sparse one."""
+    return grad.values if is_sparse(grad) else ops.convert_to_tensor(grad)
 
 
 def map_values(function: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
@@ -40,8 +61,7 @@ def add(first: Tensor, second: Tensor, variable: Variable) -> Tensor:
         values = ops.concatenate([first.values, second.values], axis=0)
         indices = ops.concatenate([first.indices, ops.cast(second.indices, first.indices.dtype)], axis=0)
         return type(first)(values, indices, first.dense_shape)
-    num_rows = variable.shape[0] if len(variable.shape) else 1
-    return dense(first, num_rows) + dense(second, num_rows)
+    return dense(first, variable) + dense(second, variable)
 
 
 def dtype_of(value: Any) -> str:
@@ -81,153 +101,21 @@ def global_norm(t_list: Sequence[Tensor | None]) -> Tensor:
     Returns:
         A scalar in float32 (float64 if a tensor is float64); 0 for an empty list.
     """
-    squares = [ops.sum(ops.square(in_float32(_values(t)))) for t in t_list if t is not None]
+    squares = [ops.sum(ops.square(in_float32(values_of(t)))) for t in t_list if t is not None]
     widest = "float64" if any(dtype_of(square) == "float64" for square in squares) else "float32"
     # float64 squares of the others too, and one sum over a stack instead of a chain of scalar additions.
     return ops.sqrt(ops.sum(ops.stack([ops.cast(s, widest) for s in squares]))) if squares else ops.zeros((), widest)
 
 
-def clip_by_global_norm(
-    t_list: Sequence[Tensor | None], clip_norm: float | Tensor, use_norm: Tensor | None = None
-) -> tuple[list[Tensor | None], Tensor]:
-    r"""Scales all tensors by one factor, so that their global norm is at most `clip_norm`.
-
-    With $n$ the global norm and $c$ = `clip_norm`, each tensor $t$ becomes $t \cdot \min(1, c / n)$. Tensors within
-    the limit come back bit for bit. The product is taken in float32 and has the dtype of its tensor.
-
-    An infinite element makes $n$ infinite and the factor 0: finite elements become 0 and the infinite one NaN, so
-    that a later finite check still sees the overflow. A NaN makes everything NaN.
-
-    Args:
-        t_list: a list or tuple of tensors of any shapes. None entries stay None; of `tf.IndexedSlices` the listed
-            rows are scaled, and count one by one in the norm.
-        clip_norm: a number >= 0, or a scalar tensor.
-        use_norm: the global norm, where it is known already; None computes it.
-
-    Returns:
-        A pair: the list of scaled tensors, and the global norm before scaling, a scalar.
-
-    Raises:
-        TypeError: if `t_list` is no list or tuple.
-        ValueError: if `clip_norm` is a number < 0.
-
-    Example:
-        >>> import keras, keras_shardopt as ks
-        >>> clipped, norm = ks.clip_by_global_norm([keras.ops.convert_to_tensor([3.0, 4.0]), None], 1.0)
-        >>> float(norm), [round(float(t), 4) for t in clipped[0]], clipped[1]
-        (5.0, [0.6, 0.8], None)
-
-    References:
-        `clip_by_global_norm` of OpenSeq2Seq's `optimizers.py`, which follows `tf.clip_by_global_norm` but gives zeros
-        instead of NaN beside an infinite element. There None entries and scalars failed, and `use_norm` had to be
-        given.
-    """
-    if not isinstance(t_list, (list, tuple)) or not all(tensor is None or _is_numbers(tensor) for tensor in t_list):
-        what = (
-            f"with {check.with_article(_odd_one(t_list))} in it"
-            if isinstance(t_list, (list, tuple))
-            else check.with_article(t_list)
-        )
-        raise TypeError(
-            f"`t_list` must be a list or tuple of tensors and None. Received: {what}. Put a single tensor into a list."
-        )
-    _check_limit("clip_norm", clip_norm)
-    if use_norm is not None and not _is_scalar(use_norm):
-        raise TypeError(f"`use_norm` must be a scalar tensor, a number or None. Received: use_norm={use_norm!r}")
-    if isinstance(use_norm, Real):
-        use_norm = float(use_norm)
-    found = global_norm(t_list) if use_norm is None else in_float32(ops.convert_to_tensor(use_norm))
-    factor = factor_within(found, ops.cast(clip_norm, dtype_of(found)))
-    return [None if t is None else map_values(lambda value: _times(value, factor), t) for t in t_list], found
-
-
-def clip_gradients_by_norm(
-    grads_and_vars: Iterable[tuple[Tensor | None, Variable]], clip_gradients: float | Tensor
-) -> list[tuple[Tensor | None, Variable]]:
-    """Clips the gradients of (gradient, variable) pairs by their global norm.
-
-    As `clip_by_global_norm`; each gradient then has the dtype of its variable. It belongs between the computing and
-    the applying of gradients that are global already. `GradientClipping` does the same inside an optimizer.
-
-    Args:
-        grads_and_vars: pairs of a gradient (or None) and its variable.
-        clip_gradients: a number >= 0, or a scalar tensor: the largest global norm.
-
-    Returns:
-        A list of such pairs.
-
-    Raises:
-        ValueError: if `clip_gradients` is a number < 0.
-
-    Example:
-        >>> import keras, keras_shardopt as ks
-        >>> weight = keras.Variable([1.0, 2.0])
-        >>> ((grad, _),) = ks.clip_gradients_by_norm([(keras.ops.convert_to_tensor([3.0, 4.0]), weight)], 1.0)
-        >>> [round(float(g), 4) for g in grad]
-        [0.6, 0.8]
-
-    References:
-        `_clip_gradients_by_norm` of OpenSeq2Seq's `optimizers.py`.
-    """
-    _check_limit("clip_gradients", clip_gradients)
-    listed = isinstance(grads_and_vars, Iterable) and _rank(grads_and_vars) is None
-    pairs: list[Any] = list(grads_and_vars) if listed else [None]
-    for pair in pairs:
-        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_pair(*pair)):
-            what = repr(grads_and_vars) if pair is None else f"{pair!r} among them"
-            raise TypeError(f"`grads_and_vars` must list (gradient, variable) pairs. Received: {what}")
-    clipped, _ = clip_by_global_norm([grad for grad, _ in pairs], clip_gradients)
-    return [(like_variable(grad, variable), variable) for grad, (_, variable) in zip(clipped, pairs)]
+def clipped_to(grads: Gradients, limit: float | Tensor, norm: Tensor) -> list[Tensor | None]:
+    """The gradients times one factor, so that their global norm, which is `norm` now, is at most `limit`."""
+    factor = factor_within(norm, ops.cast(limit, dtype_of(norm)))
+    return [None if grad is None else map_values(lambda value: _times(value, factor), grad) for grad in grads]
 
 
 def like_variable(grad: Tensor | None, variable: Variable) -> Tensor | None:
     """The gradient in the dtype of its variable."""
     return None if grad is None else map_values(lambda value: ops.cast(value, dtype_of(variable)), grad)
-
-
-def _check_limit(name: str, limit: Any) -> None:
-    if isinstance(limit, Real):
-        check.real(name, limit, at_least=0, finite=False)
-    elif not _is_scalar(limit):
-        raise TypeError(f"`{name}` must be a number or a scalar tensor. Received: {name}={limit!r}")
-
-
-def _is_scalar(value: Any) -> bool:
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return check.is_finite(value) or isinstance(value, float)
-    return _rank(value) == 0 and _is_numbers(value)
-
-
-def _rank(value: Any) -> int | None:
-    """Of a tensor, variable or array; None of anything else."""
-    shape = getattr(value, "shape", None)
-    try:
-        return None if shape is None or not hasattr(value, "dtype") else len(shape)
-    except (TypeError, ValueError):  # TensorFlow does not know it yet
-        return 0
-
-
-def _is_numbers(value: Any) -> bool:
-    """Whether it is a tensor, sparse or not, or what can be made one."""
-    if is_sparse(value) or keras.ops.is_tensor(value) or isinstance(value, keras.Variable):
-        return True
-    try:
-        array = np.asarray(value)
-    except Exception:  # lists of unequal lengths, objects with ideas of their own
-        return False
-    return array.dtype.kind in "fiu" or "float" in str(array.dtype)
-
-
-def _is_pair(grad: Any, variable: Any) -> bool:
-    return (grad is None or _is_numbers(grad)) and _rank(variable) is not None
-
-
-def _odd_one(t_list: Sequence[Any]) -> str:
-    return next(type(tensor).__name__ for tensor in t_list if tensor is not None and not _is_numbers(tensor))
-
-
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.values if is_sparse(tensor) else ops.convert_to_tensor(tensor)
 
 
 def _times(value: Tensor, factor: Tensor) -> Tensor:

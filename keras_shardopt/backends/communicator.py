@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
+from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
 
 class GradientState(enum.Enum):
@@ -82,7 +82,19 @@ class Communicator(abc.ABC):
         """The ids of these replicas in `world`, ascending: ints, or a tensor where `replica_id` is one."""
         if self._groups is None:
             return range(self.num_replicas)
-        return next(group for group in self._groups if self.world.replica_id in group)
+        return self._members_by_id[self.world.replica_id]
+
+    @property
+    def _members_by_id(self) -> list[Sequence[int]]:
+        """For each replica of `world` the members of its group."""
+        assert self._groups is not None
+        by_id = {replica: group for group in self._groups for replica in group}
+        return [by_id[replica] for replica in range(len(by_id))]
+
+    @property
+    def _positions_by_id(self) -> list[int]:
+        """For each replica of `world` its position in its group."""
+        return [members.index(replica) for replica, members in enumerate(self._members_by_id)]
 
     def split(self, groups: Groups) -> Communicator:
         """The communicator of this replica's own group, as `MPI_Comm_split` makes it.
@@ -128,7 +140,7 @@ class Communicator(abc.ABC):
 
 
 class SingleReplica(Communicator):
-    """The only replica: every gradient is global already and every move returns its argument."""
+    """The only replica: every gradient is global already, and what it gets is what it gives."""
 
     num_replicas = 1
     replica_id = 0
@@ -139,13 +151,7 @@ class SingleReplica(Communicator):
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         return list(tensors)
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        return list(tensors)
-
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(tensors)
-
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         return list(tensors)
 
 
@@ -171,11 +177,5 @@ class GlobalView(Communicator):
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         self._refuse()
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        self._refuse()
-
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        self._refuse()
-
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         self._refuse()

@@ -7,9 +7,8 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import dtype_of, map_values
+from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable, dtype_of, map_values
 
 
 class Compressed(Communicator):
@@ -52,9 +51,6 @@ class Compressed(Communicator):
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self._replicas.all_gather(tensors)
-
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
-        return self._replicas.broadcast(tensors, root)
 
     def _compressed(self, reduce: Callable[..., list[Tensor]], tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         divisor, factor = factors(op, self.num_replicas, self._divides)

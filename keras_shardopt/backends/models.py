@@ -18,7 +18,7 @@ from typing import Any
 import keras
 from keras.src.trainers.trainer import Trainer
 
-from keras_shardopt._typing import Variable
+from keras_shardopt.numerics import Variable
 
 
 def optimizers_of(model: Any) -> list[Any]:

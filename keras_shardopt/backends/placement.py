@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import Variable
 
 StateSharding = Literal["slices", "copies", "layout"]
 """Each replica is a process with slices of its own; each copy of a variable is a slice; or arrays lie over devices."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt._typing import FunctionT, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, SingleReplica
+from keras_shardopt.numerics import FunctionT, Tensor, Variable
 
 
 class Runtime:

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import ReduceOp, Tensor, Variable
+from keras_shardopt.arguments import listed
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import ReduceOp, Tensor, Variable
 
 NUM_MARKS = 20
 
@@ -31,8 +32,6 @@ NUM_FLAGS = NUM_MARKS + 2
 """How many flags there are, beside those that say which gradients a replica has."""
 
 _OF_ALL = [True] * (NUM_MARKS // 2) + [False] * (NUM_MARKS // 2)
-
-_NUM_NAMES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +155,4 @@ def marks(trained: Sequence[bool] | None) -> list[bool]:
 
 
 def _names(frozen: Any, variables: Sequence[Variable]) -> str:
-    chosen = [f"`{getattr(v, 'path', i)}`" for i, v in enumerate(variables) if frozen[i]]
-    if not chosen:
-        return "all"
-    more = f" and {len(chosen) - _NUM_NAMES} more" if len(chosen) > _NUM_NAMES else ""
-    return f"{', '.join(chosen[:_NUM_NAMES])}{more}"
+    return listed([f"`{getattr(v, 'path', i)}`" for i, v in enumerate(variables) if frozen[i]], ", ") or "all"

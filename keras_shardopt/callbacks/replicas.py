@@ -9,11 +9,11 @@ import keras
 import numpy as np
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.backends.models import layers_of, optimizers_of
 from keras_shardopt.callbacks.nonfinite import reducers_in
+from keras_shardopt.numerics import Groups, Variable
 from keras_shardopt.optimizers.cross_shard import CrossShard
 from keras_shardopt.wrapping.chain import descendants, shared_variables
 

@@ -239,26 +239,21 @@ class BackupAndRestore(keras.callbacks.Callback):
         stored = {kind for kind in header["kinds"] if kind != "variable" and not kind.endswith(_WRAPPER_STATE)}
         kinds = [kind_of(optimizer) for optimizer in optimizers_of(model)]
         shapes = [list(v.shape) for v in _variables(model)]
+        remedy = "Use another directory, or delete it to begin anew."
         if stored != whole:
-            is_in_parts = bool(whole - stored)
-            raise ValueError(
-                "`backup_dir` must hold a backup of the same model and optimizer. "
-                f"Received: {path!r}, with a state that was {'whole' if is_in_parts else 'in parts'} on each "
-                f"replica, where the optimizer's is {'in parts' if is_in_parts else 'whole'}. Go on from a file "
-                "of `keras_shardopt.save_model`, or delete the backup to begin anew."
-            )
-        if header.get("optimizers", kinds) != kinds:
-            raise ValueError(
-                "`backup_dir` must hold a backup of the same model and optimizer. "
-                f"Received: {path!r}, with state of {', '.join(header['optimizers'])}, where the model has "
-                f"{', '.join(kinds)}. Use another directory, or delete it to begin anew."
-            )
-        if header["shapes"] != shapes:
-            raise ValueError(
-                "`backup_dir` must hold a backup of the same model and optimizer. "
-                f"Received: {path!r}, with variables of the shapes {header['shapes']}, where the model and its "
-                f"optimizer have {shapes}. Use another directory, or delete it to begin anew."
-            )
+            was, now = ("whole", "in parts") if whole - stored else ("in parts", "whole")
+            received = f"a state that was {was} on each replica, where the optimizer's is {now}"
+            remedy = "Go on from a file of `keras_shardopt.save_model`, or delete the backup to begin anew."
+        elif header.get("optimizers", kinds) != kinds:
+            received = f"state of {', '.join(header['optimizers'])}, where the model has {', '.join(kinds)}"
+        elif header["shapes"] != shapes:
+            received = f"variables of the shapes {header['shapes']}, where the model and its optimizer have {shapes}"
+        else:
+            return
+        raise ValueError(
+            "`backup_dir` must hold a backup of the same model and optimizer. "
+            f"Received: {path!r}, with {received}. {remedy}"
+        )
 
 
 _WRAPPER_STATE = "wrapper_state"

@@ -36,7 +36,6 @@ from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from keras_shardopt._typing import Tensor
 from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
@@ -44,6 +43,7 @@ from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects
 from keras_shardopt.backends.models import has_built_in_step, layers_of, override_method
 from keras_shardopt.fit.losses import share_losses
 from keras_shardopt.fit.overrides import call_silently, num_rows, reducers_in, refuse_groups
+from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
 
@@ -210,7 +210,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     distribution = keras.distribution.distribution()
     refuse_groups(reducers)  # perhaps of another `compile`
     stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
-    needs_local = any(reducer.arrival.needs_local_gradients for reducer in reducers)
+    needs_local = any(reducer.state_finder.needs_local_gradients for reducer in reducers)
     if batch_size_of(distribution) == 1 or not (stacks or needs_local):
         return real(state, data)
     if not has_built_in_step(model):

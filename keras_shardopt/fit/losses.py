@@ -23,9 +23,8 @@ from typing import Any
 from keras import ops
 from keras.src.losses import loss as keras_loss
 
-from keras_shardopt._typing import Tensor
 from keras_shardopt.backends import for_backend
-from keras_shardopt.numerics import dtype_of
+from keras_shardopt.numerics import Tensor, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
 # Where it is seen whether a step divides its losses, of which these are.

@@ -14,11 +14,11 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.processes import World
 from keras_shardopt.fit import TRAINERS
+from keras_shardopt.numerics import Variable
 from keras_shardopt.optimizers.made import collected
 
 # The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.

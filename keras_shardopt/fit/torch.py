@@ -32,7 +32,6 @@ import torch
 from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.utils.python_utils import pythonify_logs
 
-from keras_shardopt._typing import Tensor
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.keras_callers import caller_instance
@@ -41,6 +40,7 @@ from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import tell
 from keras_shardopt.fit.losses import mean_losses, share_losses
 from keras_shardopt.fit.overrides import arguments_of, call_silently, num_rows, reducers_in, refuse_groups
+from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, joining_uneven_inputs
 
 

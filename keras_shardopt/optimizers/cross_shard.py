@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import keras
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import GradientScope
+from keras_shardopt.numerics import Gradients, Tensor, Variable
 from keras_shardopt.optimizers.made import note_made
 from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
 from keras_shardopt.optimizers.two_phases import TwoPhases
@@ -17,7 +17,7 @@ from keras_shardopt.sharding.separability import check_can_shard
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.update import stages_of
 from keras_shardopt.update.accumulation import Accumulation, refuse_accumulation_inside
-from keras_shardopt.update.arrival import Arrival
+from keras_shardopt.update.gradient_state import GradientStateFinder
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
 from keras_shardopt.update.peers import Peers
@@ -115,7 +115,8 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         super().__init__(inner_optimizer, name=name)
         _refuse_inside(self.inner)
         self._refuse_accumulation_inside()
-        self._skips_inside = any(_skips_overflows(optimizer) for optimizer in descendants(self))
+        self._inside = descendants(self)
+        self._skips_inside = any(map(_skips_overflows, self._inside))
         if self._skips_inside and on_nonfinite == "raise":
             raise ValueError(
                 '`on_nonfinite="raise"` would end training at the first overflow, which is how a dynamic loss scaling '
@@ -124,8 +125,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
             )
         self._scope = GradientScope()
         self.scope_inside = GradientScope(self._scope, None if self.group_assignment is None else axis_name)
-        self.scope_inside.give_to(descendants(self))
-        self._shards = None
+        self.scope_inside.give_to(self._inside)
         if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
         self._computed = False
@@ -134,11 +134,11 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         found = stages_of(options, self)
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
-        self.arrival = Arrival(options, self.accumulation is not None, self)
+        self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
         overlaps = options.overlap == "auto" and options.is_plain
         reducer = OverlappedAllReduce(self) if overlaps else AllReduce(self)
         self.peers = Peers(self, reducer.members)
-        self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.arrival.classify)
+        self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         note_made(self)
 
     @property
@@ -218,7 +218,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         self.pipeline.run(step)
 
     def _update(self, step: Step) -> None:
-        self.scope_inside.give_to(descendants(self))  # another one may have been put around them since
+        self.scope_inside.give_to(self._inside)  # another one may have been put around them since
         with self.scope_inside.reduced():
             super().update_inner(step.grads, step.variables)
 
@@ -277,24 +277,23 @@ def cross_shards(optimizer: Any) -> list[CrossShard]:
 
 
 def _skips_overflows(optimizer: Any) -> bool:
-    if isinstance(optimizer, OptimizerWrapper):
-        return optimizer._skips_overflows
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return getattr(optimizer, "_skips_overflows", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 
 def _refuse_inside(optimizer: Any) -> None:
     """Refuses a `CrossShard` inside another one that would wait in vain for local gradients."""
-    if isinstance(optimizer, CrossShard) and optimizer.accumulation is not None:
-        raise ValueError(
-            "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate in "
-            f"each micro-step. Received: inner_optimizer={optimizer!r}."
-        )
-    if isinstance(optimizer, CrossShard) and optimizer.arrival.needs_local_gradients:
-        raise ValueError(
-            "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` that look at them "
-            "need the gradients of each replica, and inside another `CrossShard` they are global already. "
-            f"Received: inner_optimizer={optimizer!r}. "
-            "Give these arguments to the outer `CrossShard`."
-        )
+    if isinstance(optimizer, CrossShard):
+        if optimizer.accumulation is not None:
+            raise ValueError(
+                "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate "
+                f"in each micro-step. Received: inner_optimizer={optimizer!r}."
+            )
+        if optimizer.group_assignment or optimizer.state_finder.needs_local_gradients:
+            raise ValueError(
+                "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` that look at "
+                "them need the gradients of each replica, and inside another `CrossShard` they are global already. "
+                f"Received: inner_optimizer={optimizer!r}. "
+                "Give these arguments to the outer `CrossShard`."
+            )
     for inner in children(optimizer):
         _refuse_inside(inner)

@@ -1,16 +1,28 @@
-"""GradientClipping: gradients whose global norm stays within a limit."""
+"""Gradients whose global norm stays within a limit: GradientClipping, and two functions for custom training loops."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import keras
+import numpy as np
+from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.numerics import clip_by_global_norm, global_norm, like_variable, overwrites_variable
+from keras_shardopt.numerics import (
+    Gradients,
+    Tensor,
+    Variable,
+    clipped_to,
+    global_norm,
+    in_float32,
+    is_sparse,
+    like_variable,
+    overwrites_variable,
+)
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -58,6 +70,7 @@ class GradientClipping(OptimizerWrapper):
 
     _needs_global_gradients = True
     _shard_unit = "element"
+    _arguments = ("clip_gradients",)
 
     def __init__(self, inner_optimizer: Any, clip_gradients: float, name: str | None = None) -> None:
         fix = "Leave `GradientClipping` out to not clip."
@@ -70,21 +83,141 @@ class GradientClipping(OptimizerWrapper):
         result = list(grads)
         clipped = [i for i, variable in enumerate(variables) if not overwrites_variable(variable)]
         seen = [grads[i] for i in clipped]
-        norm = norm_over_replicas(global_norm(seen)) if self._scope.holds_slices else None
-        values, _ = clip_by_global_norm(seen, self.clip_gradients * self._incoming_scale(), norm)
-        for i, value in zip(clipped, values):
+        norm = global_norm(seen)
+        norm = norm_over_replicas(norm) if self._scope.holds_slices else norm
+        for i, value in zip(clipped, clipped_to(seen, self.clip_gradients * self._incoming_scale(), norm)):
             result[i] = like_variable(value, variables[i])
         return result
-
-    def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`."""
-        return {**super().get_config(), "clip_gradients": self.clip_gradients}
-
-    def _repr_arguments(self) -> str:
-        return f", clip_gradients={self.clip_gradients}"
 
 
 def norm_over_replicas(norm: Tensor) -> Tensor:
     """The norm of what all replicas have together, from that of what each has."""
-    (total,) = runtime.communicator("batch").all_reduce([keras.ops.reshape(keras.ops.square(norm), (1,))], "sum")
-    return keras.ops.sqrt(total[0])
+    (total,) = runtime.communicator("batch").all_reduce([ops.reshape(ops.square(norm), (1,))], "sum")
+    return ops.sqrt(total[0])
+
+
+def clip_by_global_norm(
+    t_list: Sequence[Tensor | None], clip_norm: float | Tensor, use_norm: Tensor | None = None
+) -> tuple[list[Tensor | None], Tensor]:
+    r"""Scales all tensors by one factor, so that their global norm is at most `clip_norm`.
+
+    With $n$ the global norm and $c$ = `clip_norm`, each tensor $t$ becomes $t \cdot \min(1, c / n)$. Tensors within
+    the limit come back bit for bit. The product is taken in float32 and has the dtype of its tensor.
+
+    An infinite element makes $n$ infinite and the factor 0: finite elements become 0 and the infinite one NaN, so
+    that a later finite check still sees the overflow. A NaN makes everything NaN.
+
+    Args:
+        t_list: a list or tuple of tensors of any shapes. None entries stay None; of `tf.IndexedSlices` the listed
+            rows are scaled, and count one by one in the norm.
+        clip_norm: a number >= 0, or a scalar tensor.
+        use_norm: the global norm, where it is known already; None computes it.
+
+    Returns:
+        A pair: the list of scaled tensors, and the global norm before scaling, a scalar.
+
+    Raises:
+        TypeError: if `t_list` is no list or tuple.
+        ValueError: if `clip_norm` is a number < 0.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> clipped, norm = ks.clip_by_global_norm([keras.ops.convert_to_tensor([3.0, 4.0]), None], 1.0)
+        >>> float(norm), [round(float(t), 4) for t in clipped[0]], clipped[1]
+        (5.0, [0.6, 0.8], None)
+
+    References:
+        `clip_by_global_norm` of OpenSeq2Seq's `optimizers.py`, which follows `tf.clip_by_global_norm` but gives zeros
+        instead of NaN beside an infinite element. There None entries and scalars failed, and `use_norm` had to be
+        given.
+    """
+    is_list = isinstance(t_list, (list, tuple))
+    odd = [t for t in t_list if t is not None and not _is_numbers(t)] if is_list else []
+    if odd or not is_list:
+        what = f"with {check.with_article(type(odd[0]).__name__)} in it" if odd else check.with_article(t_list)
+        raise TypeError(
+            f"`t_list` must be a list or tuple of tensors and None. Received: {what}. Put a single tensor into a list."
+        )
+    _check_limit("clip_norm", clip_norm)
+    if use_norm is not None and not _is_scalar(use_norm):
+        raise TypeError(f"`use_norm` must be a scalar tensor, a number or None. Received: use_norm={use_norm!r}")
+    if isinstance(use_norm, Real):
+        use_norm = float(use_norm)
+    found = global_norm(t_list) if use_norm is None else in_float32(ops.convert_to_tensor(use_norm))
+    return clipped_to(t_list, clip_norm, found), found
+
+
+def clip_gradients_by_norm(
+    grads_and_vars: Iterable[tuple[Tensor | None, Variable]], clip_gradients: float | Tensor
+) -> list[tuple[Tensor | None, Variable]]:
+    """Clips the gradients of (gradient, variable) pairs by their global norm.
+
+    As `clip_by_global_norm`; each gradient then has the dtype of its variable. It belongs between the computing and
+    the applying of gradients that are global already. `GradientClipping` does the same inside an optimizer.
+
+    Args:
+        grads_and_vars: pairs of a gradient (or None) and its variable.
+        clip_gradients: a number >= 0, or a scalar tensor: the largest global norm.
+
+    Returns:
+        A list of such pairs.
+
+    Raises:
+        ValueError: if `clip_gradients` is a number < 0.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> weight = keras.Variable([1.0, 2.0])
+        >>> ((grad, _),) = ks.clip_gradients_by_norm([(keras.ops.convert_to_tensor([3.0, 4.0]), weight)], 1.0)
+        >>> [round(float(g), 4) for g in grad]
+        [0.6, 0.8]
+
+    References:
+        `_clip_gradients_by_norm` of OpenSeq2Seq's `optimizers.py`.
+    """
+    _check_limit("clip_gradients", clip_gradients)
+    listed = isinstance(grads_and_vars, Iterable) and _rank(grads_and_vars) is None
+    pairs: list[Any] = list(grads_and_vars) if listed else [None]
+    for pair in pairs:
+        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_pair(*pair)):
+            what = repr(grads_and_vars) if pair is None else f"{pair!r} among them"
+            raise TypeError(f"`grads_and_vars` must list (gradient, variable) pairs. Received: {what}")
+    clipped, _ = clip_by_global_norm([grad for grad, _ in pairs], clip_gradients)
+    return [(like_variable(grad, variable), variable) for grad, (_, variable) in zip(clipped, pairs)]
+
+
+def _check_limit(name: str, limit: Any) -> None:
+    if isinstance(limit, Real):
+        check.real(name, limit, at_least=0, finite=False)
+    elif not _is_scalar(limit):
+        raise TypeError(f"`{name}` must be a number or a scalar tensor. Received: {name}={limit!r}")
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return check.is_finite(value) or isinstance(value, float)
+    return _rank(value) == 0 and _is_numbers(value)
+
+
+def _rank(value: Any) -> int | None:
+    """Of a tensor, variable or array; None of anything else."""
+    shape = getattr(value, "shape", None)
+    try:
+        return None if shape is None or not hasattr(value, "dtype") else len(shape)
+    except (TypeError, ValueError):  # TensorFlow does not know it yet
+        return 0
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether it is a tensor, sparse or not, or what can be made one."""
+    if is_sparse(value) or ops.is_tensor(value) or isinstance(value, keras.Variable):
+        return True
+    try:
+        array = np.asarray(value)
+    except Exception:  # lists of unequal lengths, objects with ideas of their own
+        return False
+    return array.dtype.kind in "fiu" or "float" in str(array.dtype)
+
+
+def _is_pair(grad: Any, variable: Any) -> bool:
+    return (grad is None or _is_numbers(grad)) and _rank(variable) is not None

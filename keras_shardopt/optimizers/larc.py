@@ -9,8 +9,17 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import LARGEST_FLOAT16, dense, dtype_of, in_float32, norm, overwrites_variable
+from keras_shardopt.numerics import (
+    LARGEST_FLOAT16,
+    Gradients,
+    Tensor,
+    Variable,
+    dense,
+    dtype_of,
+    in_float32,
+    norm,
+    overwrites_variable,
+)
 from keras_shardopt.wrapping.chain import leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -72,6 +81,7 @@ class LARC(OptimizerWrapper):
 
     _needs_global_gradients = True
     _shard_unit = "variable"
+    _arguments = ("larc_eta", "larc_mode", "min_update", "epsilon", "faithful")
 
     def __init__(
         self,
@@ -108,7 +118,7 @@ class LARC(OptimizerWrapper):
         return self._ratio(self._wide(grad, variable), variable, self._incoming_scale())
 
     def _wide(self, grad: Tensor, variable: Variable) -> Tensor:
-        return in_float32(dense(grad, variable.shape[0] if len(variable.shape) else 1))
+        return in_float32(dense(grad, variable))
 
     def _ratio(self, wide: Tensor, variable: Variable, loss_scale: Any) -> Tensor:
         # Nobody differentiates an update, but PyTorch would prepare for it.
@@ -132,17 +142,6 @@ class LARC(OptimizerWrapper):
                 factor = ops.minimum(factor, ops.full_like(factor, LARGEST_FLOAT16))
             return ops.cast(factor, dtype_of(variable)) * ops.cast(wide, dtype_of(variable))
         return ops.cast(wide * factor, dtype_of(variable))
-
-    def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`."""
-        return {
-            **super().get_config(),
-            "larc_eta": self.larc_eta,
-            "larc_mode": self.larc_mode,
-            "min_update": self.min_update,
-            "epsilon": self.epsilon,
-            "faithful": self.faithful,
-        }
 
     def _repr_arguments(self) -> str:
         shown = f", larc_eta={self.larc_eta}, larc_mode={self.larc_mode!r}"

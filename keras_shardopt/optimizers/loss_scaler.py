@@ -13,8 +13,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import in_float32, is_sparse
+from keras_shardopt.numerics import Gradients, Tensor, Variable, in_float32, values_of
 
 _INT = "int"  # as wide as the backend has it, as Keras' own counters
 
@@ -243,7 +242,7 @@ class AutomaticLossScaler:
 
 def check_grads(grads: Gradients) -> tuple[Tensor, Tensor]:
     """See `AutomaticLossScaler.check_grads`."""
-    values = [grad.values if is_sparse(grad) else ops.convert_to_tensor(grad) for grad in grads if grad is not None]
+    values = [values_of(grad) for grad in grads if grad is not None]
     values = [value for value in values if 0 not in value.shape]
     if not values:
         return ops.convert_to_tensor(False, "bool"), ops.convert_to_tensor(float("-inf"), "float32")

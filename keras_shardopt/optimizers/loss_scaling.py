@@ -9,20 +9,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import GlobalView, GradientState
-from keras_shardopt.numerics import dtype_of, in_float32, map_values, overwrites_variable
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, in_float32, map_values, overwrites_variable
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.update.nonfinite import largest_of_all
 from keras_shardopt.wrapping.chain import descendants
-from keras_shardopt.wrapping.rollback import note_assignments
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -44,18 +42,14 @@ class ScaledUpdate(OptimizerWrapper):
     _shard_unit = "element"
 
     def __init__(self, inner_optimizer: Any, scale: float | AutomaticLossScaler | None, name: str | None) -> None:
-        super().__init__(inner_optimizer, name=name)
-        if isinstance(scale, AutomaticLossScaler):
-            _refuse_accumulation_inside(self)
-        self._scaler = scale if isinstance(scale, AutomaticLossScaler) else None
-        self._static = None if isinstance(scale, AutomaticLossScaler) else scale
+        self._scaler, self._static = (scale, None) if isinstance(scale, AutomaticLossScaler) else (None, scale)
         self._skipped = None
+        super().__init__(inner_optimizer, name=name)
         if self._scaler is not None:
+            _refuse_accumulation_inside(self)
             # Now, as Keras makes its own counters, so that the scale can be read, and the loss scaled, before `build`.
             self._scaler.build(self._add_scalar)
             self._skipped = self._add_scalar("skipped_steps", 0, "int")
-        if self._leaves_out_updates:
-            note_assignments()
 
     def _add_scalar(self, name: str, start: float, dtype: str) -> Variable:
         return self.add_variable(shape=(), initializer=keras.initializers.Constant(start), dtype=dtype, name=name)
@@ -72,7 +66,7 @@ class ScaledUpdate(OptimizerWrapper):
 
     @property
     def _leaves_out_updates(self) -> bool:  # type: ignore[override]
-        return self._skipped is not None
+        return self._scaler is not None or self._skipped is not None
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
@@ -169,7 +163,7 @@ class ScaledUpdate(OptimizerWrapper):
         replicas = runtime.communicator(axes[0] if axes else "batch")
         # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
         # user has said how they come, replicas may not know: what they hear from each other is right in any case.
-        is_said = any(reducer.arrival.told is not None for reducer in reducers)
+        is_said = any(reducer.state_finder.told is not None for reducer in reducers)
         may_differ = is_said and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
             may_differ
@@ -182,14 +176,11 @@ class ScaledUpdate(OptimizerWrapper):
     def _on_outer_loss_scaling(self) -> None:
         """Refuses: the loss would be scaled twice, and the gradients unscaled by either."""
         if self._scales_loss:
-            self._refuse_outer_scaling()
+            raise ValueError(
+                f"One loss scaling is enough. Received: a `LossScaleOptimizer` around {self!r}. "
+                "Leave the `LossScaleOptimizer` out; `model.compile(optimizer=...)` needs none around it either."
+            )
         super()._on_outer_loss_scaling()
-
-    def _refuse_outer_scaling(self) -> NoReturn:
-        raise ValueError(
-            f"One loss scaling is enough. Received: a `LossScaleOptimizer` around {self!r}. "
-            f"Leave the `LossScaleOptimizer` out; `model.compile(optimizer=...)` needs none around it either."
-        )
 
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`."""
@@ -286,10 +277,7 @@ class LossScaling(ScaledUpdate):
 
 def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
     for optimizer in descendants(outer):
-        if (
-            getattr(optimizer, "_makes_gradients_global", False)
-            and getattr(optimizer, "accumulation", None) is not None
-        ):
+        if getattr(optimizer, "accumulation", None) is not None:
             name = type(outer).__name__
             raise ValueError(
                 f"`{name}` must be inside a `CrossShard` that accumulates, not around it: replicas would have to agree "

@@ -18,16 +18,15 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.backends.models import optimizers_in_step
-from keras_shardopt.numerics import LARGEST_FLOAT16, add, dtype_of, in_float32
+from keras_shardopt.numerics import LARGEST_FLOAT16, Gradients, Tensor, Variable, add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
 from keras_shardopt.wrapping.chain import descendants
-from keras_shardopt.wrapping.slots import empty_name_scope
+from keras_shardopt.wrapping.slots import named_like
 
 # Where Keras' own optimizers add up the gradients of replicas.
 _summing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.runtime"})
@@ -153,16 +152,15 @@ class MixedPrecision(ScaledUpdate):
         def initializer(shape: Any, dtype: Any = None) -> Tensor:
             return ops.cast(variable, "float32")
 
-        with _scopes_of(variable):
-            master = keras.Variable(
-                initializer,
-                shape=variable.shape,
-                dtype="float32",
-                trainable=False,
-                autocast=False,
-                layout=getattr(variable, "_layout", None),
-                name=variable.name,
-            )
+        master = named_like(
+            variable,
+            initializer=initializer,
+            shape=variable.shape,
+            dtype="float32",
+            trainable=False,
+            autocast=False,
+            layout=getattr(variable, "_layout", None),
+        )
         master.constraint = variable.constraint
         self._track_variable(master)
         return master
@@ -217,7 +215,7 @@ class MixedPrecision(ScaledUpdate):
         grads = list(grads)
         if not self._penalties_are_in_the_loss:
             for i, variable in enumerate(variables):
-                grads[i] = self._penalised(grads[i], variable, variables)
+                grads[i] = self._penalised(grads[i], variable)
         super()._update_unscaled(grads, variables)
         self._write_back()
 
@@ -225,7 +223,7 @@ class MixedPrecision(ScaledUpdate):
         for variable, master in self._masters.values():
             variable.assign(_rounded(ops.convert_to_tensor(master), dtype_of(variable)))
 
-    def _penalised(self, grad: Tensor | None, variable: Variable, variables: Sequence[Variable]) -> Tensor | None:
+    def _penalised(self, grad: Tensor | None, variable: Variable) -> Tensor | None:
         """The gradient of a variable with a master, plus that of its penalty at the master."""
         pair = self._masters.get(self._var_key(variable))
         if pair is None:
@@ -235,15 +233,10 @@ class MixedPrecision(ScaledUpdate):
             return grad
         penalty = variable.regularizer.regularizer
         (added,), _ = runtime.value_and_grad(lambda: (penalty(ops.convert_to_tensor(master)), None), [master], None)
-        share = self._share_of_penalty(variables)
+        # The inner optimizer itself sums over TensorFlow's replicas.
+        share = 1.0 if _summing is None or self._scope.is_reduced else 1.0 / _summing.num_summed()
         added = ops.cast(added, "float32") if share == 1 else ops.cast(added, "float32") * share
-        if grad is None:
-            return added
-        return add(grad, added, variable)
-
-    def _share_of_penalty(self, variables: Sequence[Variable]) -> float:
-        """What of the penalty each replica adds: the inner optimizer itself sums over TensorFlow's replicas."""
-        return 1.0 if _summing is None or self._scope.is_reduced else 1.0 / _summing.num_summed()
+        return added if grad is None else add(grad, added, variable)
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`."""
@@ -311,12 +304,11 @@ class _OnMaster(keras.regularizers.Regularizer):
         if owner is None:
             return False
         named = _updating.get()
-        if named is not None:
-            return any(optimizer is owner for optimizer in [named, *descendants(named)])
-        model = running_instance(keras.Model, condition=lambda model: getattr(model, "optimizer", None) is not None)
-        if model is None:
-            return True  # a custom training loop
-        used = optimizers_in_step(model)
+        if named is None:
+            model = running_instance(keras.Model, condition=lambda model: getattr(model, "optimizer", None) is not None)
+            if model is None:
+                return True  # a custom training loop
+        used = optimizers_in_step(model) if named is None else [named]
         return any(optimizer is owner for each in used for optimizer in [each, *descendants(each)])
 
     def get_config(self) -> dict[str, Any]:
@@ -338,13 +330,3 @@ def _followed(master: Variable, variable: Variable) -> Tensor:
     """The master, and where the variable is something else than it rounded, the variable."""
     master, value = ops.convert_to_tensor(master), ops.convert_to_tensor(variable)
     return ops.where(_rounded(master, dtype_of(value)) == value, master, ops.cast(value, "float32"))
-
-
-@contextlib.contextmanager
-def _scopes_of(variable: Variable) -> Iterator[None]:
-    """The name scopes in which a variable of the same name has the same path."""
-    with contextlib.ExitStack() as scopes:
-        scopes.enter_context(empty_name_scope())
-        for part in variable.path.split("/")[:-1]:
-            scopes.enter_context(keras.name_scope(part))
-        yield

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keras_shardopt._typing import Gradients, Variable
+import keras
+
 from keras_shardopt.backends.active import runtime
+from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.update.nonfinite import UNKNOWN, SkipNonFinite
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -61,7 +63,7 @@ class ReportsNonFinite(OptimizerWrapper):
         if self._nonfinite is None or self.on_nonfinite != "raise":
             super().apply(grads, trainable_variables)
             return
-        before = self._nonfinite.count()
+        before = keras.ops.copy(keras.ops.convert_to_tensor(self._nonfinite.skipped))
         super().apply(grads, trainable_variables)
         put_back = () if self._rollback is None else self._rollback.variables
         runtime.no_compile(self._nonfinite.raise_if_more, before, self._names(), put_back)

@@ -16,8 +16,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Tensor, Variable
-from keras_shardopt.numerics import dense, dtype_of, in_float32, overwrites_variable
+from keras_shardopt.numerics import Tensor, Variable, dense, dtype_of, in_float32, overwrites_variable
 from keras_shardopt.wrapping.slots import SlotAccess, slot_prefix
 
 
@@ -154,7 +153,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         """Updates one variable and its state."""
         index = self._get_variable_index(variable)
         momentum, second_moment = self._momentums[index], self._second_moments[index]
-        grad = in_float32(dense(gradient, variable.shape[0] if len(variable.shape) else 1))
+        grad = in_float32(dense(gradient, variable))
         square = ops.cast(ops.sum(ops.square(grad)), dtype_of(second_moment))
         if self.faithful:
             normalised = grad / ops.cast(ops.sqrt(square + self.epsilon), grad.dtype)

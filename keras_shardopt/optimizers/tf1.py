@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.optimizers.novograd import NovoGrad
 
 

@@ -17,9 +17,8 @@ from keras import ops, tree
 from keras.src.backend.common import global_state
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends import for_backend
-from keras_shardopt.numerics import add, map_values, overwrites_variable
+from keras_shardopt.numerics import Gradients, Tensor, Variable, add, map_values, overwrites_variable
 from keras_shardopt.wrapping.chain import get_optimizer, shown
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.replica_transform import unscaled_gradients
 from keras_shardopt.wrapping.chain import base_optimizers
 from keras_shardopt.wrapping.rollback import note_before_assignment
@@ -74,13 +74,7 @@ class TwoPhases:
         placement.check(variables, base_optimizers(self))
 
         def scaled() -> tuple[Tensor, None]:
-            value = keras.ops.convert_to_tensor(loss())
-            if keras.ops.ndim(value):
-                raise ValueError(
-                    f"`loss` must return a scalar. Received: a tensor of shape {tuple(value.shape)}. "
-                    "Use for example `keras.ops.mean(...)` of it."
-                )
-            return self.inner.scale_loss(value), None
+            return self.inner.scale_loss(scalar_loss(loss())), None
 
         grads, _ = runtime.value_and_grad(scaled, variables, self.axis_name, note_before_assignment)
         grads = unscaled_gradients(grads, variables, self.loss_scale)
@@ -129,3 +123,14 @@ class TwoPhases:
                 + "Use for example `model.trainable_variables`."
             )
         return variables
+
+
+def scalar_loss(value: Any) -> Tensor:
+    """What a loss function has returned, if it is a scalar."""
+    value = keras.ops.convert_to_tensor(value)
+    if keras.ops.ndim(value):
+        raise ValueError(
+            f"`loss` must return a scalar. Received: a tensor of shape {tuple(value.shape)}. "
+            "Use for example `keras.ops.mean(...)` of it."
+        )
+    return value

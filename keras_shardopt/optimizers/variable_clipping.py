@@ -10,8 +10,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import dtype_of, factor_within, in_float32, is_sparse
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, factor_within, in_float32, is_sparse
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -68,6 +67,7 @@ class VariableClipping(OptimizerWrapper):
     """
 
     _needs_global_gradients = True
+    _arguments = ("vars_to_clip_dims", "max_norm")
 
     _keys: list[tuple[Any, tuple[int, ...]]]
     _clip_dims: dict[Any, tuple[int, ...]]
@@ -88,7 +88,7 @@ class VariableClipping(OptimizerWrapper):
 
     @property
     def vars_to_clip_dims(self) -> dict[str, list[int]]:
-        """The dims by path or expression."""
+        """The dims by path or expression, also of variables that were given as keys."""
         return {_path(key): list(dims) for key, dims in self._keys}
 
     def build(self, variables: Sequence[Variable]) -> None:
@@ -159,17 +159,6 @@ class VariableClipping(OptimizerWrapper):
                 f"{len(matching)} variables. Use the variable itself as the key, or give the variables names."
             )
         return matching[0]
-
-    def get_config(self) -> dict[str, Any]:
-        """See `keras.optimizers.Optimizer.get_config`. Variables given as keys are stored by path."""
-        return {
-            **super().get_config(),
-            "vars_to_clip_dims": self.vars_to_clip_dims,
-            "max_norm": self.max_norm,
-        }
-
-    def _repr_arguments(self) -> str:
-        return f", vars_to_clip_dims={self.vars_to_clip_dims}, max_norm={self.max_norm}"
 
 
 def _clipped(value: Tensor, dims: tuple[int, ...], max_norm: float) -> Tensor:

@@ -14,7 +14,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Tensor
+from keras_shardopt.numerics import Tensor
 from keras_shardopt.schedules.schedule import Schedule, part
 from keras_shardopt.schedules.step_count import StepCount
 
@@ -59,9 +59,7 @@ class Warmup(Schedule):
         self.schedule = part("schedule", schedule)
         self.warmup_steps = check.count("warmup_steps", warmup_steps, 1)
         self.start_factor = check.number("start_factor", start_factor, at_least=0)
-        if not isinstance(delay_schedule, bool):
-            raise TypeError(f"`delay_schedule` must be a bool. Received: delay_schedule={delay_schedule!r}")
-        self.delay_schedule = delay_schedule
+        self.delay_schedule = check.flag("delay_schedule", delay_schedule)
 
     def rate_at(self, steps: StepCount) -> Tensor:
         """The rate of the schedule, times the warm-up."""

@@ -15,7 +15,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Tensor
+from keras_shardopt.numerics import Tensor
 from keras_shardopt.schedules.schedule import Policy, at_least_float32
 from keras_shardopt.schedules.step_count import StepCount, repeated_squares
 
@@ -171,11 +171,7 @@ class ExpDecay(Policy):
             )
         self.decay_rate = check.number("decay_rate", decay_rate, at_least=0)
         self._squares = repeated_squares(self.decay_rate)
-        if not isinstance(use_staircase_decay, bool):
-            raise TypeError(
-                f"`use_staircase_decay` must be a bool. Received: use_staircase_decay={use_staircase_decay!r}"
-            )
-        self.use_staircase_decay = use_staircase_decay
+        self.use_staircase_decay = check.flag("use_staircase_decay", use_staircase_decay)
         self.begin_decay_at = check.count("begin_decay_at", begin_decay_at, 0)
         self.min_lr = check.number("min_lr", min_lr, at_least=0)
 

@@ -13,7 +13,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Tensor
+from keras_shardopt.numerics import Tensor
 from keras_shardopt.schedules.step_count import StepCount
 
 

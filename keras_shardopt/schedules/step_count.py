@@ -20,7 +20,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Tensor
+from keras_shardopt.numerics import Tensor
 
 _INT32_MAX = 2**31 - 1
 _LARGEST = {"int32": _INT32_MAX, "uint32": 2**32 - 1, "int64": 2**63 - 1}

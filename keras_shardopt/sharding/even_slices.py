@@ -3,9 +3,6 @@
 Hides where slices lie. Each trainable variable is flattened, filled up with zeros, and cut into as many slices as there
 are replicas. The inner optimizer is built on a stand-in for it, as long as a slice, of which each replica's copy holds
 another one; so do the copies of its state. All replicas run the same program, with the same shapes, on their own copy.
-
-Private names of Keras touched here (test_private_names.py holds them):
-    `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
 """
 
 from __future__ import annotations
@@ -17,27 +14,21 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import dtype_of, overwrites_variable
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, size_of
 from keras_shardopt.sharding.separability import (
     are_elementwise_inside,
     first_state,
     holds_weights,
     keep_exclusions,
-    named_like,
 )
-from keras_shardopt.sharding.slices import check_number, flattened
-from keras_shardopt.update.all_reduce import Reduction, global_gradients
-from keras_shardopt.update.nonfinite import all_reduce_and_check
-from keras_shardopt.wrapping.chain import base_optimizers, descendants
-from keras_shardopt.wrapping.slots import slots_of
-from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+from keras_shardopt.sharding.shards import Shards, flattened
+from keras_shardopt.wrapping.slots import named_like
 
 
-class PaddedShards:
+class PaddedShards(Shards):
     """What each replica of this program owns: as many elements of each variable as any other.
 
     Args:
@@ -49,20 +40,15 @@ class PaddedShards:
         ValueError: if an optimizer inside cannot update every variable in parts.
     """
 
+    reduces_in_slices = False
+
     def __init__(self, optimizer: Any, variables: Sequence[Variable], num_replicas: int) -> None:
-        self.variables = list(variables)
-        self.num_replicas = num_replicas
-        self._axis_name = optimizer.axis_name
-        (self._leaf,) = base_optimizers(optimizer)
+        super().__init__(optimizer, variables, num_replicas)
         self._divided = [i for i, variable in enumerate(self.variables) if not overwrites_variable(variable)]
         self._starts_with_weights = False
         placement.outside_strategy(lambda: self._try_out(optimizer))
         self._chunks = [-(-size_of(variable) // num_replicas) for variable in self.variables]
-        self._key = optimizer._var_key
         self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
-        self._positions = {self._key(v): i for i, v in enumerate(self.variables)}
-        # By the id of a state variable, of which trainable variable it is, once the inner optimizer is built.
-        self._slots: dict[int, int] = {}
         keep_exclusions(optimizer, self.variables, self.inside)
 
     def _try_out(self, optimizer: Any) -> None:
@@ -91,24 +77,9 @@ class PaddedShards:
         with placement.colocate_with(variable):
             return named_like(variable, trainable=False, autocast=False, **arguments)
 
-    def inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """What stands inside for these variables."""
-        return [self.stand_ins[self._positions[self._key(variable)]] for variable in variables]
-
     def bind_state(self, optimizer: Any) -> None:
         """Looks at the state, now that the inner optimizers are built."""
-        optimizer.scope_inside.holds_slices = True
-        for position, _, slot in slots_of(self._leaf, self._leaf._trainable_variables):
-            self._slots[id(slot)] = position
-        keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
-        masters = [
-            (keys[key], master)
-            for wrapper in descendants(optimizer)
-            for key, _, master in (wrapper._own_slots() if isinstance(wrapper, OptimizerWrapper) else ())
-            if key in keys
-        ]
-        self._slots |= {id(master): i for i, master in masters}
-        self._slots = {slot: i for slot, i in self._slots.items() if i in self._divided}
+        masters = self._find_slots(optimizer)
         with runtime.init_scope():
             for i, master in masters:
                 placement.assign_replica_values(master, self._rows(i, placement.replica_values(self.variables[i])[0]))
@@ -134,29 +105,14 @@ class PaddedShards:
         """Whether replicas hold different parts of this state."""
         return id(variable) in self._slots and len(variable.shape) > 0
 
-    def check(self, replicas: Communicator) -> None:
-        """Raises ValueError unless there are as many replicas as when the state was divided."""
-        check_number(replicas, self.num_replicas)
-
     def check_start(self, iterations: int) -> None:
         """Nothing to do: one program holds all parts, and has loaded all of them."""
 
     def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
         """Nothing to do: replicas that run one program end with it."""
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
-        """This replica's slices of gradients that are global already."""
-        replica_id = runtime.communicator(self._axis_name).replica_id
-        found: list[Tensor | None] = []
-        for grad, variable in zip(grads, variables):
-            i = self._positions[self._key(variable)]
-            if grad is None or i not in self._divided:
-                found.append(grad)
-            else:
-                found.append(self._slice(i, flattened(grad, variable), replica_id))
-        return found
+    def _own_slice(self, i: int, whole: Tensor) -> Tensor:
+        return self._slice(i, whole, runtime.communicator(self._axis_name).replica_id)
 
     def _slice(self, i: int, whole: Tensor, replica_id: Any) -> Tensor:
         missing = self._chunks[i] * self.num_replicas - size_of(self.variables[i])
@@ -164,35 +120,15 @@ class PaddedShards:
             whole = ops.concatenate([whole, ops.zeros((missing,), dtype_of(whole))])
         return ops.reshape(whole, (self.num_replicas, self._chunks[i]))[replica_id]
 
-    def reduce(
-        self,
-        grads: Gradients,
-        variables: Sequence[Variable],
-        replicas: Communicator,
-        reduction: Reduction,
-        gradient_state: GradientState,
-        found: Tensor | None,
-        trained: Sequence[bool] | None = None,
-    ) -> tuple[list[Tensor | None], Tensor | None]:
-        """As `FlatShards.reduce`. All gradients go to all replicas: these have no reduce-scatter."""
-        found_inf = None
-        if found is None:
-            reduced = global_gradients(grads, variables, replicas, reduction, gradient_state, trained)
-        else:
-            reduced, found_inf = all_reduce_and_check(
-                grads, variables, replicas, reduction, gradient_state, found, trained
-            )
-        return self.slices_of(reduced, variables), found_inf
-
     # -- the update ----------------------------------------------------------------------------------------------
 
     def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
         """Lets `inner` update each replica's slices with their gradients, and gives all replicas the new weights."""
         for i in self._divided:
-            own = self._slice(i, flattened(self.variables[i], None), replicas.replica_id)
+            own = self._slice(i, flattened(self.variables[i]), replicas.replica_id)
             self.stand_ins[i].assign(own)
         inner.apply(list(grads), self.inside(variables))
-        given = {self._positions[self._key(v)] for v, grad in zip(variables, grads) if grad is not None}
+        given = {self._position(v) for v, grad in zip(variables, grads) if grad is not None}
         self._all_gather_weights([i for i in self._divided if i in given], replicas)
 
     def _all_gather_weights(self, positions: Sequence[int], replicas: Communicator) -> None:

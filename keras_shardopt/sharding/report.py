@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends import for_backend
-from keras_shardopt.numerics import dtype_of
+from keras_shardopt.numerics import Variable, dtype_of
 
 
 @dataclasses.dataclass(frozen=True)

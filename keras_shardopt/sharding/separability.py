@@ -16,14 +16,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Variable
-from keras_shardopt.numerics import dtype_of, overwrites_variable
+from keras_shardopt.numerics import Variable, dtype_of, overwrites_variable
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
-from keras_shardopt.wrapping.slots import empty_name_scope, slots_of
+from keras_shardopt.wrapping.slots import empty_name_scope, named_like, slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 # From small to large, so that what is within a limit and what is beyond it both occur.
@@ -207,20 +205,6 @@ class _Probe:
 def empty_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of a variable of the same rank (at least 1) without elements."""
     return (0,) * max(1, len(shape))
-
-
-def named_like(variable: Variable, **arguments: Any) -> Variable:
-    """A new variable with the path and the name of another one."""
-    path = str(getattr(variable, "path", variable.name)).split("/")
-    with empty_name_scope():
-        return _in_scopes(path[:-1], lambda: keras.Variable(name=path[-1], **arguments))
-
-
-def _in_scopes(names: Sequence[str], make: Any) -> Any:
-    if not names:
-        return make()
-    with keras.name_scope(names[0]):
-        return _in_scopes(names[1:], make)
 
 
 class _Run:

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from keras_shardopt._typing import Gradients, Variable
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GlobalView
 from keras_shardopt.backends.keras_callers import running_instance
+from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
@@ -83,8 +83,7 @@ class ShardedState(OptimizerWrapper):
     @property
     def _replica_state(self) -> list[Variable]:
         """State that is divided."""
-        shards = vars(self).get("_shards")
-        return [] if shards is None else [v for v in self.inner.variables if shards.is_divided(v)]
+        return [] if self._shards is None else [v for v in self.inner.variables if self._shards.is_divided(v)]
 
     def memory_report(self) -> MemoryReport:
         """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.

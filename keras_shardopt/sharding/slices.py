@@ -6,7 +6,7 @@ where others own it. So it keeps the same list of state on every replica, and th
 
 Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer._use_weight_decay` - whether a variable decays.
-    `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
+    `Optimizer._trainable_variables` - what the optimizer was built on.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.side_channel import SideChannel
-from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
+from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
 from keras_shardopt.sharding.partition import Piece
 from keras_shardopt.sharding.report import MemoryReport, item_size, plus, size_of
@@ -32,13 +31,12 @@ from keras_shardopt.sharding.separability import (
     empty_shape,
     holds_weights,
     keep_exclusions,
-    named_like,
 )
-from keras_shardopt.update.all_reduce import Reduction, collective, global_gradients, rescaling
-from keras_shardopt.update.nonfinite import first_not_finite, flags, nonfinite_source
-from keras_shardopt.wrapping.chain import base_optimizers, descendants
-from keras_shardopt.wrapping.slots import slots_of
-from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+from keras_shardopt.sharding.shards import Shards, flattened
+from keras_shardopt.update.all_reduce import Reduction, collective, rescaling
+from keras_shardopt.update.nonfinite import first_not_finite, flags, found_inf_of
+from keras_shardopt.update.step import Step
+from keras_shardopt.wrapping.slots import named_like, slots_of
 
 BARRIER_SECONDS = 60.0
 """For how long a replica that saves waits for the others to save too."""
@@ -65,7 +63,7 @@ class Bucket:
     """Whether chunks of one length would be mostly padding."""
 
 
-class FlatShards:
+class FlatShards(Shards):
     """What this replica owns.
 
     Args:
@@ -78,10 +76,8 @@ class FlatShards:
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Variable], replicas: Communicator) -> None:
-        self.variables = list(variables)
-        self.num_replicas, self.replica_id = replicas.num_replicas, int(replicas.replica_id)
-        self._axis_name = optimizer.axis_name
-        (self._leaf,) = base_optimizers(optimizer)
+        super().__init__(optimizer, variables, replicas.num_replicas)
+        self.replica_id = int(replicas.replica_id)
         self._starts_with_weights = holds_weights(self._leaf, variables)
         self._may_cut = are_elementwise_inside(optimizer, variables)
         self._groups = _groups(self.variables, self._may_cut, self.num_replicas)
@@ -93,11 +89,9 @@ class FlatShards:
         self._mine = {
             i: piece for i, owners in self._owners.items() for replica, piece in owners if replica == self.replica_id
         }
-        self._key = optimizer._var_key
+        self._divided = self._owners.keys()
         self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
-        self._positions = {self._key(v): i for i, v in enumerate(self.variables)}
-        # By the id of a state variable, what is known of it when the inner optimizer is built.
-        self._slots: dict[int, int] = {}
+        # The ids of state that belongs to no variable.
         self._apart: set[int] = set()
         keep_exclusions(optimizer, self.variables, self.inside)
 
@@ -120,36 +114,18 @@ class FlatShards:
         arguments = {"initializer": initializer, "shape": shape, "dtype": dtype_of(variable)}
         return named_like(variable, trainable=False, autocast=False, **arguments)
 
-    def inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """What stands inside for these variables."""
-        return [self.stand_ins[self._positions[self._key(variable)]] for variable in variables]
-
     def bind_state(self, optimizer: Any) -> None:
         """Looks at the state, now that the inner optimizers are built."""
-        optimizer.scope_inside.holds_slices = True
-        for position, _, slot in slots_of(self._leaf, self._leaf._trainable_variables):
-            self._slots[id(slot)] = position
-        keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
-        for wrapper in descendants(optimizer):
-            if isinstance(wrapper, OptimizerWrapper):
-                self._slots |= {id(slot): keys[key] for key, _, slot in wrapper._own_slots() if key in keys}
-        self._slots = {slot: i for slot, i in self._slots.items() if i in self._owners}
+        self._find_slots(optimizer)
         # What has no name but a shape, of optimizers whose variables stay whole: it is where it has elements.
-        self._apart = {id(v) for v in optimizer.inner.variables if len(v.shape) and id(v) not in self._slots}
-        self._apart -= {id(slot) for i, slot in self._of_next_values()}
+        self._apart = {id(v) for v in optimizer.inner.variables if len(v.shape)} - self._slots.keys()
+        of_leaf = slots_of(self._leaf, self._leaf._trainable_variables)
+        self._apart -= {id(slot) for i, _, slot in of_leaf if i not in self._owners}  # of next values
         self._copy_in()  # which frees the memory that stand-ins were made with
-
-    def _of_next_values(self) -> list[tuple[int, Variable]]:
-        found = slots_of(self._leaf, self._leaf._trainable_variables)
-        return [(i, slot) for i, _, slot in found if i not in self._owners]
 
     def is_divided(self, variable: Variable) -> bool:
         """Whether replicas hold different parts of this state."""
-        return id(variable) in self._apart or (id(variable) in self._slots)
-
-    def check(self, replicas: Communicator) -> None:
-        """Raises ValueError unless there are as many replicas as when the state was divided."""
-        check_number(replicas, self.num_replicas)
+        return id(variable) in self._apart or id(variable) in self._slots
 
     def check_start(self, iterations: int) -> None:
         """Makes sure that parts of the state belong to the same moment. All replicas call it before the first update.
@@ -173,51 +149,31 @@ class FlatShards:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
-        """This replica's slices of gradients that are global already."""
-        found: list[Tensor | None] = []
-        for grad, variable in zip(grads, variables):
-            i = self._positions[self._key(variable)]
-            if grad is None or i not in self._owners:
-                found.append(grad)
-                continue
-            flat, piece = flattened(grad, variable), self._mine.get(i, Piece(i, 0, 0))
-            found.append(ops.reshape(flat[piece.start : piece.stop], tuple(self.stand_ins[i].shape)))
-        return found
+    def _own_slice(self, i: int, whole: Tensor) -> Tensor:
+        piece = self._mine.get(i, Piece(i, 0, 0))
+        return ops.reshape(whole[piece.start : piece.stop], tuple(self.stand_ins[i].shape))
 
     def reduce(
-        self,
-        grads: Gradients,
-        variables: Sequence[Variable],
-        replicas: Communicator,
-        reduction: Reduction,
-        gradient_state: GradientState,
-        found: Tensor | None,
-        trained: Sequence[bool] | None = None,
-    ) -> tuple[list[Tensor | None], Tensor | None]:
-        """As `global_gradients` for this replica's slices; others get theirs.
+        self, step: Step, replicas: Communicator, reduction: Reduction, trained: Sequence[bool] | None = None
+    ) -> Step:
+        """The step with this replica's slices of the global gradients; others get theirs.
 
-        `found` is what `first_not_finite` says of this replica's own gradients; None if nobody wants to know.
+        Its own gradients must be local. `found_inf` becomes what `all_reduce_and_check` returns, where it is given.
         `trained` says for each variable whether this replica trains it; None for all of them.
-
-        Returns:
-            A list like `grads`, of the shapes of the stand-ins; and `found_inf` as `all_reduce_and_check`
-            returns it, or None without `found`.
         """
-        if gradient_state is GradientState.GLOBAL or gradient_state is GradientState.SUMMED:
-            return self.slices_of(
-                global_gradients(grads, variables, replicas, reduction, gradient_state), variables
-            ), None
-        positions = [self._positions[self._key(variable)] for variable in variables]
+        assert step.gradient_state is not None
+        grads, found = step.grads, step.found_inf
+        positions = [self._position(variable) for variable in step.variables]
         result = dict.fromkeys(positions)
         own = dict(zip(positions, grads))
-        size, num_variables = self.num_replicas, len(variables)
+        size, num_variables = self.num_replicas, len(step.variables)
 
         def told(dtype: str) -> Tensor:
             return flags(found, replicas.replica_id, num_variables, size, dtype)
 
-        op = collective(gradient_state, reduction)
-        factor = rescaling(reduction, replicas) if gradient_state is GradientState.LOCAL_PRESCALED else 1
+        op = collective(step.gradient_state, reduction)
+        is_prescaled = step.gradient_state is GradientState.LOCAL_PRESCALED
+        factor = rescaling(reduction, replicas) if is_prescaled else 1
         chosen = None if trained is None else dict(zip(positions, trained))
         slices, travelled = self._exchange(own, replicas, op, None if found is None else told, trained=chosen)
         for i, value in slices.items():
@@ -228,24 +184,21 @@ class FlatShards:
         for k, value in zip(nexts, replicas.all_reduce([grads[k] for k in nexts], "max") if nexts else []):
             result[positions[k]] = value
         reduced = [result[i] for i in positions]
-        if found is None or travelled is None:
-            return reduced, None
-        return reduced, self._found_inf(reduced, variables, replicas, travelled)
+        is_told = found is not None and travelled is not None
+        found_inf = self._found_inf(reduced, step.variables, replicas, travelled) if is_told else None
+        return step.replace(grads=reduced, found_inf=found_inf)
 
     def _found_inf(
         self, reduced: Gradients, variables: Sequence[Variable], replicas: Communicator, travelled: Tensor
     ) -> Tensor:
-        names = nonfinite_source(travelled, len(variables), self.num_replicas)
-        # A sum may overflow where no term does, and each replica sees its own slice of it only.
+        # Of the sum each replica sees its own slice only.
         position = first_not_finite(reduced, variables)
         last = len(variables) + 1
         mine = ops.cast(ops.where(position > 0, last - position, ops.zeros_like(position)), "float32")
         (first,) = replicas.all_reduce([ops.reshape(mine, (1,))], "max")
         first = ops.cast(first[0], "int32")
         position = ops.where(first > 0, last - first, ops.zeros_like(first))
-        is_concrete = names[1] >= 0
-        is_bad = ops.where(is_concrete, ops.ones_like(position), position)
-        return ops.stack([is_bad, names[0], ops.where(is_concrete, names[1], position - 1)])
+        return found_inf_of(travelled, position, len(variables), self.num_replicas)
 
     def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
         """As `update.all_reduce.join_uneven_inputs`, for replicas that exchange slices."""
@@ -340,7 +293,7 @@ class FlatShards:
     def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
         """Lets `inner` update this replica's slices with their gradients, and gives all replicas the new weights."""
         self._copy_in()
-        positions = [self._positions[self._key(variable)] for variable in variables]
+        positions = [self._position(variable) for variable in variables]
         pairs = [(i, grad) for i, grad in zip(positions, grads) if grad is not None]
         # Nothing at all is for the inner optimizer to refuse.
         chosen = self._chosen(pairs) or [(i, None) for i in positions]
@@ -375,7 +328,7 @@ class FlatShards:
     def _all_gather_weights(self, replicas: Communicator) -> None:
         """Gives every replica the slices of all others."""
         for group in self._groups:
-            mine = {p.variable: flattened(self.stand_ins[p.variable], None) for p in group.pieces[self.replica_id]}
+            mine = {p.variable: flattened(self.stand_ins[p.variable]) for p in group.pieces[self.replica_id]}
             if group.is_lopsided:
                 everyones = self._broadcast(group, mine, replicas)
             else:
@@ -438,7 +391,7 @@ class FlatShards:
                 owners = [(owners[0][0], Piece(i, 0, int(np.prod(shape))))]
         whole = None
         for replica, piece in owners:
-            mine = flattened(variable, None) if replica == self.replica_id else None
+            mine = flattened(variable) if replica == self.replica_id else None
             for start in range(0, piece.size, _SENT_TOGETHER):
                 stop = min(piece.size, start + _SENT_TOGETHER)
                 part = ops.zeros((stop - start,), dtype_of(variable)) if mine is None else mine[start:stop]
@@ -491,25 +444,6 @@ class FlatShards:
         return MemoryReport(held, whole, replicated)
 
 
-def check_number(replicas: Communicator, num_replicas: int) -> None:
-    """Raises ValueError unless there are as many replicas as when the state was divided."""
-    if replicas.num_replicas != num_replicas:
-        raise ValueError(
-            "The number of replicas must stay what it was when the optimizer was built, as each holds its part of "
-            f"the state. Received: {replicas.num_replicas} replicas, and state divided among {num_replicas}. "
-            "Build the model again, and load a checkpoint: it fits any number of replicas."
-        )
-
-
-def flattened(value: Any, variable: Variable | None) -> Tensor:
-    """All elements of a gradient or variable, one after another."""
-    if getattr(value, "is_sparse", False) is True:  # of PyTorch
-        value = value.to_dense()
-    if variable is not None:
-        value = dense(value, variable.shape[0] if len(variable.shape) else 1)
-    return ops.reshape(ops.convert_to_tensor(value), (-1,))
-
-
 def _groups(variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas: int) -> list[Bucket]:
     by_dtype: dict[str, list[int]] = {}
     for i, variable in enumerate(variables):
@@ -536,7 +470,7 @@ def _alias_slice(stand_in: Variable, variable: Variable, start: int, stop: int) 
     if _memory is not None:
         _memory.alias_slice(stand_in, variable, start, stop)
     else:
-        stand_in.assign(ops.reshape(flattened(variable, None)[start:stop], stand_in.shape))
+        stand_in.assign(ops.reshape(flattened(variable)[start:stop], stand_in.shape))
 
 
 def _assign_slices(variable: Variable, slices: Sequence[Tensor]) -> None:

@@ -18,9 +18,9 @@ import keras
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.jax.communicator import batch_size_of
+from keras_shardopt.numerics import Tensor, Variable
 
 
 def compile_step(

@@ -12,13 +12,14 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.optimizers import AutomaticLossScaler
 from keras_shardopt.optimizers.build import build_optimizer
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.mixed_precision import updating_with
+from keras_shardopt.optimizers.two_phases import scalar_loss
 from keras_shardopt.summaries.event_file import checked_log_dir
 from keras_shardopt.summaries.recorder import Recorder
 from keras_shardopt.summaries.tags import checked_summaries
@@ -196,7 +197,7 @@ class TrainingStep:
         self._each_call_says = each_call_says
         self._reducer = _reducer_of(optimizer)
         self._iter_size = 1 if self._reducer.accumulation is None else self._reducer.accumulation.num_steps
-        self._reducer.arrival.tell(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
+        self._reducer.state_finder.tell(getattr(for_backend(_STEPS), "GRADIENT_STATE", None))
         if not optimizer.built:
             with placement.colocate_with(self.variables[0]):
                 optimizer.build(self.variables)
@@ -258,12 +259,7 @@ class TrainingStep:
             return self.optimizer.scale_loss(value), value
 
         def loss_of_batch() -> Tensor:
-            value = ops.convert_to_tensor(self._loss(*batch))
-            if ops.ndim(value):
-                raise ValueError(
-                    f"`loss` must return a scalar. Received: a tensor of shape {tuple(value.shape)}. "
-                    "Use for example `keras.ops.mean(...)` of it."
-                )
+            value = scalar_loss(self._loss(*batch))
             if self._model is not None and self._model.losses:
                 value = ops.add(value, ops.cast(get_regularization_loss(self._model), value.dtype))
             return value

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from keras import ops, tree
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.random_numbers import in_step
+from keras_shardopt.numerics import Tensor, Variable
 
 
 def compile_step(

@@ -10,14 +10,15 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.numerics import (
-    clip_by_global_norm,
+    Gradients,
+    Tensor,
+    Variable,
+    clipped_to,
     dense,
     global_norm,
     in_float32,
-    is_sparse,
     map_values,
     overwrites_variable,
 )
@@ -27,6 +28,7 @@ from keras_shardopt.wrapping.chain import base_optimizers, descendants, leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _Seen = Callable[[], Gradients]
+"""Makes the gradients that are looked at, in float32 and in units of the loss."""
 
 
 class Observer:
@@ -144,7 +146,9 @@ class Observer:
 
     def _clipped(self, grads: Gradients) -> Gradients:
         """What the clipping makes of gradients; without one, these themselves."""
-        return grads if self._clipping is None else clip_by_global_norm(grads, self._clipping.clip_gradients)[0]
+        if self._clipping is None:
+            return grads
+        return clipped_to(grads, self._clipping.clip_gradients, global_norm(grads))
 
     def _see_global_norm(self, seen: _Seen, variables: Sequence[Variable]) -> None:
         self._keep("global_norm", [global_norm(seen())])
@@ -158,7 +162,8 @@ class Observer:
         if "gradients" in self._notes:
             whole = dict(zip(map(id, variables), grads))
             kept = [whole.get(id(v)) for v in self._given(variables)]
-            self._keep("gradients", [_dense_or_zeros(g, v) for g, v in zip(kept, self._updated)])
+            zeros = [ops.zeros(v.shape, "float32") if g is None else g for g, v in zip(kept, self._updated)]
+            self._keep("gradients", [dense(g, v) for g, v in zip(zeros, self._updated)])
 
     def _see_larc(self, seen: _Seen, variables: Sequence[Variable]) -> None:
         larc = self._larc
@@ -249,12 +254,6 @@ def _note(shape: Sequence[int], dtype: str = "float32") -> Variable:
         aggregation="only_first_replica",
         name="summary",
     )
-
-
-def _dense_or_zeros(grad: Tensor | None, variable: Variable) -> Tensor:
-    if grad is None:
-        return ops.zeros(variable.shape, "float32")
-    return dense(grad, variable.shape[0]) if is_sparse(grad) else grad
 
 
 def _unique(names: Sequence[str]) -> list[str]:

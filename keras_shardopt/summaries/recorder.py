@@ -17,10 +17,6 @@ from keras_shardopt.summaries.tags import PREFIX, checked_summaries, dynamic_los
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
-"""What can be asked for."""
-
-"""What None asks for."""
-
 
 class Recorder:
     """Sees every so many updates of an optimizer, and writes what was asked for.
@@ -122,6 +118,3 @@ class Recorder:
         if self._write is not None:
             self._write(None, 0)
             self._write = None
-
-
-"""Makes the gradients that are looked at, in float32 and in units of the loss."""

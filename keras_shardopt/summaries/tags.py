@@ -19,9 +19,11 @@ SUMMARIES = (
     "larc_summaries",
     "loss_scale",
 )
-
+"""What can be asked for."""
 
 DEFAULT_SUMMARIES = ("learning_rate", "global_gradient_norm", "loss_scale")
+"""What None asks for."""
+
 PREFIX = "Loss_Optimization/"
 OF_LARC = ("larc_clip_on", "larc_grad_update", "larc_final_lr")
 

@@ -12,10 +12,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import GradientState
-from keras_shardopt.numerics import dense, dtype_of, overwrites_variable
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dense, dtype_of, overwrites_variable
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
@@ -131,7 +130,7 @@ class Accumulation(Stage):
     def own(self, step: Step) -> Step:
         """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
-            state = self._optimizer.arrival.find(step, runtime.communicator(self._optimizer.axis_name))
+            state = self._optimizer.state_finder.find(step, runtime.communicator(self._optimizer.axis_name))
             if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # those of all rows
                 self._came_reduced = state
                 return step
@@ -231,7 +230,7 @@ class Accumulation(Stage):
         if grad is None:
             return None
         variable = self._variables[i]
-        return ops.cast(dense(grad, variable.shape[0] if len(variable.shape) else 1), dtype_of(self._sums[i]))
+        return ops.cast(dense(grad, variable), dtype_of(self._sums[i]))
 
     def means(self, sums: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int], Any]:
         """The means over the window that is complete, of the sums that `add` returned.

@@ -22,9 +22,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_shardopt._typing import Variable
+from keras_shardopt.arguments import listed
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import layers_of, models_with, optimizers_of
+from keras_shardopt.numerics import Variable
 from keras_shardopt.wrapping.chain import children, descendants
 from keras_shardopt.wrapping.slots import without_counters
 
@@ -81,11 +82,10 @@ def check_agreement(mine: Description) -> None:
     named = [thing for thing in differing if thing not in (*variables[1:], *layers[1:])]
     if layers:
         named = [thing for thing in named if _OF_LAYER not in thing]
-    listed = [f"{thing}: {_by_process([theirs.get(thing, 'none') for theirs in everyones])}" for thing in named]
-    more = f"; and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
+    received = [f"{thing}: {_by_process([theirs.get(thing, 'none') for theirs in everyones])}" for thing in named]
     raise ValueError(
         "All processes must train the same model with the same optimizer and the same versions. Nothing has been "
-        f"updated yet. Received {'; '.join(listed[:_MOST_NAMES])}{more}. "
+        f"updated yet. Received {listed(received)}. "
         "Run the same script with the same arguments, and the same installation, in every process."
     )
 

@@ -11,16 +11,13 @@ from typing import Any, Literal, NoReturn
 
 from keras import ops
 
-from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.side_channel import SideChannel
-from keras_shardopt.numerics import dtype_of, map_values, overwrites_variable
+from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype_of, map_values, overwrites_variable
 
 Reduction = Literal["mean", "sum"]
-
-"""`(grads, variables) -> grads`, for the gradients of one replica."""
 
 
 def global_gradients(

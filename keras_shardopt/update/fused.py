@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_shardopt.backends import for_backend
+from keras_shardopt.numerics import Variable
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.wrapping.chain import base_optimizers
@@ -22,16 +24,20 @@ class FusedUpdate(Stage):
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+        self._innermost: list[Any] = []
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
         """The stage, where the options ask for it."""
         return [] if options.fused is False or _kernels is None else [cls(optimizer)]
 
+    def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
+        """Finds the optimizers with an update rule, once."""
+        self._innermost = base_optimizers(self._optimizer)
+
     def commit(self, step: Step, proceed: Proceed) -> None:
         """The update, in one pass."""
-        innermost = base_optimizers(self._optimizer)
-        if _kernels is not None and _kernels.may_fuse(innermost):
-            _kernels.fused(innermost, proceed, step)
+        if _kernels is not None and _kernels.may_fuse(self._innermost):
+            _kernels.fused(self._innermost, proceed, step)
         else:
             proceed(step)

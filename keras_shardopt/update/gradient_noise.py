@@ -9,9 +9,8 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import global_norm
+from keras_shardopt.numerics import Variable, global_norm
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 
@@ -40,13 +39,12 @@ class GradientNoise(Stage):
 
     def __init__(self, momentum: float = 0.95) -> None:
         self.momentum = check.real("momentum", momentum, at_least=0, below=1)
-        self.averages: Any = (0.0, 0.0)
-        """Of $|G|^2$ and $S$. Both start at 0, so that their ratio needs no correction."""
+        self.averages: Any = (0.0, 0.0)  # of $|G|^2$ and $S$: as both start at 0, their ratio needs no correction
         self._num_replicas = 1
 
     def check(self, optimizer: Any) -> None:
         """Refuses what makes other numbers of gradients than those of the formulas."""
-        in_parts = optimizer.shard_state or optimizer.group_assignment is not None
+        in_parts = optimizer.shard_state or optimizer.group_assignment
         if in_parts or optimizer.reduction == "sum" or optimizer._skips_inside:
             raise ValueError(
                 "`GradientNoise` needs the mean of whole gradients over all replicas: no `shard_state`, "
@@ -60,16 +58,15 @@ class GradientNoise(Stage):
     def local(self, step: Step, comm: Communicator) -> Step:
         """Squares the norm of this replica's own gradient, and averages the squares."""
         unit = comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else 1
-        (mean,) = comm.all_reduce([_squared_norm(step.grads) * unit**2], "mean")
+        (mean,) = comm.all_reduce([ops.square(global_norm(step.grads)) * unit**2], "mean")
         self._num_replicas = comm.num_replicas
         return step.replace(notes={**step.notes, "squared_norm": mean})
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """Compares with the norm of the mean."""
-        mean, of_mean, size = step.notes["squared_norm"], _squared_norm(step.grads), self._num_replicas
+        mean, of_mean, size = step.notes["squared_norm"], ops.square(global_norm(step.grads)), self._num_replicas
         now = ops.stack([size * of_mean - mean, size * (mean - of_mean)]) / max(size - 1, 1)
-        kept = self.momentum * ops.convert_to_tensor(self.averages)
-        self.averages.assign(kept + (1 - self.momentum) * now)
+        self.averages.assign(self.momentum * self.averages + (1 - self.momentum) * ops.cast(now, "float32"))
         proceed(step)
 
     @property
@@ -81,7 +78,3 @@ class GradientNoise(Stage):
     def get_config(self) -> dict[str, Any]:
         """See `Stage.get_config`."""
         return {"momentum": self.momentum}
-
-
-def _squared_norm(grads: Gradients) -> Tensor:
-    return ops.cast(ops.square(global_norm(grads)), "float32")

@@ -12,14 +12,12 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import is_sparse, overwrites_variable
+from keras_shardopt.numerics import Gradients, Tensor, Variable, overwrites_variable, values_of
 from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step, proceed_if
-from keras_shardopt.wrapping.rollback import note_assignments
 
 UNKNOWN = -1
 """Stands for a replica or variable that nobody can name."""
@@ -45,7 +43,6 @@ class SkipNonFinite(Stage):
         self.leaves_it_to_others = leaves_it_to_others
         self._sees_own = sees_own
         self._optimizer = optimizer
-        note_assignments()  # from here on: the first forward pass comes before the first update
         self._num_reported = 0
 
     @classmethod
@@ -83,10 +80,6 @@ class SkipNonFinite(Stage):
 
     # -- what is told of it ------------------------------------------------------------------------------------------
 
-    def count(self) -> Tensor:
-        """How many updates were left out so far, as it is now."""
-        return ops.copy(ops.convert_to_tensor(self.skipped))
-
     def last(self) -> tuple[int, int]:
         """The last replica and variable; `UNKNOWN` for either."""
         replica, position = (int(i) for i in ops.convert_to_numpy(self.source))
@@ -116,8 +109,7 @@ def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
     seen = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
     if not seen:
         return ops.zeros((), "int32")
-    values = [grads[i].values if is_sparse(grads[i]) else ops.convert_to_tensor(grads[i]) for i in seen]
-    is_bad = ops.stack([ops.logical_not(ops.all(ops.isfinite(value))) for value in values])
+    is_bad = ops.stack([ops.logical_not(ops.all(ops.isfinite(values_of(grads[i])))) for i in seen])
     positions = ops.convert_to_tensor([i + 1 for i in seen], "int32")
     none = ops.full((), len(grads) + 1, "int32")
     first = ops.min(ops.where(is_bad, positions, none))
@@ -153,6 +145,17 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
     position = ops.cast(ops.sum(positions * is_first), "int32") - 1
     replica = ops.where(position >= 0, ops.cast(first, "int32"), ops.full((), UNKNOWN, "int32"))
     return ops.stack([replica, position])
+
+
+def found_inf_of(told: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
+    """As `all_reduce_and_check` returns it, from reduced flags and from what is not finite in the sum (from 1; or 0).
+
+    A sum may overflow where no term does.
+    """
+    names = nonfinite_source(told, num_variables, num_replicas)
+    is_named = names[1] >= 0
+    is_bad = ops.where(is_named, ops.ones_like(position), position)
+    return ops.stack([is_bad, names[0], ops.where(is_named, names[1], position - 1)])
 
 
 def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
@@ -218,7 +221,6 @@ def all_reduce_and_check(
         if replicas.world is replicas or replicas.is_spmd:
             raise
         failure, reduced, told = error, list(grads), None  # other groups wait below
-    # Also of the sum, which may overflow where no term does.
     position = first_not_finite(reduced, variables)
     if replicas.world is not replicas:
         sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")
@@ -233,7 +235,4 @@ def all_reduce_and_check(
         known = position if found is None else ops.where(found > 0, found, position)
         who = ops.full_like(known, 0 if world.num_replicas == 1 else UNKNOWN)
         return reduced, ops.stack([position, ops.where(known > 0, who, ops.full_like(who, UNKNOWN)), known - 1])
-    names = nonfinite_source(told, num_variables, world.num_replicas)
-    is_concrete = names[1] >= 0
-    is_bad = ops.where(is_concrete, ops.ones_like(position), position)
-    return reduced, ops.stack([is_bad, names[0], ops.where(is_concrete, names[1], position - 1)])
+    return reduced, found_inf_of(told, position, num_variables, world.num_replicas)

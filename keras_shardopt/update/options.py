@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
-from keras_shardopt._typing import Groups, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import Groups, Variable
 from keras_shardopt.update.step import Stage
 
 LocalTransform = Callable[[list[Any], list[Variable]], Sequence[Any]]

@@ -8,10 +8,11 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import Variable
 from keras_shardopt.update.agreement import check_agreement, described, losses_that_add_up
+from keras_shardopt.update.options import check_groups
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.wrapping.chain import base_optimizers
 
@@ -34,17 +35,17 @@ class Peers:
         # What it was built as, in words, and whether all processes have found that they have the same.
         self._described: Any = None
         self._agree = False
+        self._leaves: list[Any] = []
 
     def before_build(self, variables: Sequence[Variable]) -> None:
         """Called before the optimizer makes its variables."""
-        placement.before_build(
-            variables, self._optimizer, base_optimizers(self._optimizer), self._optimizer.shard_state
-        )
+        self._leaves = base_optimizers(self._optimizer)
+        placement.before_build(variables, self._optimizer, self._leaves, self._optimizer.shard_state)
         if processes.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self._described = described(self._optimizer, variables)
             if processes.creates_variables_collectively():
-                self._compare(None)
+                self._compare()
 
     def ready(self, variables: Sequence[Variable], comm: Communicator) -> float:
         """Makes sure that these replicas may train, and start with equal weights and state.
@@ -57,13 +58,14 @@ class Peers:
         """
         optimizer = self._optimizer
         is_loaded, self.is_loaded = self.is_loaded, False
-        placement.check(variables, base_optimizers(optimizer), is_loaded, optimizer.shard_state)
+        placement.check(variables, self._leaves, is_loaded, optimizer.shard_state)
         optimizer._check_shards(variables, comm)
         self.check(comm)
         if comm.is_spmd or self.started is comm:
             return 1.0
         runtime.no_compile(self._warn_of_sums, comm.num_replicas)
         weights, state = optimizer._trainable_variables, optimizer._shared_variables
+        check_groups(optimizer.group_assignment, comm)
         factor = placement.broadcast_state(weights, state, self._members(comm))
         self.started = comm
         return factor
@@ -90,7 +92,7 @@ class Peers:
             if not self._optimizer.built:
                 return
             self._described = described(self._optimizer, self._optimizer._trainable_variables)
-        runtime.no_compile(self._compare, comm)
+        runtime.no_compile(self._compare)
 
     def check_parts(self) -> None:
         """Makes sure, where state is divided, that its parts still belong together. All processes call it together.
@@ -100,17 +102,18 @@ class Peers:
         Raises:
             ValueError: on every process, if they do not.
         """
-        shards = self._optimizer._shards
-        if shards is not None and self._agree:
-            shards.check_start(int(ops.convert_to_numpy(self._optimizer.iterations)))
+        if self._agree:
+            self._check_start()
 
-    def _compare(self, comm: Communicator | None) -> None:
+    def _compare(self) -> None:
         check_agreement(self._described)
-        shards = self._optimizer._shards
-        if shards is not None and comm is not None:
-            shards.check(comm)
-            shards.check_start(int(ops.convert_to_numpy(self._optimizer.iterations)))
+        self._check_start()
         self._agree = True
+
+    def _check_start(self) -> None:
+        shards = self._optimizer._shards
+        if shards is not None:
+            shards.check_start(int(ops.convert_to_numpy(self._optimizer.iterations)))
 
     def _warn_of_sums(self, num_replicas: int) -> None:
         """Warns of a loss that is a sum over its replica's rows, where nobody computes that of the whole batch."""

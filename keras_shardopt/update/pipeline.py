@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
-from keras_shardopt.numerics import overwrites_variable
+from keras_shardopt.numerics import Tensor, Variable, overwrites_variable
 from keras_shardopt.update.all_reduce import global_gradients, join_uneven_inputs
 from keras_shardopt.update.nonfinite import UNKNOWN, all_reduce_and_check, fail_among_all, num_flags
-from keras_shardopt.update.options import CrossShardOptions, check_groups
+from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Step
 from keras_shardopt.wrapping.chain import descendants
@@ -74,9 +73,8 @@ class AllReduce:
         self._join(members, flags)
 
     def members(self, comm: Communicator) -> Communicator:
-        """The replicas that this one averages with."""
+        """The replicas that this one averages with; the groups are checked by then."""
         groups = self._options.group_assignment
-        check_groups(groups, comm)
         return comm if groups is None else comm.split(groups)
 
     def _join(self, members: Communicator, num_flags: int) -> None:
@@ -137,11 +135,10 @@ class ReduceScatter(AllReduce):
         return step.replace(grads=self._shards.slices_of(step.grads, step.variables))
 
     def _send(self, step: Step, members: Communicator, trained: Sequence[bool] | None) -> Step:
-        if not step.is_local:
-            return self.own_part(super()._send(step, members, trained))
-        arguments = (step.grads, step.variables, members, self._options.reduction, step.gradient_state, step.found_inf)
-        grads, found_inf = self._shards.reduce(*arguments, trained)
-        return step.replace(grads=grads, found_inf=found_inf)
+        if step.is_local and self._shards.reduces_in_slices:
+            reduced: Step = self._shards.reduce(step, members, self._options.reduction, trained)
+            return reduced
+        return self.own_part(super()._send(step, members, trained))
 
     def _join(self, members: Communicator, num_flags: int) -> None:
         self._shards.join_uneven_inputs(members, num_flags)
@@ -184,7 +181,7 @@ class OverlappedAllReduce(AllReduce):
         """The buckets of these replicas, made when they are first asked for; None where nothing is sent early."""
         if self._among is not comm:
             optimizer = self._optimizer
-            if optimizer.peers.started is not comm or not optimizer.arrival.may_be_local:
+            if optimizer.peers.started is not comm or not optimizer.state_finder.may_be_local:
                 return None
             self.buckets, self._among = None, comm
             variables = self._optimizer._trainable_variables

@@ -8,11 +8,14 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import (
-    clip_by_global_norm,
+    Gradients,
+    Tensor,
+    Variable,
+    clipped_to,
     dtype_of,
+    global_norm,
     in_float32,
     is_sparse,
     like_variable,
@@ -23,61 +26,47 @@ from keras_shardopt.update.options import CrossShardOptions, LocalTransform
 from keras_shardopt.update.step import Stage, Step
 
 
-class ReplicaTransform(Stage):
-    """Changes each replica's own gradients by a function.
+class _OwnGradients(Stage):
+    """Changes each replica's own gradients, in units of its mean loss, as one option says.
 
     Args:
-        transform: the function.
+        value: of the option.
         optimizer: the `CrossShard`, which knows by what the loss is scaled.
     """
 
-    def __init__(self, transform: LocalTransform, optimizer: Any) -> None:
-        self._transform = transform
+    _option: str
+
+    def __init__(self, value: Any, optimizer: Any) -> None:
+        self._value = value
         self._optimizer = optimizer
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
-        """The stage, where the options ask for it."""
-        if options.replica_transform is None:
-            return []
-        return [cls(options.replica_transform, optimizer)]
+        """The stage, where the option is given."""
+        value = getattr(options, cls._option)
+        return [] if value is None else [cls(value, optimizer)]
 
     def local(self, step: Step, comm: Communicator) -> Step:
-        """Lets the function see the gradients of the replica's mean loss."""
-        return _changed(step, comm, self._optimizer, None, self._transform)
+        """See `transformed_gradients`."""
+        # There is no mean loss of no rows; what a transform makes of them counts for nothing in the reduction.
+        rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
+        unit = (self._optimizer.loss_scale if step.loss_scale is None else step.loss_scale) * rows
+        assert step.gradient_state is not None
+        arguments = (step.grads, step.variables, comm.num_replicas, step.gradient_state, unit)
+        how = {"replica_clipnorm": None, "replica_transform": None, self._option: self._value}
+        return step.replace(grads=transformed_gradients(*arguments, *how.values()))
 
 
-class ReplicaClip(Stage):
-    """Clips each replica's own gradients by their global norm.
+class ReplicaTransform(_OwnGradients):
+    """Changes them by a function."""
 
-    Args:
-        clipnorm: the largest norm, in units of the replica's mean loss.
-        optimizer: the `CrossShard`, which knows by what the loss is scaled.
-    """
-
-    def __init__(self, clipnorm: float, optimizer: Any) -> None:
-        self._clipnorm = clipnorm
-        self._optimizer = optimizer
-
-    @classmethod
-    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
-        """The stage, where the options ask for it."""
-        if options.replica_clipnorm is None:
-            return []
-        return [cls(options.replica_clipnorm, optimizer)]
-
-    def local(self, step: Step, comm: Communicator) -> Step:
-        """Clips them."""
-        return _changed(step, comm, self._optimizer, self._clipnorm, None)
+    _option = "replica_transform"
 
 
-def _changed(step: Step, comm: Communicator, optimizer: Any, *how: Any) -> Step:
-    # There is no mean loss of no rows; what a transform makes of them counts for nothing in the reduction.
-    rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
-    unit = (optimizer.loss_scale if step.loss_scale is None else step.loss_scale) * rows
-    assert step.gradient_state is not None
-    arguments = (step.grads, step.variables, comm.num_replicas, step.gradient_state, unit)
-    return step.replace(grads=transformed_gradients(*arguments, *how))
+class ReplicaClip(_OwnGradients):
+    """Clips them by their global norm."""
+
+    _option = "replica_clipnorm"
 
 
 def transformed_gradients(
@@ -126,8 +115,8 @@ def transformed_gradients(
             result[i] = None if grad is None else map_values(functools.partial(_arriving, unit=unit, dtype=dtype), grad)
     if clipnorm is not None:
         # The limit in the units of the gradients, not the other way round: within it they keep every bit.
-        clipped, _ = clip_by_global_norm([result[i] for i in plain], clipnorm * unit)
-        for i, grad in zip(plain, clipped):
+        own = [result[i] for i in plain]
+        for i, grad in zip(plain, clipped_to(own, clipnorm * unit, global_norm(own))):
             result[i] = grad
     return result
 

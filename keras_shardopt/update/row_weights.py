@@ -6,8 +6,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
-from keras_shardopt.numerics import dtype_of, map_values, overwrites_variable
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, map_values, overwrites_variable
 from keras_shardopt.update.replica_transform import is_one
 from keras_shardopt.update.step import Step
 

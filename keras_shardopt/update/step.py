@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import Gradients, Tensor, Variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Step:
 
     def replace(self, **changes: Any) -> Step:
         """The same step with other values in some fields."""
-        return dataclasses.replace(self, **changes)
+        return Step(**{**vars(self), **changes})  # `dataclasses.replace` takes twice as long, in each update
 
     @property
     def is_local(self) -> bool:

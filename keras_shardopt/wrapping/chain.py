@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import keras
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.arguments import with_article
+from keras_shardopt.numerics import Variable
 
 
 class Wrapping:

@@ -28,10 +28,10 @@ from keras import ops
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.models import layers_of, models_with, optimizers_of, override_method
+from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.wrapping.chain import Wrapping, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
 
@@ -96,7 +96,6 @@ class Rollback:
         skipped = ops.equal(before.value, after)
         if window is not None:
             skipped = ops.logical_and(skipped, window.is_complete)
-        if window is not None:
             before_window = []
             for variable, value in noted:
                 snapshot = self.snapshots[_position(variable, self.variables)]
@@ -281,25 +280,25 @@ def _is_step_of_keras(model: Any, state: Any, result: Any) -> bool:
     return isinstance(result, (tuple, list)) and len(result) == 2 and fits(state) and fits(result[1])
 
 
-def _of(model: Any) -> Rollback | None:
-    found: Rollback | None = getattr(model.optimizer, "_rollback", None)
+def _of(optimizer: Any) -> Rollback | None:
+    found: Rollback | None = getattr(optimizer, "_rollback", None)
     return found
 
 
 def _stateless_train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
     result = real(state, data)
-    rollback = _of(model)
+    rollback = _of(model.optimizer)
     if rollback is not None:
         return rollback.settled(model, state, result)
     for optimizer in optimizers_of(model):
-        other: Rollback | None = getattr(optimizer, "_rollback", None)
+        other = _of(optimizer)
         if optimizer is not model.optimizer and other is not None:
             other._warn("Received: a `train_step` with optimizers other than `model.optimizer`.")
     return result
 
 
 def _train_step(model: Any, real: Callable[..., Any], data: Any) -> Any:
-    rollback = _of(model)
+    rollback = _of(model.optimizer)
     if rollback is not None:
         runtime.no_compile(rollback._begin_step, bool(model.jit_compile))
     return real(data)

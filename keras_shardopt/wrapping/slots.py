@@ -20,7 +20,7 @@ import keras
 from keras.src.backend.common import global_state
 from keras.src.utils.naming import to_snake_case
 
-from keras_shardopt._typing import Variable
+from keras_shardopt.numerics import Variable
 
 
 class SlotAccess:
@@ -130,3 +130,13 @@ def empty_name_scope() -> Iterator[None]:
         yield
     finally:
         global_state.set_global_attribute("name_scope_stack", stack)
+
+
+def named_like(variable: Variable, **arguments: Any) -> Variable:
+    """A new variable with the path and the name of another one."""
+    *scopes, name = str(getattr(variable, "path", variable.name)).split("/")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(empty_name_scope())
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        return keras.Variable(name=name, **arguments)

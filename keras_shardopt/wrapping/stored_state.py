@@ -20,10 +20,10 @@ import keras
 import numpy as np
 from keras.src.saving.keras_saveable import KerasSaveable
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.arguments import listed
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
+from keras_shardopt.numerics import Variable
 from keras_shardopt.wrapping.chain import kind_of
 from keras_shardopt.wrapping.slots import without_counters, without_digits, without_numbers
 

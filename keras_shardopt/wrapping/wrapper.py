@@ -22,11 +22,11 @@ from typing import Any
 
 import keras
 
-from keras_shardopt._typing import Gradients, Tensor, Variable
 from keras_shardopt.arguments import with_article
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import OUTSIDE, GradientScope
 from keras_shardopt.backends.keras_callers import caller_module, running_instance
+from keras_shardopt.numerics import Gradients, Tensor, Variable
 from keras_shardopt.wrapping.chain import (
     Wrapping,
     base_optimizers,
@@ -88,6 +88,9 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     _inner: tuple[Any, ...] = ()
     """The inner optimizer; empty while the base class is constructed."""
 
+    _arguments: tuple[str, ...] = ()
+    """The constructor's other arguments that files hold as they are, in attributes of the same names."""
+
     _scope: GradientScope = OUTSIDE
     """What is known of the gradients that come to it: of the `CrossShard` around it, which sets this."""
 
@@ -130,8 +133,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         self._observer: Any = None  # a `summaries.observer.Observer`
         self._rollback: Rollback | None = None
         self._collects = False
-        if inner is not None and any(map(leaves_out_updates, [inner, *descendants(inner)])):
-            note_assignments()
+        if any(map(leaves_out_updates, [self, *([] if inner is None else [inner, *descendants(inner)])])):
+            note_assignments()  # from here on: the first forward pass comes before the first update
 
     # -- what a concrete wrapper fills in ------------------------------------------------------------------------
 
@@ -458,6 +461,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return {
             "name": self.name,
             "inner_optimizer": portable(keras.saving.serialize_keras_object(self.inner)),
+            **{name: getattr(self, name) for name in self._arguments},
         }
 
     @classmethod
@@ -472,7 +476,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def _repr_arguments(self) -> str:
         """The other constructor arguments, as `", key=value"`."""
-        return ""
+        return "".join(f", {name}={getattr(self, name)!r}" for name in self._arguments)
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -30,7 +30,6 @@ ROOMS = [
     "backends",
     "numerics",
     "arguments",
-    "_typing",
 ]
 
 each_module = pytest.mark.parametrize("name", MODULES)

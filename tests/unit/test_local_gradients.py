@@ -13,8 +13,8 @@ from keras_shardopt.update import reducers, replica_transform
 
 SHAPES = [(3, 2), (5,), ()]
 CLIPNORM = 2.0
-LOCAL_ARRIVALS = [GradientState.LOCAL, GradientState.LOCAL_PRESCALED]
-each_local_arrival = pytest.mark.parametrize("gradient_state", LOCAL_ARRIVALS)
+LOCAL_STATES = [GradientState.LOCAL, GradientState.LOCAL_PRESCALED]
+each_local_state = pytest.mark.parametrize("gradient_state", LOCAL_STATES)
 
 
 def local_gradients(num_replicas):
@@ -82,7 +82,7 @@ GROUPS = [
 ]
 
 
-@each_local_arrival
+@each_local_state
 @pytest.mark.parametrize(("num_replicas", "groups"), GROUPS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("clipnorm", [None, CLIPNORM])
@@ -97,7 +97,7 @@ def test_every_way_of_arriving_with_groups_and_clipping(
     assert_close(found, expected_in_numpy(local, groups, reduction, clipnorm))
 
 
-@each_local_arrival
+@each_local_state
 @pytest.mark.parametrize("is_spmd", [True, False])
 def test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside(gradient_state, is_spmd, monkeypatch):
     local = local_gradients(3)
@@ -199,14 +199,20 @@ def test_alone_a_replica_is_clipped_however_its_gradients_arrive(gradient_state,
 @pytest.mark.parametrize("argument", NEEDS_LOCAL)
 def test_inside_another_cross_shard_it_is_refused(argument):
     inner = ks.CrossShard("sgd", **{argument: NEEDS_LOCAL[argument]})
-    assert inner.arrival.needs_local_gradients
+    assert inner.state_finder.needs_local_gradients
     around = [inner]
     if hasattr(keras.optimizers, "MultiOptimizer"):
         around.append(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner, {})))
     for optimizer in around:
         with pytest.raises(ValueError, match="Give these arguments to the outer `CrossShard`"):
             ks.CrossShard(optimizer)
-    assert not ks.CrossShard("sgd").arrival.needs_local_gradients
+    assert not ks.CrossShard("sgd").state_finder.needs_local_gradients
+
+
+def test_inside_another_cross_shard_one_group_of_all_is_refused_too():
+    inner = ks.CrossShard("sgd", group_assignment=[[0, 1]])
+    with pytest.raises(ValueError, match="Give these arguments to the outer `CrossShard`"):
+        ks.CrossShard(inner)
 
 
 def test_gradients_pass_where_the_reduction_is_claimed():
@@ -322,7 +328,7 @@ def reduced_by(optimizer, grads_of, weights, num_replicas, gradient_state, monke
     return world.run(lambda replicas: reduced(optimizer, grads_of(replicas.replica_id), weights))
 
 
-@each_local_arrival
+@each_local_state
 def test_gradients_within_the_limit_keep_every_bit(gradient_state, monkeypatch):
     value = np.random.default_rng(0).normal(size=7).astype("float32")
     optimizer = ks.CrossShard("sgd", replica_clipnorm=1e6)
@@ -390,7 +396,7 @@ def test_what_is_not_finite_stays_so_on_every_replica(bad, monkeypatch):
 
 
 @pytest.mark.backends("tensorflow")
-@each_local_arrival
+@each_local_state
 def test_sparse_gradients(gradient_state, monkeypatch):
     import tensorflow as tf
 
@@ -425,7 +431,7 @@ def signs(grads, variables):
     return [None if g is None else ops.sign(g) for g in grads]
 
 
-@each_local_arrival
+@each_local_state
 def test_a_transform_sees_the_gradient_of_the_replicas_own_mean_loss(gradient_state, monkeypatch):
     local, seen = local_gradients(3), {}
 
@@ -443,7 +449,7 @@ def test_a_transform_sees_the_gradient_of_the_replicas_own_mean_loss(gradient_st
     assert_close(found, expected_in_numpy([[np.sign(g) for g in grads] for grads in local]))
 
 
-@each_local_arrival
+@each_local_state
 def test_the_transform_comes_before_the_clipping(gradient_state, monkeypatch):
     local = local_gradients(2)
     found = seen_by_the_inner_optimizer(
@@ -506,7 +512,7 @@ def test_config_and_files_hold_the_arguments(tmp_path):
 # -- the weight of a replica ---------------------------------------------------------------------------------------
 
 
-@each_local_arrival
+@each_local_state
 @pytest.mark.parametrize("as_tensor", [True, False])
 def test_a_replica_counts_with_its_weight_after_it_is_clipped(gradient_state, as_tensor, monkeypatch):
     local, weights = local_gradients(3), [0.5, 0.0, 2.5]

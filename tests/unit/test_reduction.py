@@ -44,7 +44,7 @@ def as_they_arrive(local, gradient_state):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("gradient_state", GradientState)
 @pytest.mark.parametrize("told", [True, False])
-def test_every_arrival_leads_to_the_same_global_gradient(num_replicas, reduction, gradient_state, told):
+def test_every_gradient_state_leads_to_the_same_global_gradient(num_replicas, reduction, gradient_state, told):
     local = local_gradients(num_replicas)
     arrived = as_they_arrive(local, gradient_state)
     world = FakeWorld(num_replicas, arrives=GradientState.GLOBAL if told else gradient_state)

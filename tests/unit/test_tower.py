@@ -153,7 +153,7 @@ def test_golden_sparse_sums():
     expected = FILE["sum_of_indexed_slices"]["result"]
     assert list(joined.indices.numpy()) == expected["indices"]
     golden.assert_close(joined.values[:, 0], expected["values"])
-    golden.assert_close(numerics.dense(joined, 4)[:, 0], expected["dense"])
+    golden.assert_close(numerics.dense(joined, v)[:, 0], expected["dense"])
     # The original fails where the sparse one is first.
     ones = tf.ones((4, 1))
     dense_first = FILE["dense_and_sparse_towers"][0]["result"][1]

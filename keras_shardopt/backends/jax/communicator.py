@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
 class MappedAxis(Communicator):
@@ -24,15 +24,13 @@ class MappedAxis(Communicator):
         mine = jax.lax.axis_index(self._axis)
         if self._groups is None:
             return mine
-        positions = {replica: position for group in self._groups for position, replica in enumerate(group)}
-        return jax.numpy.array([positions[replica] for replica in range(len(positions))])[mine]
+        return jax.numpy.array(self._positions_by_id)[mine]
 
     @property
     def members(self) -> Any:
         if self._groups is None:
             return range(self.num_replicas)
-        group_of = {replica: group for group in self._groups for replica in group}
-        return jax.numpy.array([group_of[replica] for replica in range(len(group_of))])[self.world.replica_id]
+        return jax.numpy.array(self._members_by_id)[self.world.replica_id]
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         # shard_map(check_vma=True) knows which values vary along the axis, and sums the gradients of a weight

@@ -17,11 +17,11 @@ import keras
 import numpy as np
 from jax.experimental import multihost_utils
 
-from keras_shardopt._typing import Variable
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.jax.communicator import batch_size_of
 from keras_shardopt.backends.jax.processes import processes
 from keras_shardopt.backends.placement import Layout, Placement
+from keras_shardopt.numerics import Variable
 
 
 def dividing_axis(shape: Sequence[int], num_replicas: int) -> int | None:

@@ -14,10 +14,10 @@ import jax
 import keras
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GlobalView, SingleReplica
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, spans_processes
 from keras_shardopt.backends.runtime import Runtime
+from keras_shardopt.numerics import Tensor, Variable
 
 
 class JaxRuntime(Runtime):

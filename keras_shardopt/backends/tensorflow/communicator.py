@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
 from keras_shardopt.backends.tensorflow import losses as tf_losses
+from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
 class ReplicaContext(Communicator):
@@ -29,16 +29,13 @@ class ReplicaContext(Communicator):
         mine = self._context.replica_id_in_sync_group
         if self._groups is None:
             return mine
-        positions = {replica: position for group in self._groups for position, replica in enumerate(group)}
-        return tf.gather(tf.constant([positions[replica] for replica in range(len(positions))]), mine)
+        return tf.gather(tf.constant(self._positions_by_id), mine)
 
     @property
     def members(self) -> Any:
         if self._groups is None:
             return range(self.num_replicas)
-        group_of = {replica: i for i, group in enumerate(self._groups) for replica in group}
-        mine = tf.gather(tf.constant([group_of[r] for r in range(len(group_of))]), self.world.replica_id)
-        return tf.gather(tf.constant(self._groups), mine)
+        return tf.gather(tf.constant(self._members_by_id), self.world.replica_id)
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         seen = tf_losses.noted()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from keras_shardopt._typing import Tensor
+from keras_shardopt.numerics import Tensor
 
 
 def is_in_reach(tensor: Tensor) -> bool:

@@ -12,7 +12,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.arguments import with_article
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.tensorflow import losses as tf_losses
@@ -20,6 +19,7 @@ from keras_shardopt.backends.tensorflow.communicator import _process_of
 from keras_shardopt.backends.tensorflow.processes import gather, num_replicas_when_made, processes
 from keras_shardopt.backends.tensorflow.random_numbers import draw_apart
 from keras_shardopt.backends.tensorflow.runtime import keep_reduction_off
+from keras_shardopt.numerics import Tensor, Variable
 
 
 def num_mirrored(variable: Any) -> int:

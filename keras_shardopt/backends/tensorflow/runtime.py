@@ -14,12 +14,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_shardopt._typing import FunctionT, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, SingleReplica
 from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.backends.runtime import Runtime
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
+from keras_shardopt.numerics import FunctionT, Tensor, Variable
 
 
 def _cond(condition: Any, action: Callable[[], Any]) -> None:

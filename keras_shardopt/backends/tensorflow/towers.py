@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_shardopt._typing import Tensor
+from keras_shardopt.numerics import Tensor
 
 
 def on_device(device: str) -> contextlib.AbstractContextManager[Any]:

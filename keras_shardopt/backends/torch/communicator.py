@@ -16,12 +16,12 @@ import torch.distributed as dist
 from keras.src.backend.common import global_state
 from torch.nn.parallel import DistributedDataParallel
 
-from keras_shardopt._typing import Gradients, Groups, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.models import living_models
 from keras_shardopt.backends.torch.ddp import _INITIALIZE_DDP, _REDUCED_BY_DDP, _ddps, _initialize_ddp, _owns
 from keras_shardopt.backends.torch.process_group import explaining_failures, failure, gather_objects, say_failure
 from keras_shardopt.backends.torch.random_numbers import draw_apart
+from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
 BUCKET_BYTES = 25 * 2**20
 """Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
@@ -164,7 +164,7 @@ class TorchProcessGroup(Communicator):
         result: list[Tensor] = [None] * len(tensors)
         for indices in in_buckets(tensors, BUCKET_BYTES, range(len(tensors))):
             # As bytes: every dtype travels, and bits stay what they are.
-            flat = torch.cat([tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in indices])
+            flat = torch.cat([_bytes(tensors[i]) for i in indices])
             with explaining_failures():
                 dist.broadcast(flat, self.members[root], group=self._process_group)
             sizes = [tensors[i].numel() * tensors[i].element_size() for i in indices]

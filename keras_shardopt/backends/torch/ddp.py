@@ -14,8 +14,8 @@ import keras
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from keras_shardopt._typing import Tensor
 from keras_shardopt.backends.models import Living
+from keras_shardopt.numerics import Tensor
 
 _REDUCED_BY_DDP = "_keras_shardopt_reduced"
 

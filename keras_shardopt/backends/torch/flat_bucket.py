@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from keras_shardopt._typing import ReduceOp, Tensor
 from keras_shardopt.backends.compression import dtype_sent, factors
 from keras_shardopt.backends.torch.communicator import in_buckets
-from keras_shardopt.numerics import dtype_of
+from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 _MIN_BUCKETS = 4
 """Into how many buckets gradients are divided at least,"""

@@ -25,7 +25,7 @@ import torch
 from keras import ops
 from keras.src.backend.torch.optimizers import torch_adagrad, torch_adam, torch_adamw, torch_sgd
 
-from keras_shardopt._typing import Tensor, Variable
+from keras_shardopt.numerics import Tensor, Variable
 
 _STEP = "_parallel_update_step"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.torch.communicator import _tensor
+from keras_shardopt.numerics import Tensor, Variable
 
 
 @torch.no_grad()

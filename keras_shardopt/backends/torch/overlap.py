@@ -28,13 +28,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable as _Autograd
 
-from keras_shardopt._typing import Gradients, ReduceOp, Tensor, Variable
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.flat_bucket import laid_out
 from keras_shardopt.backends.torch.process_group import explaining_failures
-from keras_shardopt.numerics import dtype_of
+from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype_of
 
 _CALL = "reduces the gradients of an update"
 

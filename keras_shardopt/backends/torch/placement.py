@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.models import models_with
 from keras_shardopt.backends.placement import Placement
@@ -18,6 +17,7 @@ from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tenso
 from keras_shardopt.backends.torch.process_group import gather_objects, tell
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.backends.torch.runtime import runtime
+from keras_shardopt.numerics import Tensor, Variable
 
 
 class TorchPlacement(Placement):

@@ -32,8 +32,8 @@ from keras.src.backend.common import global_state
 from keras.src.backend.torch import image as torch_image
 from keras.src.backend.torch import random as torch_random
 
-from keras_shardopt._typing import FunctionT
 from keras_shardopt.backends.models import override_method
+from keras_shardopt.numerics import FunctionT
 
 _BETWEEN_RANKS = 0x9E3779B1
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from keras_shardopt._typing import Tensor, Variable
 from keras_shardopt.backends.communicator import Communicator, SingleReplica
 from keras_shardopt.backends.runtime import Runtime
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
+from keras_shardopt.numerics import Tensor, Variable
 
 
 class TorchRuntime(Runtime):

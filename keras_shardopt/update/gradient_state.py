@@ -38,8 +38,8 @@ def _evidence_of(comm: Communicator, told: GradientState | None = None) -> Evide
     return found
 
 
-class Arrival:
-    """Knows how gradients arrive.
+class GradientStateFinder:
+    """Finds in which state gradients arrive.
 
     Args:
         options: those of the `CrossShard`.

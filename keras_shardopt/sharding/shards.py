@@ -1,0 +1,96 @@
+"""What all ways of dividing state have in common: a stand-in for each trainable variable, and whose each state is.
+
+Private names of Keras touched here (test_private_names.py holds them):
+    `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dense
+from keras_shardopt.wrapping.chain import base_optimizers, descendants
+from keras_shardopt.wrapping.slots import slots_of
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+
+class Shards(abc.ABC):
+    """What each replica owns. The inner optimizers are built on stand-ins for its parts of the trainable variables.
+
+    Args:
+        optimizer: the `CrossShard`, around optimizers that are not built.
+        variables: the trainable variables.
+        num_replicas: int >= 2.
+    """
+
+    reduces_in_slices = True
+    """Whether replicas exchange slices of gradients, by `reduce`; else all gradients go to all replicas."""
+
+    stand_ins: list[Variable]
+    """For each variable this replica's part of it; the variable itself where that is all of it."""
+
+    _divided: Collection[int]
+    """The positions of the variables that replicas own parts of."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[Variable], num_replicas: int) -> None:
+        self.variables = list(variables)
+        self.num_replicas = num_replicas
+        self._axis_name = optimizer.axis_name
+        (self._leaf,) = base_optimizers(optimizer)
+        self._key = optimizer._var_key
+        self._positions = {self._key(v): i for i, v in enumerate(self.variables)}
+        # By the id of a state variable, of which trainable variable it is, once the inner optimizer is built.
+        self._slots: dict[int, int] = {}
+
+    def _position(self, variable: Variable) -> int:
+        return self._positions[self._key(variable)]
+
+    def inside(self, variables: Sequence[Variable]) -> list[Variable]:
+        """What stands inside for these variables."""
+        return [self.stand_ins[self._position(variable)] for variable in variables]
+
+    def _find_slots(self, optimizer: Any) -> list[tuple[int, Variable]]:
+        """Looks at the state, now that the inner optimizers are built. Returns that of wrappers, with positions."""
+        optimizer.scope_inside.holds_slices = True
+        of_leaf = [(i, slot) for i, _, slot in slots_of(self._leaf, self._leaf._trainable_variables)]
+        keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
+        of_wrappers = [
+            (keys[key], slot)
+            for wrapper in descendants(optimizer)
+            for key, _, slot in (wrapper._own_slots() if isinstance(wrapper, OptimizerWrapper) else ())
+            if key in keys
+        ]
+        self._slots = {id(slot): i for i, slot in [*of_leaf, *of_wrappers] if i in self._divided}
+        return of_wrappers
+
+    def check(self, replicas: Communicator) -> None:
+        """Raises ValueError unless there are as many replicas as when the state was divided."""
+        if replicas.num_replicas != self.num_replicas:
+            raise ValueError(
+                "The number of replicas must stay what it was when the optimizer was built, as each holds its part of "
+                f"the state. Received: {replicas.num_replicas} replicas, and state divided among {self.num_replicas}. "
+                "Build the model again, and load a checkpoint: it fits any number of replicas."
+            )
+
+    def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
+        """This replica's slices of gradients that are global already."""
+        return [
+            grad if grad is None or i not in self._divided else self._own_slice(i, flattened(grad, self.variables[i]))
+            for grad, i in zip(grads, map(self._position, variables))
+        ]
+
+    @abc.abstractmethod
+    def _own_slice(self, i: int, whole: Tensor) -> Tensor:
+        """This replica's slice of a flat tensor, in the shape of the stand-in."""
+
+
+def flattened(value: Any, variable: Variable | None = None) -> Tensor:
+    """All elements of a variable, or of the gradient of one, one after another."""
+    if getattr(value, "is_sparse", False) is True:  # of PyTorch
+        value = value.to_dense()
+    return ops.reshape(ops.convert_to_tensor(dense(value, variable)), (-1,))
