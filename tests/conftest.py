@@ -133,7 +133,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):  # what takes longest first, so that no worker waits for another in the end
-        items.sort(key=lambda item: item.path.parent.name != "multiprocess")
+        items.sort(key=lambda item: not _looks_at_a_run_of_its_file(item))
 
 
 def _is_exhaustive(item):
@@ -143,13 +143,18 @@ def _is_exhaustive(item):
 
 def _shares_work_with(item):
     """The tests that should run in the same process (`--dist loadgroup`), because they look at the same runs."""
-    folder = item.path.parent.name
-    if folder in ("multiprocess", "exchange") or (BACKEND == "torch" and folder == "equivalence"):
-        return item.path.stem  # one spawn of ranks or processes for all that look at it
+    if _looks_at_a_run_of_its_file(item):
+        return item.path.stem
     callspec = getattr(item, "callspec", None)
     if callspec is not None and isinstance(callspec.params.get("inner"), str):
         return callspec.params["inner"]
     return None
+
+
+def _looks_at_a_run_of_its_file(item):
+    """Whether it has a fixture of its module: mostly one spawn of ranks or processes for all that look at it."""
+    fixtures = item._fixtureinfo.name2fixturedefs
+    return any(fixtures[name][-1].scope == "module" for name in item.fixturenames if name in fixtures)
 
 
 class _CpuSeconds:

@@ -108,7 +108,7 @@ LONG_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w in IN_FILES_WITH_EV
 
 
 # TensorFlow takes longer to trace a step than to run a few. Wrappers are traced, and compiled by XLA, in
-# `test_tensorflow_traced_and_compiled`, and inner optimizers in test_devices.py.
+# `test_tensorflow_traced_and_compiled`, and inner optimizers in test_equals_one_process_devices.py.
 COMPILE = {"run_eagerly": True} if keras.config.backend() == "tensorflow" else {}
 
 
