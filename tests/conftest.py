@@ -26,8 +26,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import pytest
-from support.launch import QUICKLY_COMPILED
-from support.patience import slowness
+from support.launch import QUICKLY_COMPILED, slowness
 
 BACKEND = os.environ["KERAS_BACKEND"]
 # Where the arithmetic and the messages that are the same on all backends are tested: here each test takes least.

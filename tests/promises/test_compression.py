@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 from support import problem
-from support.fake_replicas import FakeReplicas, FakeWorld
 from support.suites import some
+from support.worlds import FakeReplicas, FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import GradientState

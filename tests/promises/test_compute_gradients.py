@@ -6,7 +6,7 @@ import pytest
 from conftest import BACKEND
 from keras import ops
 from support import problem
-from support.fake_replicas import FakeWorld
+from support.worlds import FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import GradientState

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from promises.problems import every_argument, pairwise
-from support.fake_replicas import FakeWorld
+from support.worlds import FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, runtime

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from support import launch
-from support.patience import patient
+from support.launch import patient
 from support.suites import some
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]

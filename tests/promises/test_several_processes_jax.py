@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from promises.problems import uneven
 from support import launch, problem
-from support.patience import patient
+from support.launch import patient
 
 import keras_shardopt as ks
 

@@ -2,7 +2,7 @@
 
 import pytest
 from support import checks, launch
-from support.patience import patient
+from support.launch import patient
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(600)]
 

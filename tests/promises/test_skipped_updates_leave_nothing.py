@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import pytest
 from conftest import BACKEND
-from support import suites, tracing
-from support.patience import patient
+from support import problem, suites
+from support.launch import patient
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
@@ -153,7 +153,7 @@ CHOSEN = {
 
 @pytest.fixture(autouse=True)
 def quickly_compiled():
-    with tracing.without_generated_code() if BACKEND == "torch" else contextlib.nullcontext():
+    with problem.without_generated_code() if BACKEND == "torch" else contextlib.nullcontext():
         yield
 
 

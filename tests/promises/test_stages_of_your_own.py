@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 from support import problem
-from support.fake_replicas import FakeWorld
+from support.worlds import FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import GradientState

@@ -5,6 +5,10 @@ It runs on every backend. Rows differ in scale, so that each replica's part of a
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from unittest import mock
+
 import keras
 import numpy as np
 
@@ -63,6 +67,16 @@ class InOneLayer(keras.Model):
         kernel1, bias1, kernel2, bias2 = self.arrays
         hidden = keras.ops.tanh(keras.ops.matmul(x, kernel1) + bias1)
         return keras.ops.matmul(hidden, kernel2) + bias2
+
+
+@contextlib.contextmanager
+def without_generated_code():
+    """A block in which `torch.compile` traces as ever and runs what it has traced as it is."""
+    import torch
+
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
+        yield
+    torch._dynamo.reset()
 
 
 def relative_difference(weights, reference, start=None):

@@ -12,7 +12,8 @@ import functools
 import keras
 import numpy as np
 from keras import ops
-from promises.problems import pairwise, reference_cross_shard
+from promises.problems import pairwise
+from support import references
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
@@ -45,7 +46,7 @@ def adam(**arguments):
 
 
 # Makes the inner optimizer, that of the reference, and whether it leaves out updates by itself.
-Momentum, Adam = reference_cross_shard.Momentum, reference_cross_shard.Adam
+Momentum, Adam = references.Momentum, references.Adam
 INNERS = {
     "momentum": (momentum, Momentum, None),
     "adam": (adam, Adam, None),
@@ -77,7 +78,7 @@ class ClippedAdam(Adam):
         self.limit = limit
 
     def update(self, weights, grads):
-        super().update(weights, reference_cross_shard.clipped(grads, self.limit)[0])
+        super().update(weights, references.clipped(grads, self.limit)[0])
 
 
 class Passing(ks.Stage):
@@ -303,7 +304,7 @@ def _expected(items):
     row = dict(items)
     inner = INNERS[row["inner_optimizer"]][1]
     with np.errstate(all="ignore"):
-        return reference_cross_shard.trained(
+        return references.trained(
             start(),
             gradients(row),
             shares(row),

@@ -11,7 +11,7 @@ import jax
 import keras
 import numpy as np
 from promises.problems import flips, uneven
-from support import in_parts, problem
+from support import problem, worlds
 from support.checks import NullStore, refused
 
 import keras_shardopt as ks
@@ -90,7 +90,7 @@ def main():
     ks.save_weights(model, own / "model.weights.h5")
     assert (folder / "model.keras").is_file() and (folder / "model.weights.h5").is_file()
     refused(lambda: ks.save_model(model, own / "nowhere" / "model.keras"), FileNotFoundError, f"`{folder}/nowhere")
-    parts = compiled(in_parts.InParts(problem.sgd_momentum()))
+    parts = compiled(worlds.InParts(problem.sgd_momentum()))
     callbacks = [ks.callbacks.ModelCheckpoint(own / "parts.weights.h5", "loss", save_weights_only=True)]
     parts.fit(x, y, shuffle=False, callbacks=callbacks, **mine)
     assert not (folder / "others").exists()

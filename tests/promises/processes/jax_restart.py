@@ -15,7 +15,7 @@ import keras
 import numpy as np
 from promises.problems import restarting
 from support import problem
-from support.patience import patient
+from support.launch import patient
 
 import keras_shardopt as ks
 

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import torch.distributed as dist
 from promises.problems import accumulating
-from support import problem, tracing
+from support import problem
 
 import keras_shardopt as ks
 
@@ -43,7 +43,7 @@ def main():
                 model = accumulating.compiled(case, optimizer)
             optimizer.build(model.trainable_variables)
             dist.all_reduce, CALLS[:] = counting_all_reduce, []
-            with tracing.without_generated_code():
+            with problem.without_generated_code():
                 model.fit(x, y, batch_size=problem.BATCH_SIZE // size, shuffle=False, verbose=0)
             dist.all_reduce = _all_reduce
             results[f"{name}/{num_steps}/difference"] = replicas.largest_difference(model)

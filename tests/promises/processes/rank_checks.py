@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from keras.src.saving.saving_lib import H5IOStore
 from promises.problems import every_argument, flips
-from support import checks, in_parts, problem
+from support import checks, problem, worlds
 from support.checks import check, refused
 from torch.nn.parallel import DistributedDataParallel
 
@@ -261,7 +261,7 @@ def all_enter_and_the_chief_saves(scope):
     folder = processes.gather_objects(mine)[0]
     x, y = my_rows(scope, num_steps=2)
     model = problem.model()
-    model.compile(ks.CrossShard(in_parts.InParts(keras.optimizers.Adam(0.01))), "mse")
+    model.compile(ks.CrossShard(worlds.InParts(keras.optimizers.Adam(0.01))), "mse")
     save = ks.callbacks.ModelCheckpoint(mine / "{epoch}" / "best.keras", "loss", save_best_only=True)
     rows = dict(batch_size=len(x) // 2, shuffle=False, verbose=0)
     model.fit(x, y, callbacks=[save], **rows)

@@ -23,7 +23,7 @@ import torch
 import torch._dynamo  # what else every rank would import in its first step
 import torch.distributed as dist
 from support import launch, problem
-from support.patience import patient
+from support.launch import patient
 
 import keras_shardopt as ks
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import torch
 import torch.distributed as dist
-from support import checks, problem, tracing
+from support import checks, problem
 from support.checks import check, refused
 from torch.utils.checkpoint import checkpoint
 
@@ -582,7 +582,7 @@ def compression_of_gradients_in_half_precision(scope):
 @check
 def compiled_steps(scope):
     model, (x, y), size = problem.model(), *my_rows(scope, num_steps=2)
-    with tracing.without_generated_code(), warnings.catch_warnings(record=True) as caught:
+    with problem.without_generated_code(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=True)
         model.fit(x, y, batch_size=size, shuffle=False, verbose=0)

@@ -16,9 +16,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 from promises.problems import flips
-from support import in_parts, problem
+from support import problem, worlds
 from support.checks import refused
-from support.patience import patient
+from support.launch import patient
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
@@ -103,14 +103,14 @@ def main():
     with strategy.scope():
         count = Count()
         counting = keras.Sequential([keras.Input((2,)), count])
-        counting.compile(ks.CrossShard(in_parts.InParts(problem.sgd_momentum())), "mse")
+        counting.compile(ks.CrossShard(worlds.InParts(problem.sgd_momentum())), "mse")
     strategy.run(count.add, args=(scope.process_id + 1.0,))
     ks.save_model(counting, mine / "counting.keras")
     ks.save_weights(counting, mine / "counting.weights.h5")
     # The state is gathered in the one way and the other, and inside the scope and outside.
     with strategy.scope():
         parts = problem.model()
-        parts.compile(ks.CrossShard(in_parts.InParts(problem.sgd_momentum())), "mse")
+        parts.compile(ks.CrossShard(worlds.InParts(problem.sgd_momentum())), "mse")
         parts.optimizer.build(parts.trainable_variables)
         parts.optimizer.set_weights(model.optimizer.variables)
         parts.optimizer.inner.forget()

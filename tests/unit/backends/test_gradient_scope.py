@@ -3,7 +3,7 @@
 import copy
 
 import keras
-from support.fake_replicas import FakeWorld
+from support.worlds import FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.gradient_scope import OUTSIDE, claim_reduction

@@ -14,8 +14,8 @@ import keras
 import numpy as np
 import pytest
 from support import catalogue, problem
-from support.in_parts import InParts, Processes
 from support.suites import some
+from support.worlds import InParts, Processes
 
 import keras_shardopt as ks
 from keras_shardopt.checkpoint import atomic_file as atomic

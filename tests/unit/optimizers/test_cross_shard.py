@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from support import problem
-from support.fake_replicas import FakeWorld
+from support.worlds import FakeWorld
 
 import keras_shardopt as ks
 

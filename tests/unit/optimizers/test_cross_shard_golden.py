@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from keras import ops
 from support import golden
-from support.fake_replicas import FakeWorld, reduced
-from support.inner import TF1Momentum
+from support.golden import TF1Momentum
+from support.worlds import FakeWorld, reduced
 
 import keras_shardopt as ks
 from keras_shardopt.update import reducers

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import catalogue, problem, tracing
+from support import catalogue, problem
 from support.suites import some
 
 import keras_shardopt as ks
@@ -100,7 +100,7 @@ def test_eager_and_compiled_steps_skip_too(arguments):
     model = problem.model()
     model.compile(ks.LossScaling(problem.sgd_momentum(), "Backoff", {"scale_max": 64.0}), "mse", **arguments)
     on_torch = keras.config.backend() == "torch"
-    with tracing.without_generated_code() if on_torch else contextlib.nullcontext():
+    with problem.without_generated_code() if on_torch else contextlib.nullcontext():
         fit(model, x, y)
     assert number(model.optimizer.loss_scale) == 32.0
     assert int(number(model.optimizer.iterations)) == 2

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 from support import golden, problem
-from support.inner import TF1Momentum
+from support.golden import TF1Momentum
 from support.suites import some
 
 import keras_shardopt as ks

@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import reference_schedules
-from support.schedules import EXAMPLES, SCHEDULES, each_schedule, rates
+from support import references
+from support.catalogue import EXAMPLES, SCHEDULES, each_schedule, rates
 
 import keras_shardopt as ks
 from keras_shardopt import schedules
@@ -97,7 +97,7 @@ def test_golden_in_float64(policy, case, float64):
     assert keras.backend.standardize_dtype(schedule(0).dtype) == "float64"
     got = rates(schedule, case["steps"])
     arguments = {name: value for name, value in case["params"].items() if name != "dtype"}
-    reference = getattr(reference_schedules, policy)
+    reference = getattr(references, policy)
     # Mostly the originals only have float32, so the reference in between is held to both.
     expected = [reference(step, **arguments) for step in case["steps"]]
     np.testing.assert_allclose(expected, np.array(case["outputs"], "float64"), 1e-5, 1e-7)
@@ -124,7 +124,7 @@ def test_golden_errors(policy, case):
         arguments = {name: value for name, value in case["params"].items() if name != "dtype"}
         if case["id"] == "piecewise_constant/tuple_decay_rates":
             arguments["decay_rates"] = tuple(arguments["decay_rates"])
-        reference = getattr(reference_schedules, policy)
+        reference = getattr(references, policy)
         expected = [reference(step, **arguments) for step in case["steps"]]
         schedule = schedules.get(policy, **arguments | {"learning_rate": np.float64(arguments["learning_rate"])})
         np.testing.assert_allclose(rates(schedule, case["steps"]), expected, 1e-5, 1e-7)
@@ -140,7 +140,7 @@ each_policy = pytest.mark.parametrize("policy", EXAMPLES)
 
 @each_policy
 def test_reference(policy):
-    expected = [reference_schedules.POLICIES[policy](step, **EXAMPLES[policy]) for step in range(30)]
+    expected = [references.POLICIES[policy](step, **EXAMPLES[policy]) for step in range(30)]
     np.testing.assert_allclose(rates(SCHEDULES[policy](), range(30)), expected, FLOAT32)
 
 
@@ -272,7 +272,7 @@ AT_2_24 = {
 @pytest.mark.parametrize(("policy", "arguments"), [(name, a) for name, many in AT_2_24.items() for a in many])
 def test_neighbouring_steps_that_float32_cannot_tell_apart(policy, arguments):
     schedule = getattr(schedules, policy)(**arguments)
-    reference = [reference_schedules.POLICIES[policy](2**24 + i, **arguments) for i in range(2)]
+    reference = [references.POLICIES[policy](2**24 + i, **arguments) for i in range(2)]
     got = rates(schedule, [2**24, 2**24 + 1])
     assert np.float32(reference[0]) != np.float32(reference[1])
     assert np.sign(got[1] - got[0]) == np.sign(reference[1] - reference[0])
@@ -283,9 +283,7 @@ def test_neighbouring_steps_that_float32_cannot_tell_apart(policy, arguments):
 def test_spans_longer_than_a_step_can_count(decay_steps):
     for steps in (LARGE_STEPS, [ops.convert_to_tensor(s, dtype="int32") for s in LARGE_STEPS if s < 2**31]):
         got = rates(schedules.PolyDecay(0.1, decay_steps, warmup_steps=math.ceil(decay_steps)), steps)
-        expected = [
-            reference_schedules.poly_decay(int(s), 0.1, decay_steps, warmup_steps=math.ceil(decay_steps)) for s in steps
-        ]
+        expected = [references.poly_decay(int(s), 0.1, decay_steps, warmup_steps=math.ceil(decay_steps)) for s in steps]
         np.testing.assert_allclose(got, expected, FLOAT32, 1e-17)
     assert rates(schedules.PolyDecay(0.1, 5, begin_decay_at=2**33), LARGE_STEPS[-1:]) == np.float32(0.1)
     assert rates(schedules.PiecewiseConstant(0.1, [2**33], [0.0]), LARGE_STEPS[-1:]) == np.float32(0.1)
@@ -331,7 +329,7 @@ def test_any_span_at_any_step(policy):
         steps = [step for step in (*LARGE_STEPS, *around, int(2 ** random.uniform(0, 31))) if 0 <= step <= 2**31]
         steps += [7] * (32 - len(steps))  # JAX compiles for each length
         got = ops.convert_to_numpy(getattr(schedules, policy)(**arguments)(np.array(steps)))
-        expected = [reference_schedules.POLICIES[policy](step, **arguments) for step in steps]
+        expected = [references.POLICIES[policy](step, **arguments) for step in steps]
         # Near 0, PolyDecay has the digits of its floor, and the reference those of a cosine.
         atol = 1e-7 * arguments["min_lr"] if policy == "PolyDecay" else 1e-12 * arguments["learning_rate"]
         np.testing.assert_allclose(got, expected, FLOAT32, atol, err_msg=f"{arguments} at {steps}")
@@ -479,7 +477,7 @@ def test_from_run_refuses_a_decay_after_the_run(begin):
 @each_policy
 def test_get_by_name_and_by_config(policy):
     expected = repr(SCHEDULES[policy]())
-    original_name = reference_schedules.POLICIES[policy].__name__
+    original_name = references.POLICIES[policy].__name__
     assert repr(schedules.get(policy, **EXAMPLES[policy])) == expected
     assert repr(schedules.get(original_name, **EXAMPLES[policy])) == expected
     assert repr(schedules.get({"class_name": policy, "config": EXAMPLES[policy]})) == expected

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from support import problem
-from support.schedules import SCHEDULES, each_schedule, rates
+from support.catalogue import SCHEDULES, each_schedule, rates
 from support.suites import some
 
 import keras_shardopt as ks

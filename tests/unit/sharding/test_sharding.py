@@ -3,8 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from support.fake_replicas import FakeWorld
 from support.suites import some
+from support.worlds import FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement

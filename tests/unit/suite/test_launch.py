@@ -6,7 +6,7 @@ import time
 import pytest
 from conftest import BACKEND
 from support import launch
-from support.patience import patient
+from support.launch import patient
 
 PROGRAM = """
 import os, sys, time

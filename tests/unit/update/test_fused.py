@@ -7,7 +7,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from support import problem, tracing
+from support import problem
 
 import keras_shardopt as ks
 
@@ -252,6 +252,6 @@ def test_fit_with_torch_compile():
     reference.compile(o.Adam(0.01), "mse")
     x, y = problem.data(num_steps=10)
     for each in (model, reference):
-        with tracing.without_generated_code():
+        with problem.without_generated_code():
             each.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
     assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= 1e-5

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from conftest import BACKEND
 from keras import ops
-from support.fake_replicas import FakeWorld
 from support.suites import some
+from support.worlds import FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import GradientState

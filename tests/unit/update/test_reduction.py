@@ -1,7 +1,7 @@
 import keras
 import numpy as np
 import pytest
-from support.fake_replicas import FakeWorld
+from support.worlds import FakeWorld
 
 from keras_shardopt.backends.communicator import GradientState, SingleReplica
 from keras_shardopt.backends.side_channel import marks
