@@ -79,10 +79,7 @@ FEATURES = [
     ),
     Feature(
         "clipping, LARC, loss scaling, masters inside see global gradients",
-        _on(
-            one_program="promises/test_global_gradients_inside.py::test_inside_cross_shard_it_sees_global_gradients",
-            torch="promises/test_global_gradients_inside.py::test_inside_cross_shard_it_sees_global_gradients_on_ranks",
-        ),
+        _on(everywhere="promises/test_global_gradients_inside.py::test_inside_cross_shard_it_sees_global_gradients"),
     ),
     Feature(
         "`prepare`: unequal parts of a batch",

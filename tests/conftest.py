@@ -218,6 +218,14 @@ def backend():
     return BACKEND
 
 
+@pytest.fixture(scope=lambda fixture_name, config: "module" if BACKEND == "torch" else "function")
+def world(tmp_path_factory):
+    """The replicas of this backend, whatever they are; ranks once for all tests of a file. See support/worlds.py."""
+    from support import worlds
+
+    return worlds.Ranks(lambda: tmp_path_factory.mktemp("ranks")) if BACKEND == "torch" else worlds.Devices()
+
+
 @pytest.fixture(autouse=True)
 def clean_keras_state():
     import keras

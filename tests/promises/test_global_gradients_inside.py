@@ -5,8 +5,9 @@ import functools
 import keras
 import numpy as np
 import pytest
+from conftest import BACKEND
 from promises.problems import at_work
-from support import launch, problem
+from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
@@ -38,31 +39,11 @@ def test_it_is_at_work(name):
     assert problem.relative_difference(on_one_device(name), problem.trained_in_numpy()) > 1e-2
 
 
-@pytest.mark.backends("tensorflow", "jax")
-@pytest.mark.parametrize("num_replicas", some([2, 4], [2]))
-@pytest.mark.parametrize("name", some(at_work.AT_WORK, ["LARC", "Tower", "VariableClipping"]))
-def test_inside_cross_shard_it_sees_global_gradients(name, num_replicas):
-    with ks.data_parallel(num_replicas) as replicas:
-        model = at_work.compiled(name, at_work.in_cross_shard(name))
-        weights = fit(model)
-        assert replicas.largest_difference(model) == 0
-    replicas.close()
-    assert problem.relative_difference(weights, on_one_device(name)) <= problem.TOLERANCE
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """What four ranks have trained, one spawn of workers for all wrappers."""
-    file = tmp_path_factory.mktemp("ranks") / "results.npz"
-    launch.torchrun("rank_wrappers.py", 4, file)
-    return np.load(file)
-
-
-@each_wrapper
-@pytest.mark.backends("torch")
-def test_inside_cross_shard_it_sees_global_gradients_on_ranks(ranks, name):
-    assert ranks[f"{name}/difference"] == 0
-    weights = [ranks[f"{name}/weight{i}"] for i in range(4)]
+@pytest.mark.parametrize("num_replicas", [4] if BACKEND == "torch" else some([2, 4], [2]))
+@pytest.mark.parametrize("name", some(at_work.AT_WORK, ["LARC", "Tower", "VariableClipping"], "tensorflow", "jax"))
+def test_inside_cross_shard_it_sees_global_gradients(world, name, num_replicas):
+    difference, weights = world.run(at_work.on_replicas, num_replicas, name, of=at_work.AT_WORK)
+    assert difference == 0
     assert problem.relative_difference(weights, on_one_device(name)) <= problem.TOLERANCE
 
 

@@ -2,13 +2,12 @@
 
 import contextlib
 import functools
-import json
 
 import numpy as np
 import pytest
 from conftest import BACKEND
 from promises.problems import steps
-from support import events, launch, problem
+from support import events, problem
 from support.suites import some
 
 import keras_shardopt as ks
@@ -23,30 +22,6 @@ pytestmark = pytest.mark.timeout(300)
 def one_process(config):
     found, losses, step, _ = steps.trained(config, *problem.data(), problem.BATCH_SIZE, on_horovod=False)
     return found, losses, steps.scalars(step)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    if BACKEND != "torch":
-        return None
-    file = tmp_path_factory.mktemp("steps") / "results.npz"
-    launch.torchrun("rank_steps.py", 2, file, timeout=200)
-    return dict(np.load(file)), json.loads(file.with_suffix(".json").read_text())
-
-
-def on_devices(config):
-    accumulates = "iter_size" in steps.CONFIGS[config]
-    # One program on JAX, in which gradients are global as soon as they are there.
-    with (
-        ks.data_parallel(2) as replicas,
-        pytest.warns(UserWarning, match="each micro-step communicates")
-        if BACKEND == "jax" and accumulates
-        else contextlib.nullcontext(),
-    ):
-        found, losses, step, model = steps.trained(config, *problem.data(), problem.BATCH_SIZE, on_horovod=True)
-        difference, seen = replicas.largest_difference(model), steps.scalars(step)
-    replicas.close()
-    return difference, found, losses, seen
 
 
 @pytest.mark.backends("tensorflow", "jax")
@@ -74,28 +49,24 @@ def test_summaries_of_fit_on_replicas(tmp_path):
 
 
 @pytest.mark.parametrize("config", some(steps.CONFIGS, ["keras.losses", "everything"], "jax", "tensorflow"))
-def test_replicas_are_identical_and_equal_one_process(config, ranks):
+def test_replicas_are_identical_and_equal_one_process(world, config):
     reference, losses, seen = one_process(config)
-    if ranks is None:
-        difference, found, their_losses, theirs_seen = on_devices(config)
+    warns = contextlib.nullcontext()
+    if BACKEND == "jax" and "iter_size" in steps.CONFIGS[config]:
+        # One program, in which gradients are global as soon as they are there.
+        warns = pytest.warns(UserWarning, match="each micro-step communicates")
+    with warns:
+        difference, found, their_losses, theirs_seen = world.run(steps.on_replicas, 2, config, of=steps.ON_REPLICAS)
+    if world.kind == "devices":  # others are the losses of one rank
         np.testing.assert_allclose(their_losses, losses, rtol=1e-5)
-    else:  # the losses are those of rank 0
-        results, everything_seen = ranks
-        difference, theirs_seen = results[f"{config}/difference"], everything_seen[config]
-        found = [results[f"{config}/{i}"] for i in range(len(reference))]
     assert difference == 0
     steps.check_equal(found, reference)
     assert theirs_seen == pytest.approx(seen, rel=1e-4)
     assert bool(seen) == (config == "everything")
 
 
-def test_replicas_that_would_train_apart_are_refused(ranks):
-    if ranks is not None:
-        assert "on_horovod" in ranks[1]["refused"]
-        return
-    with ks.data_parallel(2) as replicas, pytest.raises(ValueError, match="on_horovod"):
-        steps.trained("keras.losses", *problem.data(), problem.BATCH_SIZE, on_horovod=False)
-    replicas.close()
+def test_replicas_that_would_train_apart_are_refused(world):
+    assert "on_horovod" in world.run(steps.on_replicas, 2, steps.APART, of=steps.ON_REPLICAS)
 
 
 @pytest.mark.backends("tensorflow", "jax")

@@ -37,6 +37,13 @@ def rows_of_replica(x, replica, num_replicas):
     return batches[:, replica].reshape(-1, *x.shape[1:])
 
 
+def rows_here(replicas):
+    """Of `data()` the rows that this process of a `data_parallel` scope feeds, and how many of a batch they are."""
+    number = replicas.num_processes
+    x, y = (rows_of_replica(array, replicas.process_id, number) for array in data())
+    return x, y, BATCH_SIZE // number
+
+
 def start_weights():
     random = np.random.default_rng(11)
     shapes = [(NUM_FEATURES, 7), (7,), (7, NUM_OUTPUTS), (NUM_OUTPUTS,)]

@@ -2,18 +2,22 @@
 
 `FakeWorld` runs the neutral policy in N threads on whichever framework Keras uses, without any of its distribution, and
 counts collectives. `Processes` are threads that take themselves for processes; of an optimizer `InParts` each process
-holds a part of the state.
+holds a part of the state. What a model learns under `fit` on the replicas of a backend, whatever they are there, a test
+asks the fixture `world` for: its `kind` is "devices" of this process or "processes" (ranks of PyTorch).
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 
 import keras
 import numpy as np
+from support import launch
 from support.launch import patient
 
+import keras_shardopt as ks
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.update.step import Step
@@ -193,3 +197,52 @@ class Processes:
             yield
         finally:
             del self._here.rank
+
+
+class Devices:
+    """Replicas of one program, on devices of this process."""
+
+    kind = "devices"
+
+    def run(self, job, num_replicas, name, of=()):
+        """What `job(replicas, name)` returns in a `data_parallel` scope of so many replicas.
+
+        Args:
+            job: a function at the top of a module that other processes can import.
+            num_replicas: how many.
+            name: what is run.
+            of: all names that tests ask for: where there are ranks, one spawn runs them all.
+        """
+        with ks.data_parallel(num_replicas) as replicas:
+            assert replicas.num_replicas == num_replicas
+            found = job(replicas, name)
+        replicas.close()
+        return found
+
+
+class Ranks:
+    """Replicas that are processes, forked for the purpose; `run` returns what rank 0 has."""
+
+    kind = "processes"
+
+    def __init__(self, make_folder):
+        self._make_folder = make_folder
+        self._outcomes = {}
+
+    def run(self, job, num_replicas, name, of=()):
+        """As that of `Devices`."""
+        key = job, num_replicas, tuple(of or [name])
+        if key not in self._outcomes:
+            self._outcomes[key] = self._spawned(*key)
+        outcome = self._outcomes[key]
+        if isinstance(outcome, launch.WorkersFailed):  # remembered: one spawn that fails is enough
+            raise outcome
+        return outcome[name]
+
+    def _spawned(self, job, num_replicas, names):
+        file = self._make_folder() / "results.pickle"
+        try:
+            launch.torchrun("rank_job.py", num_replicas, file, f"{job.__module__}:{job.__name__}", *names, timeout=200)
+        except launch.WorkersFailed as failure:
+            return failure
+        return pickle.loads(file.read_bytes())

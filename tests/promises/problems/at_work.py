@@ -108,5 +108,13 @@ def compiled(name, optimizer):
     return model
 
 
+def on_replicas(replicas, name):
+    """The largest difference between replicas, and the weights, after `fit` with the optimizer called `name`."""
+    model = compiled(name, in_cross_shard(name))
+    x, y, batch_size = problem.rows_here(replicas)
+    model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+    return replicas.largest_difference(model), model.get_weights()
+
+
 def trained_in_numpy(name):
     return problem.trained_in_numpy(AT_WORK[name][1]())

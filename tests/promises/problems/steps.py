@@ -25,6 +25,21 @@ CONFIGS = {
         "penalty": 0.01,
     },
 }
+# Not synchronised, which is refused on several replicas.
+APART = "apart"
+ON_REPLICAS = [*CONFIGS, APART]
+
+
+def on_replicas(replicas, config):
+    """The largest difference between replicas, what they came to, the losses and what was seen; or the refusal."""
+    if config == APART:
+        try:
+            trained("keras.losses", *problem.rows_here(replicas), on_horovod=False)
+        except ValueError as refusal:
+            return str(refusal)
+        return "not refused"
+    found, losses, step, model = trained(config, *problem.rows_here(replicas), on_horovod=True)
+    return replicas.largest_difference(model), found, losses, scalars(step)
 
 
 def trained(config, x, y, batch_size, on_horovod):

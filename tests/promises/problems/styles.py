@@ -6,6 +6,10 @@ import keras
 import numpy as np
 from support import problem
 
+import keras_shardopt as ks
+from keras_shardopt.backends.active import placement
+from keras_shardopt.fit.scope import largest_difference
+
 BACKEND = keras.config.backend()
 STYLES = ["built-in step", "custom train_step", "train_on_batch", "hand-written loop"]
 
@@ -136,6 +140,15 @@ def trained(style, optimizer, x, y, batch_size):
     else:
         model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
     return model
+
+
+def on_replicas(replicas, style):
+    """The largest difference between replicas, and what they came to."""
+    model = trained(style, ks.CrossShard(problem.sgd_momentum()), *problem.rows_here(replicas))
+    variables = [*model.trainable_variables, *model.optimizer.variables]
+    if replicas.num_processes == 1:
+        assert placement.fingerprints(variables).shape == (replicas.num_replicas, len(variables))
+    return largest_difference(variables), outcome(model)
 
 
 def outcome(model):
