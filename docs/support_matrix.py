@@ -201,7 +201,7 @@ FEATURES = [
             jax="promises/test_several_processes_jax.py::"
             "test_processes_that_are_started_again_end_with_the_weights_of_some_that_nobody_killed",
             tensorflow="promises/test_restart.py::test_on_several_replicas",
-            torch="promises/test_ranks_that_fail.py::"
+            torch="promises/test_restart_ranks.py::"
             "test_a_restarted_job_ends_with_the_weights_of_one_that_nobody_killed",
         ),
         {"tensorflow": "one process"},

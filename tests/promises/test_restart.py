@@ -1,6 +1,6 @@
 """BackupAndRestore where one process holds all replicas.
 
-Ranks are in test_ranks_that_fail.py, processes in test_several_processes_jax.py.
+Ranks are in test_restart_ranks.py, processes in test_several_processes_jax.py.
 """
 
 import os
