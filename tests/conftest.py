@@ -113,13 +113,15 @@ def pytest_ignore_collect(collection_path):
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config, items):
     suite, slow = _suite(config), slowness()
-    kept, left_out = [], []
+    kept, left_out, first = [], [], set()
     for item in items:
         wanted = suite == "all" or _is_exhaustive(item) == (suite == "exhaustive")
         if item.get_closest_marker("neutral") and BACKEND != NEUTRAL_BACKEND:
             wanted = False
         (kept if wanted else left_out).append(item)
         group = _shares_work_with(item)
+        if item.get_closest_marker("xdist_group") or group == item.path.stem:
+            first.add(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
         limit = item.get_closest_marker("timeout")
@@ -132,7 +134,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):  # what takes longest first, so that no worker waits for another in the end
-        items.sort(key=lambda item: not _looks_at_a_run_of_its_file(item))
+        items.sort(key=lambda item: item not in first)
 
 
 def _is_exhaustive(item):
@@ -142,16 +144,17 @@ def _is_exhaustive(item):
 
 def _shares_work_with(item):
     """The tests that should run in the same process (`--dist loadgroup`), because they look at the same runs."""
-    if _looks_at_a_run_of_its_file(item):
-        return item.path.stem
+    if item.get_closest_marker("xdist_group"):
+        return None
+    if BACKEND == "torch" and _has_a_fixture_of_its_module(item):
+        return item.path.stem  # mostly one spawn of ranks for all that look at it
     callspec = getattr(item, "callspec", None)
     if callspec is not None and isinstance(callspec.params.get("inner"), str):
         return callspec.params["inner"]
     return None
 
 
-def _looks_at_a_run_of_its_file(item):
-    """Whether it has a fixture of its module: mostly one spawn of ranks or processes for all that look at it."""
+def _has_a_fixture_of_its_module(item):
     fixtures = item._fixtureinfo.name2fixturedefs
     return any(fixtures[name][-1].scope == "module" for name in item.fixturenames if name in fixtures)
 

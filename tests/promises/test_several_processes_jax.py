@@ -11,7 +11,7 @@ from support.launch import patient
 
 import keras_shardopt as ks
 
-pytestmark = [pytest.mark.backends("jax"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.backends("jax"), pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support import launch, problem
 
-pytestmark = [pytest.mark.backends("tensorflow"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.backends("tensorflow"), pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
 
 
 def test_two_workers_in_a_loop_by_hand(tmp_path):

@@ -5,7 +5,7 @@ from support import launch
 
 BACKENDS = ("jax", "tensorflow", "torch")
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("files between backends")]
 
 
 @pytest.fixture(scope="module")

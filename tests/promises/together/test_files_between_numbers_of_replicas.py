@@ -8,7 +8,7 @@ from support import launch
 BACKENDS = ("jax", "tensorflow", "torch")
 COUNTS = (1, 2, 4)
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.exhaustive, pytest.mark.xdist_group("files between replicas")]
 
 
 def run(backend, *arguments):

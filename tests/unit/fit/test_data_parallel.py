@@ -6,7 +6,6 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from conftest import BACKEND
 from support import launch, problem, suites
 
 import keras_shardopt as ks
@@ -237,7 +236,7 @@ def test_torch_asks_for_torchrun():
 
 
 # Where the test of several processes has made a process that others are forked from.
-with_processes = pytest.mark.xdist_group({"jax": "test_jax_processes"}.get(BACKEND, "test_tensorflow_workers"))
+with_processes = pytest.mark.xdist_group("processes")
 
 
 @with_processes
