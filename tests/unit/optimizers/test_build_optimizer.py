@@ -112,6 +112,8 @@ def test_clipping_and_larc_exclude_each_other():
     for error in (ValueError, AttributeError):  # the second is the original's
         with pytest.raises(error, match="cannot be used together"):
             ks.build_optimizer("SGD", clip_gradients=1.0, larc_params={"larc_eta": 0.1})
+    with pytest.raises(ValueError, match="larc_params=0.1"):  # what it is does not matter then
+        ks.build_optimizer("SGD", clip_gradients=1.0, larc_params=0.1)
 
 
 @pytest.mark.parametrize(
