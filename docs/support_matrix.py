@@ -57,13 +57,13 @@ def _on(
     return {backend: [f"tests/{name}" for name in names.split()] for backend, names in given.items() if names}
 
 
-_DEVICES = "equivalence/test_devices.py::"
-_RANKS = "equivalence/test_ranks.py::"
-_FOUR = "multiprocess/test_rank_checks.py::test_on_four_ranks"
-_TF = "equivalence/test_tensorflow.py::"
-_JAX = "equivalence/test_jax.py::"
-_STEPS = "equivalence/test_micro_steps.py::"
-_STYLES = "equivalence/test_training_styles.py::test_replicas_are_identical_and_equal_one_process"
+_DEVICES = "promises/test_equals_one_process_devices.py::"
+_RANKS = "promises/test_equals_one_process_ranks.py::"
+_FOUR = "promises/test_several_processes_torch.py::test_on_four_ranks"
+_TF = "promises/test_reduced_once_tensorflow.py::"
+_JAX = "promises/test_reduced_once_jax.py::"
+_STEPS = "promises/test_gradient_accumulation.py::"
+_STYLES = "promises/test_training_styles.py::test_replicas_are_identical_and_equal_one_process"
 
 FEATURES = [
     Feature(
@@ -79,16 +79,13 @@ FEATURES = [
     ),
     Feature(
         "clipping, LARC, loss scaling, masters inside see global gradients",
-        _on(
-            one_program="equivalence/test_wrappers.py::test_inside_cross_shard_it_sees_global_gradients",
-            torch="equivalence/test_wrappers.py::test_inside_cross_shard_it_sees_global_gradients_on_ranks",
-        ),
+        _on(everywhere="promises/test_global_gradients_inside.py::test_inside_cross_shard_it_sees_global_gradients"),
     ),
     Feature(
         "`prepare`: unequal parts of a batch",
         _on(
-            one_program="equivalence/test_prepare.py::test_update_and_metrics_are_those_of_one_process",
-            torch="equivalence/test_ranks_prepare.py::test_update_and_metrics_are_those_of_one_process",
+            one_program="promises/test_uneven_batches_devices.py::test_update_and_metrics_are_those_of_one_process",
+            torch="promises/test_uneven_batches_ranks.py::test_update_and_metrics_are_those_of_one_process",
         ),
     ),
     Feature(
@@ -110,7 +107,7 @@ FEATURES = [
     Feature(
         "`replica_clipnorm`",
         _on(
-            jax="equivalence/test_prepare.py::test_replica_clipnorm_is_that_of_numpy",
+            jax="promises/test_uneven_batches_devices.py::test_replica_clipnorm_is_that_of_numpy",
             tensorflow=_TF + "test_each_replica_is_clipped_by_itself_under_fit",
             torch=_RANKS + "test_each_replica_is_clipped_by_itself",
         ),
@@ -136,64 +133,64 @@ FEATURES = [
     Feature(
         "`shard_state=True`: the same updates",
         _on(
-            jax="equivalence/test_laid_out_state.py::test_state_stays_divided_through_fit_and_weights_are_the_same",
-            tensorflow="equivalence/test_divided_tensorflow.py::test_updates_are_those_of_whole_state",
-            torch="multiprocess/test_rank_shards.py::test_on_ranks",
+            jax="promises/test_sharded_state_jax.py::test_state_stays_divided_through_fit_and_weights_are_the_same",
+            tensorflow="promises/test_sharded_state_tensorflow.py::test_updates_are_those_of_whole_state",
+            torch="promises/test_sharded_state_ranks.py::test_on_ranks",
         ),
         {"jax": "under `fit`", "tensorflow": "`MirroredStrategy`, element-wise optimizers"},
     ),
     Feature(
         "its files fit any number of replicas",
         _on(
-            jax="equivalence/test_laid_out_state.py::test_files_hold_whole_arrays_and_fit_any_number_of_devices",
-            tensorflow="equivalence/test_divided_tensorflow.py::"
+            jax="promises/test_sharded_state_jax.py::test_files_hold_whole_arrays_and_fit_any_number_of_devices",
+            tensorflow="promises/test_sharded_state_tensorflow.py::"
             "test_files_are_those_of_whole_state_for_any_number_of_replicas",
-            torch="multiprocess/test_rank_shards.py::test_files_of_any_number_of_ranks_fit_one_process",
+            torch="promises/test_sharded_state_ranks.py::test_files_of_any_number_of_ranks_fit_one_process",
         ),
     ),
     Feature(
         "an overflow on any replica is skipped on all (`LossScaling`)",
         _on(
-            one_program="equivalence/test_overflows.py::test_an_overflow_on_any_replica_is_skipped_on_all",
+            one_program="promises/test_overflow_on_one_replica.py::test_an_overflow_on_any_replica_is_skipped_on_all",
             torch=_FOUR + "[an_overflow_on_any_rank_is_skipped_on_all]",
         ),
     ),
     Feature(
         "`on_nonfinite`: skipped on all, replica and variable named",
         _on(
-            one_program="equivalence/test_nonfinite.py::test_on_any_replica_the_update_is_left_out_on_all",
-            torch="equivalence/test_nonfinite.py::test_on_ranks",
+            one_program="promises/test_nan_on_one_replica.py::test_on_any_replica_the_update_is_left_out_on_all",
+            torch="promises/test_nan_on_one_replica.py::test_on_ranks",
         ),
     ),
     Feature(
         "`MixedPrecision`: float32 masters",
-        _on(everywhere="unit/test_mixed_precision.py::test_updates_too_small_for_the_weight_add_up"),
+        _on(everywhere="unit/optimizers/test_mixed_precision.py::test_updates_too_small_for_the_weight_add_up"),
     ),
     Feature(
         "`optimize_loss` on replicas",
-        _on(everywhere="equivalence/test_training_steps.py::test_replicas_are_identical_and_equal_one_process"),
+        _on(everywhere="promises/test_optimize_loss_on_replicas.py::test_replicas_are_identical_and_equal_one_process"),
     ),
     Feature(
         "`Tower` and `replicate`",
-        _on(everywhere="unit/test_tower.py::test_fit_with_towers_equals_the_whole_batch"),
+        _on(everywhere="unit/optimizers/test_tower.py::test_fit_with_towers_equals_the_whole_batch"),
         dict.fromkeys(_EVERYWHERE, "one device"),
     ),
     Feature(
         "schedules count updates",
-        _on(everywhere="unit/test_schedules_in_keras.py::test_update_s_uses_the_rate_of_step_s"),
+        _on(everywhere="unit/schedules/test_schedules_in_keras.py::test_update_s_uses_the_rate_of_step_s"),
     ),
     Feature(
         "`CheckReplicas` finds one flipped bit",
         _on(
-            one_program="unit/test_replica_callbacks.py::test_one_flipped_bit_is_found_in_every_trial",
+            one_program="promises/test_replicas_stay_equal.py::test_one_flipped_bit_is_found_in_every_trial",
             torch=_FOUR + "[one_flipped_bit_is_found_in_100_of_100_trials]",
         ),
     ),
     Feature(
         "several processes make the update of one",
         _on(
-            jax="multiprocess/test_jax_processes.py::test_weights_and_slots_equal_one_process",
-            tensorflow="multiprocess/test_tensorflow_workers.py::test_two_workers_in_a_loop_by_hand",
+            jax="promises/test_several_processes_jax.py::test_weights_and_slots_equal_one_process",
+            tensorflow="promises/test_several_processes_tensorflow.py::test_two_workers_in_a_loop_by_hand",
             torch=_RANKS + "test_ranks_equal_one_process",
         ),
         {"tensorflow": "a loop by hand; `fit` is refused"},
@@ -201,10 +198,10 @@ FEATURES = [
     Feature(
         "killed and started again: the weights of an uninterrupted run",
         _on(
-            jax="multiprocess/test_jax_processes.py::"
+            jax="promises/test_several_processes_jax.py::"
             "test_processes_that_are_started_again_end_with_the_weights_of_some_that_nobody_killed",
-            tensorflow="unit/test_backup.py::test_on_several_replicas",
-            torch="multiprocess/test_rank_faults.py::"
+            tensorflow="promises/test_restart.py::test_on_several_replicas",
+            torch="promises/test_restart_ranks.py::"
             "test_a_restarted_job_ends_with_the_weights_of_one_that_nobody_killed",
         ),
         {"tensorflow": "one process"},
@@ -212,8 +209,8 @@ FEATURES = [
     Feature(
         "saving: the chief writes, all enter",
         _on(
-            jax="multiprocess/test_jax_processes.py::test_what_the_chief_saved_loads_elsewhere",
-            tensorflow="multiprocess/test_tensorflow_workers.py::test_two_workers_in_a_loop_by_hand",
+            jax="promises/test_several_processes_jax.py::test_what_the_chief_saved_loads_elsewhere",
+            tensorflow="promises/test_several_processes_tensorflow.py::test_two_workers_in_a_loop_by_hand",
             torch=_FOUR + "[all_enter_and_the_chief_saves]",
         ),
     ),

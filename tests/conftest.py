@@ -26,8 +26,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import pytest
-from support.launch import QUICKLY_COMPILED
-from support.patience import slowness
+from support.launch import QUICKLY_COMPILED, slowness
 
 BACKEND = os.environ["KERAS_BACKEND"]
 # Where the arithmetic and the messages that are the same on all backends are tested: here each test takes least.
@@ -114,13 +113,15 @@ def pytest_ignore_collect(collection_path):
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config, items):
     suite, slow = _suite(config), slowness()
-    kept, left_out = [], []
+    kept, left_out, first = [], [], set()
     for item in items:
         wanted = suite == "all" or _is_exhaustive(item) == (suite == "exhaustive")
         if item.get_closest_marker("neutral") and BACKEND != NEUTRAL_BACKEND:
             wanted = False
         (kept if wanted else left_out).append(item)
         group = _shares_work_with(item)
+        if item.get_closest_marker("xdist_group") or group == item.path.stem:
+            first.add(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
         limit = item.get_closest_marker("timeout")
@@ -133,7 +134,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):  # what takes longest first, so that no worker waits for another in the end
-        items.sort(key=lambda item: item.path.parent.name != "multiprocess")
+        items.sort(key=lambda item: item not in first)
 
 
 def _is_exhaustive(item):
@@ -143,13 +144,19 @@ def _is_exhaustive(item):
 
 def _shares_work_with(item):
     """The tests that should run in the same process (`--dist loadgroup`), because they look at the same runs."""
-    folder = item.path.parent.name
-    if folder in ("multiprocess", "exchange") or (BACKEND == "torch" and folder == "equivalence"):
-        return item.path.stem  # one spawn of ranks or processes for all that look at it
+    if item.get_closest_marker("xdist_group"):
+        return None
+    if BACKEND == "torch" and _has_a_fixture_of_its_module(item):
+        return item.path.stem  # mostly one spawn of ranks for all that look at it
     callspec = getattr(item, "callspec", None)
     if callspec is not None and isinstance(callspec.params.get("inner"), str):
         return callspec.params["inner"]
     return None
+
+
+def _has_a_fixture_of_its_module(item):
+    fixtures = item._fixtureinfo.name2fixturedefs
+    return any(fixtures[name][-1].scope == "module" for name in item.fixturenames if name in fixtures)
 
 
 class _CpuSeconds:
@@ -212,6 +219,14 @@ def pytest_sessionfinish(session, exitstatus):
 @pytest.fixture
 def backend():
     return BACKEND
+
+
+@pytest.fixture(scope=lambda fixture_name, config: "module" if BACKEND == "torch" else "function")
+def world(tmp_path_factory):
+    """The replicas of this backend, whatever they are; ranks once for all tests of a file. See support/worlds.py."""
+    from support import worlds
+
+    return worlds.Ranks(lambda: tmp_path_factory.mktemp("ranks")) if BACKEND == "torch" else worlds.Devices()
 
 
 @pytest.fixture(autouse=True)

@@ -105,7 +105,7 @@ def build_optimizer(
     if clip_gradients is not None and larc_params is not None:
         raise _Conflict(
             "`clip_gradients` and `larc_params` cannot be used together: both decide how long a gradient is. "
-            f"Received: clip_gradients={clip_gradients!r}, larc_params={dict(larc_params)!r}. Leave one out."
+            f"Received: clip_gradients={clip_gradients!r}, larc_params={larc_params!r}. Leave one out."
         )
     keeps_masters = _keeps_masters(dtype)
     iter_size = check.integer("iter_size", iter_size)

@@ -1,4 +1,4 @@
-"""Every wrapper and every kind of inner optimizer that the contract tests run over.
+"""Every wrapper and every kind of inner optimizer that the contract tests run over, and every schedule.
 
 A new wrapper is one row in `WRAPPERS`, with arguments under which it must do nothing to a lone replica.
 """
@@ -14,11 +14,15 @@ import shutil
 import tempfile
 
 import keras
+import numpy as np
+import pytest
+from keras import ops
 from keras import optimizers as o
 from support.problem import BATCH_SIZE, data, keras_optimizers
 from support.problem import model as problem_model
 
 import keras_shardopt as ks
+from keras_shardopt import schedules
 
 # With the inner optimizer's own arithmetic; test_fused.py compares PyTorch's kernels with it.
 CrossShard = functools.partial(ks.CrossShard, fused=False)
@@ -108,7 +112,7 @@ LONG_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w in IN_FILES_WITH_EV
 
 
 # TensorFlow takes longer to trace a step than to run a few. Wrappers are traced, and compiled by XLA, in
-# `test_tensorflow_traced_and_compiled`, and inner optimizers in test_devices.py.
+# `test_tensorflow_traced_and_compiled`, and inner optimizers in test_equals_one_process_devices.py.
 COMPILE = {"run_eagerly": True} if keras.config.backend() == "tensorflow" else {}
 
 
@@ -180,3 +184,29 @@ def _run(optimizer, continued):
         loaded = keras.saving.load_model(folder / "model.keras")
         after = trained(loaded.optimizer, steps=2, model=loaded).get_weights()
     return Run(weights, state, folder / "model.keras", folder / "model.weights.h5", after)
+
+
+# -- schedules: one of each policy, and compositions ------------------------------------------------------------------
+
+EXAMPLES = {
+    "FixedLR": {"learning_rate": 0.3},
+    "PiecewiseConstant": {"learning_rate": 0.8, "boundaries": [3, 5, 5, 9], "decay_rates": [0.5, 0.1, 0.2, 2.0]},
+    "ExpDecay": {"learning_rate": 0.1, "decay_steps": 3, "decay_rate": 0.7, "use_staircase_decay": False},
+    "PolyDecay": {"learning_rate": 0.1, "decay_steps": 7, "power": 1.5, "begin_decay_at": 2, "warmup_steps": 3},
+    "CosineDecay": {"learning_rate": 0.1, "decay_steps": 7, "min_lr": 0.1, "begin_decay_at": 3, "warmup_steps": 3},
+    "InvPolyDecay": {"learning_rate": 0.1, "decay_steps": 7, "min_lr": 0.01, "power": 0.8},
+    "TransformerPolicy": {"learning_rate": 2.0, "d_model": 33, "warmup_steps": 4, "max_lr": 0.17},
+}
+SCHEDULES = {name: lambda name=name, a=a: getattr(schedules, name)(**a) for name, a in EXAMPLES.items()} | {
+    "Warmup": lambda: schedules.Warmup(schedules.PolyDecay(0.1, 7), 3, start_factor=0.1),
+    "Warmup at once": lambda: schedules.Warmup(schedules.PolyDecay(0.1, 7), 3, delay_schedule=False),
+    "Join": lambda: schedules.Join([0.2, schedules.CosineDecay(0.1, 4), SCHEDULES["ExpDecay"]()], [3, 6]),
+    "ScaledByReplicas": lambda: schedules.ScaledByReplicas(schedules.ExpDecay(0.1, 3, 0.5, True), 6, "sqrt", 4),
+    "of Keras' own": lambda: schedules.Warmup(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5), 2),
+}
+each_schedule = pytest.mark.parametrize("schedule", [pytest.param(make(), id=name) for name, make in SCHEDULES.items()])
+
+
+def rates(schedule, steps):
+    """The rate at each of `steps`, asked for one by one."""
+    return np.array([float(ops.convert_to_numpy(schedule(step))) for step in steps])

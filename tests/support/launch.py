@@ -1,4 +1,8 @@
-"""Starts the workers of a multi-process test, with a time limit that kills them all."""
+"""Starts the workers of a multi-process test, with a time limit that kills them all.
+
+Limits are written for a quiet machine. Where other jobs run beside the tests, or the machine is a slow one, the same
+work takes longer; `patient` measures by how much.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,38 @@ import time
 import traceback
 from unittest import mock
 
-from support.patience import patient
-
 TESTS = pathlib.Path(__file__).parents[1]
+SCRIPTS = TESTS / "promises" / "processes"  # what runs in processes of its own
 # For XLA_FLAGS: programs of the same meaning, compiled in less time, and slower.
 QUICKLY_COMPILED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+_ROUNDS = 200_000  # a unit of work: as many rounds of a loop
+_USUAL = 0.02  # seconds that they take on a quiet machine, generously
+_MOST = 10.0
+_LASTS = 5.0  # seconds until it is measured again
+
+_measured = (-_LASTS, 1.0)
+
+
+def patient(seconds):
+    """A limit of that many seconds, or longer where a unit of work takes longer."""
+    return seconds * slowness()
+
+
+def slowness():
+    """At least 1: how many times longer things take here and now, by a unit of work and by the jobs that wait."""
+    global _measured
+    when, found = _measured
+    if time.monotonic() - when >= _LASTS:
+        begin = time.perf_counter()
+        for _ in range(_ROUNDS):
+            pass
+        work = (time.perf_counter() - begin) / _USUAL
+        jobs = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
+        found = min(max(1.0, work, jobs), _MOST)
+        _measured = time.monotonic(), found
+    return found
 
 
 class WorkersFailed(AssertionError):
@@ -34,7 +65,7 @@ class WorkersFailed(AssertionError):
 
 
 def torchrun(script, num_replicas, *arguments, timeout=150.0, environment=None):
-    """Runs `tests/multiprocess/<script>` on that many ranks. Returns what rank 0 printed.
+    """Runs `tests/promises/processes/<script>` on that many ranks. Returns what rank 0 printed.
 
     The ranks get the variables that torchrun sets. Not by torchrun itself, which lets ranks live on when it is killed;
     the examples are started with it. They are forked from one process that has imported Keras and PyTorch, because
@@ -61,9 +92,10 @@ def torchrun(script, num_replicas, *arguments, timeout=150.0, environment=None):
 
 
 def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.0, grace=10.0):
-    """Runs `tests/multiprocess/<script>` in that many processes of one `jax.distributed` job, each with some devices.
+    """Runs `tests/promises/processes/<script>` in that many processes of one `jax.distributed` job.
 
-    Each gets the job's address, the number of processes and its own number in the variables that Keras reads.
+    Each has some devices, and gets the job's address, the number of processes and its own number in the variables that
+    Keras reads.
     """
     (port,) = free_ports(1)
     return workers(
@@ -88,7 +120,7 @@ def jax_processes(script, num_processes, *arguments, num_devices=2, timeout=150.
 
 
 def tensorflow_workers(script, num_workers, *arguments, timeout=150.0, grace=10.0):
-    """Runs `tests/multiprocess/<script>` on that many workers of a `MultiWorkerMirroredStrategy`."""
+    """Runs `tests/promises/processes/<script>` on that many workers of a `MultiWorkerMirroredStrategy`."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
     tasks = [
         {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}} for worker in range(num_workers)
@@ -143,7 +175,7 @@ def workers(script, environments, *arguments, timeout=150.0, grace=10.0, start=N
         WorkersFailed: with the output of all workers.
     """
     start = start or _Interpreter
-    command = [str(TESTS / "multiprocess" / script), *map(str, arguments)]
+    command = [str(SCRIPTS / script), *map(str, arguments)]
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.NamedTemporaryFile("w+")) for _ in environments]
         processes = []

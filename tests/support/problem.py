@@ -5,6 +5,10 @@ It runs on every backend. Rows differ in scale, so that each replica's part of a
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from unittest import mock
+
 import keras
 import numpy as np
 
@@ -31,6 +35,13 @@ def rows_of_replica(x, replica, num_replicas):
     """The rows that a replica sees: the same part of every batch, as TensorFlow and JAX divide it."""
     batches = x.reshape(-1, num_replicas, BATCH_SIZE // num_replicas, *x.shape[1:])
     return batches[:, replica].reshape(-1, *x.shape[1:])
+
+
+def rows_here(replicas):
+    """Of `data()` the rows that this process of a `data_parallel` scope feeds, and how many of a batch they are."""
+    number = replicas.num_processes
+    x, y = (rows_of_replica(array, replicas.process_id, number) for array in data())
+    return x, y, BATCH_SIZE // number
 
 
 def start_weights():
@@ -63,6 +74,16 @@ class InOneLayer(keras.Model):
         kernel1, bias1, kernel2, bias2 = self.arrays
         hidden = keras.ops.tanh(keras.ops.matmul(x, kernel1) + bias1)
         return keras.ops.matmul(hidden, kernel2) + bias2
+
+
+@contextlib.contextmanager
+def without_generated_code():
+    """A block in which `torch.compile` traces as ever and runs what it has traced as it is."""
+    import torch
+
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
+        yield
+    torch._dynamo.reset()
 
 
 def relative_difference(weights, reference, start=None):

@@ -38,10 +38,10 @@ def fault(file, old, new, *tests, backend="torch"):
     return Fault(file, old, new, tuple(f"tests/{test}" for test in tests), backend)
 
 
-REDUCTION = "unit/test_reduction.py::test_every_gradient_state_leads_to_the_same_global_gradient"
-LOCAL = "unit/test_local_gradients.py"
-SHARDS = "unit/test_sharding.py::test_replicas_update_as_one_does"
-WHOLE_BATCH = "unit/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
+REDUCTION = "unit/update/test_reduction.py::test_every_gradient_state_leads_to_the_same_global_gradient"
+LOCAL = "unit/update/test_local_gradients.py"
+SHARDS = "unit/sharding/test_sharding.py::test_replicas_update_as_one_does"
+WHOLE_BATCH = "unit/fit/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
 
 FAULTS = [
     # The way through the stages.
@@ -49,25 +49,25 @@ FAULTS = [
         "update/pipeline.py",
         "for stage in reversed(self.stages):",
         "for stage in self.stages:",
-        "unit/test_stages.py::test_stages_come_in_the_order_in_which_they_are_given",
+        "promises/test_stages_of_your_own.py::test_stages_come_in_the_order_in_which_they_are_given",
     ),
     fault(
         "update/step.py",
         "notes=dict(zip(names, tensors[count:]))",
         "notes={}",
-        "unit/test_stages.py::test_of_a_skipped_update_it_sees_no_commit",
+        "promises/test_stages_of_your_own.py::test_of_a_skipped_update_it_sees_no_commit",
     ),
     fault(
         "update/reducers.py",
         "[0, *[i + 1 for i in positions]]",
         "[0, *positions]",
-        "unit/test_cross_shard.py::test_the_name_of_what_is_not_finite_is_right_beside_frozen_variables",
+        "unit/optimizers/test_cross_shard.py::test_the_name_of_what_is_not_finite_is_right_beside_frozen_variables",
     ),
     fault(
         "update/gradient_noise.py",
         "unit = comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else 1",
         "unit = 1",
-        "unit/test_stages.py::test_the_noise_of_gradients_is_that_of_the_formulas",
+        "promises/test_stages_of_your_own.py::test_the_noise_of_gradients_is_that_of_the_formulas",
     ),
     # How gradients arrive, and by what they are divided.
     fault(
@@ -98,51 +98,51 @@ FAULTS = [
         "update/all_reduce.py",
         "return [grad if has else None for grad, has in zip(sums, heard.present)], flags",
         "return list(sums), flags",
-        "unit/test_reduction.py::test_none_on_some_replicas_counts_as_zero_on_all",
+        "unit/update/test_reduction.py::test_none_on_some_replicas_counts_as_zero_on_all",
     ),
     fault(
         "update/all_reduce.py",
         'replicas.all_reduce([grads[i] for i in next_values], "max")',
         'replicas.all_reduce([grads[i] for i in next_values], "mean")',
-        "unit/test_reduction.py::test_next_values_take_the_largest_and_are_never_averaged",
+        "unit/update/test_reduction.py::test_next_values_take_the_largest_and_are_never_averaged",
     ),
     # Windows of micro-steps.
     fault(
         "update/accumulation.py",
         "return ops.cast(total / self.num_steps, dtype_of(variable))",
         "return ops.cast(total, dtype_of(variable))",
-        "unit/test_accumulation.py::test_micro_steps_may_have_other_variables",
+        "unit/update/test_accumulation.py::test_micro_steps_may_have_other_variables",
     ),
     fault(
         "update/accumulation.py",
         'dtype = "float32" if dtype in ("float16", "bfloat16") and not overwrites_variable(variable) else dtype',
         "pass",
-        "unit/test_accumulation.py::test_half_precision_is_added_up_in_float32",
+        "unit/update/test_accumulation.py::test_half_precision_is_added_up_in_float32",
     ),
     fault(
         "update/accumulation.py",
         "self._given, self._present = set(), set()\n        self._given.update",
         "pass\n        self._given.update",
-        "unit/test_accumulation.py::test_a_variable_that_a_window_did_not_have_stays",
+        "unit/update/test_accumulation.py::test_a_variable_that_a_window_did_not_have_stays",
     ),
     fault(
         "update/accumulation.py",
         "ops.maximum(before, value)",
         "value",
-        "unit/test_accumulation.py::test_next_values_take_the_largest_of_the_window",
+        "unit/update/test_accumulation.py::test_next_values_take_the_largest_of_the_window",
     ),
     # What is not finite.
     fault(
         "update/nonfinite.py",
         "first = ops.min(ops.where(is_bad, positions, none))",
         "first = ops.min(positions)",
-        "unit/test_compression.py::test_what_is_not_finite_is_noticed",
+        "promises/test_compression.py::test_what_is_not_finite_is_noticed",
     ),
     fault(
         "update/nonfinite.py",
         'position = ops.cast(ops.sum(positions * is_first), "int32") - 1',
         'position = ops.cast(ops.sum(positions * is_first), "int32")',
-        "unit/test_compression.py::test_what_is_not_finite_is_noticed",
+        "promises/test_compression.py::test_what_is_not_finite_is_noticed",
     ),
     # State in parts.
     fault(
@@ -161,19 +161,19 @@ FAULTS = [
         "sharding/partition.py",
         "replica = loads.index(min(loads))",
         "replica = 0",
-        "unit/test_partition.py::test_whole_variables_go_to_whom_has_least",
+        "unit/sharding/test_partition.py::test_whole_variables_go_to_whom_has_least",
     ),
     fault(
         "sharding/partition.py",
         "for load in loads) >= amount:",
         "for load in loads) > amount:",
-        "unit/test_partition.py::test_what_may_be_cut_is_balanced_to_the_element",
+        "unit/sharding/test_partition.py::test_what_may_be_cut_is_balanced_to_the_element",
     ),
     fault(
         "backends/jax/placement.py",
         "if size and size % num_replicas == 0",
         "if size % num_replicas == 0",
-        "unit/test_partition.py::test_the_axis_that_divides",
+        "unit/sharding/test_partition.py::test_the_axis_that_divides",
         backend="jax",
     ),
     # Half precision on the way.
@@ -181,53 +181,53 @@ FAULTS = [
         "backends/compression.py",
         "factors(op, self.num_replicas, self._divides)",
         "factors(op, self.world.num_replicas, self._divides)",
-        "unit/test_compression.py::test_within_groups_the_divisor_is_their_size",
+        "promises/test_compression.py::test_within_groups_the_divisor_is_their_size",
     ),
     fault(
         "backends/compression.py",
         "return (num_replicas, num_replicas) if divides else (1, 1)",
         "return (num_replicas, 1)",
-        "unit/test_compression.py::test_the_error_is_bounded",
+        "promises/test_compression.py::test_the_error_is_bounded",
     ),
     # What replicas must have in common.
     fault(
         "update/agreement.py",
         "        _describe(part, found, paths)\n\n\ndef _describe_model",
         "        pass\n\n\ndef _describe_model",
-        "unit/test_agreement_in_words.py::test_what_differs_is_named_at_any_depth",
+        "unit/update/test_agreement_in_words.py::test_what_differs_is_named_at_any_depth",
     ),
     fault(
         "update/agreement.py",
         "if len(set(processes.gather_objects(digest))) == 1:",
         "if True:",
-        "unit/test_agreement_in_words.py::test_what_differs_is_named_at_any_depth",
+        "unit/update/test_agreement_in_words.py::test_what_differs_is_named_at_any_depth",
     ),
     # Arithmetic.
     fault(
         "numerics.py",
         "return ops.where(norm <= limit, ops.ones_like(norm), limit / norm)",
         "return ops.minimum(ops.ones_like(norm), limit / norm)",
-        "unit/test_gradient_clipping.py::test_a_limit_of_zero_makes_zeros_and_leaves_those_that_are",
+        "unit/optimizers/test_gradient_clipping.py::test_a_limit_of_zero_makes_zeros_and_leaves_those_that_are",
     ),
     fault(
         "numerics.py",
         "squares = [ops.sum(ops.square(in_float32(values_of(t)))) for t in t_list if t is not None]",
         "squares = [ops.sum(ops.square(values_of(t))) for t in t_list if t is not None]",
-        "unit/test_gradient_clipping.py::test_norms_of_half_precision_do_not_overflow",
+        "unit/optimizers/test_gradient_clipping.py::test_norms_of_half_precision_do_not_overflow",
     ),
     # Wrappers.
     fault(
         "wrapping/wrapper.py",
         "return self.inner.scale_loss(1.0)",
         "return 1.0",
-        "unit/test_gradient_clipping.py::test_the_limit_holds_for_the_gradient_of_the_unscaled_loss",
-        "unit/test_larc.py::test_norms_are_of_the_unscaled_loss",
+        "unit/optimizers/test_gradient_clipping.py::test_the_limit_holds_for_the_gradient_of_the_unscaled_loss",
+        "unit/optimizers/test_larc.py::test_norms_are_of_the_unscaled_loss",
     ),
     fault(
         "wrapping/stored_state.py",
         "if expected is not None and shape != expected:",
         "if False:",
-        "unit/test_loading.py::test_state_of_another_optimizer",
+        "promises/test_state_that_does_not_fit.py::test_state_of_another_optimizer",
     ),
     fault(
         "optimizers/gradient_clipping.py",
@@ -239,80 +239,80 @@ FAULTS = [
         "optimizers/larc.py",
         "divisor = divisor * ops.cast(leaf_of(self, variable).learning_rate, wide.dtype)",
         "pass",
-        "unit/test_larc.py::test_clip_mode_follows_a_schedule",
+        "unit/optimizers/test_larc.py::test_clip_mode_follows_a_schedule",
     ),
     fault(
         "optimizers/larc.py",
         "return factor if self.faithful else ops.where(variable_norm == 0, ops.ones_like(factor), factor)",
         "return factor",
-        "unit/test_larc.py::test_a_variable_of_norm_zero_keeps_its_gradient",
+        "unit/optimizers/test_larc.py::test_a_variable_of_norm_zero_keeps_its_gradient",
     ),
     fault(
         "optimizers/loss_scaler.py",
         'grows = good_steps >= int(self.params["step_window"])',
         'grows = good_steps > int(self.params["step_window"])',
-        "unit/test_loss_scaler.py::test_backoff_golden",
+        "unit/optimizers/test_loss_scaler.py::test_backoff_golden",
     ),
     fault(
         "optimizers/loss_scaler.py",
         "unbiased = mean / (1 - left)",
         "unbiased = mean",
-        "unit/test_loss_scaler.py::test_logmax_golden",
+        "unit/optimizers/test_loss_scaler.py::test_logmax_golden",
     ),
     fault(
         "optimizers/loss_scaling.py",
         "amax = amax / scale",
         "pass",
-        "unit/test_loss_scaling.py::test_logmax_sees_gradients_that_are_unscaled",
+        "unit/optimizers/test_loss_scaling.py::test_logmax_sees_gradients_that_are_unscaled",
     ),
     fault(
         "optimizers/loss_scaling.py",
         "skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))",
         "pass",
-        "unit/test_loss_scaling.py::test_a_skipped_step_changes_nothing_but_the_scale",
+        "unit/optimizers/test_loss_scaling.py::test_a_skipped_step_changes_nothing_but_the_scale",
     ),
     fault(
         "optimizers/novograd.py",
         "average = ops.where(before == 0, square, average)",
         "pass",
-        "unit/test_novograd.py::test_it_is_the_published_algorithm",
+        "unit/optimizers/test_novograd.py::test_it_is_the_published_algorithm",
     ),
     fault(
         "optimizers/novograd.py",
         "del variables\n",
         "super()._apply_weight_decay(variables)\n",
-        "unit/test_novograd.py::test_weight_decay_is_not_applied_twice_and_can_be_excluded",
+        "unit/optimizers/test_novograd.py::test_weight_decay_is_not_applied_twice_and_can_be_excluded",
     ),
     fault(
         "optimizers/variable_clipping.py",
         "if dims is None or grad is None:",
         "if dims is None:",
-        "unit/test_variable_clipping.py::test_variables_without_gradient_are_not_clipped",
+        "unit/optimizers/test_variable_clipping.py::test_variables_without_gradient_are_not_clipped",
     ),
     fault(
         "optimizers/variable_clipping.py",
         "wide = in_float32(value)",
         "wide = value",
-        "unit/test_variable_clipping.py::test_norms_of_half_precision_do_not_overflow",
+        "unit/optimizers/test_variable_clipping.py::test_norms_of_half_precision_do_not_overflow",
     ),
     # Schedules.
     fault(
         "schedules/policies.py",
         "steps) * kept + self.min_lr * (1.0 - kept)",
         "steps) * kept + self.min_lr",
-        "unit/test_schedules.py::test_golden",
+        "unit/schedules/test_schedules.py::test_golden",
     ),
     fault(
         "schedules/policies.py",
         "ops.exp(-self.power * ops.log1p(",
         "ops.exp(-ops.log1p(",
-        "unit/test_schedules.py::test_golden",
+        "unit/schedules/test_schedules.py::test_golden",
     ),
     fault(
         "schedules/composition.py",
         "seen = steps.since(self.warmup_steps) if self.delay_schedule else steps",
         "seen = steps",
-        "unit/test_schedules.py::test_warmup_delays_the_schedule",
+        "unit/schedules/test_schedules.py::test_warmup_delays_the_schedule",
     ),
     # The loss of the whole batch.
     fault(
@@ -325,7 +325,7 @@ FAULTS = [
         "fit/losses.py",
         "return ops.where(share > 0, loss * share, ops.zeros_like(loss))",
         "return loss * share",
-        "unit/test_whole_batch.py::test_a_mean_over_no_rows_is_no_loss",
+        "unit/fit/test_whole_batch.py::test_a_mean_over_no_rows_is_no_loss",
     ),
     fault(
         "fit/losses.py",
@@ -339,76 +339,76 @@ FAULTS = [
         "data/py_dataset.py",
         "self._batches.on_epoch_end()\n        self._epoch += 1\n        self._draw()",
         "self._batches.on_epoch_end()\n        self._draw()",
-        "unit/test_data.py::test_py_dataset",
+        "unit/data/test_data.py::test_py_dataset",
     ),
     fault(
         "data/arrays.py",
         "return array[np.sort(rows)][np.argsort(np.argsort(rows))]",
         "return array[np.sort(rows)]",
-        "unit/test_data.py::test_rows_of_tables_and_files",
+        "unit/data/test_data.py::test_rows_of_tables_and_files",
     ),
     # Files.
     fault(
         "checkpoint/saving.py",
         "if not overwrite and os.path.exists(path):",
         "if False:",
-        "unit/test_saving.py::test_what_is_there_stays_without_overwrite",
+        "unit/checkpoint/test_saving.py::test_what_is_there_stays_without_overwrite",
     ),
     fault(
         "checkpoint/saving.py",
         "wanted = self._should_save_model(epoch, batch, logs, path)",
         "wanted = True",
-        "unit/test_saving.py::test_the_callback_decides_as_the_one_of_keras",
+        "unit/checkpoint/test_saving.py::test_the_callback_decides_as_the_one_of_keras",
     ),
     fault(
         "checkpoint/atomic_file.py",
         "os.path.realpath(path)",
         "os.path.abspath(path)",
-        "unit/test_saving.py::test_a_link_stays_one",
+        "unit/checkpoint/test_saving.py::test_a_link_stays_one",
     ),
     fault(
         "checkpoint/atomic_file.py",
         "os.fsync(file.fileno())",
         "pass",
-        "unit/test_saving.py::test_content_reaches_the_disk_before_the_name_and_the_name_before_the_return",
+        "unit/checkpoint/test_saving.py::test_content_reaches_the_disk_before_the_name_and_the_name_before_the_return",
     ),
     fault(
         "checkpoint/atomic_file.py",
         "_sync_folder(os.path.dirname(self._target))",
         "pass",
-        "unit/test_saving.py::test_content_reaches_the_disk_before_the_name_and_the_name_before_the_return",
+        "unit/checkpoint/test_saving.py::test_content_reaches_the_disk_before_the_name_and_the_name_before_the_return",
     ),
     fault(
         "checkpoint/backup.py",
         "for path in (self._path, self._previous_path):\n            try:",
         "for path in (self._previous_path, self._path):\n            try:",
-        "unit/test_backup.py::test_the_newest_backup_is_read_first",
+        "promises/test_restart.py::test_the_newest_backup_is_read_first",
     ),
     fault(
         "checkpoint/backup.py",
         "accumulation.reset()",
         "pass",
-        "unit/test_backup.py::test_an_unfinished_window_of_micro_steps_begins_anew_with_a_warning",
+        "promises/test_restart.py::test_an_unfinished_window_of_micro_steps_begins_anew_with_a_warning",
     ),
     # Callbacks.
     fault(
         "callbacks/replicas.py",
         "if 2 * len(largest) > len(group):",
         "if 2 * len(largest) >= len(group):",
-        "unit/test_replica_callbacks.py::test_groups_are_compared_within",
+        "promises/test_replicas_stay_equal.py::test_groups_are_compared_within",
     ),
     fault(
         "callbacks/replicas.py",
         "return sum(values) / len(values)",
         "return max(values)",
-        "unit/test_replica_callbacks.py::test_logs_are_averaged_for_what_comes_after_and_for_the_history",
+        "promises/test_replicas_stay_equal.py::test_logs_are_averaged_for_what_comes_after_and_for_the_history",
     ),
     # Where gradients are traced.
     fault(
         "backends/compression.py",
         "return map_values(lambda value: ops.cast(value if divisor == 1 else value / divisor, dtype), tensor)",
         "return map_values(lambda value: value if divisor == 1 else value / divisor, tensor)",
-        "unit/test_compression.py::test_jax_adds_up_in_that_dtype",
+        "promises/test_compression.py::test_jax_adds_up_in_that_dtype",
         backend="jax",
     ),
 ]

@@ -1,0 +1,621 @@
+"""Checks of gradients that travel during the backward pass. Each prints nothing and raises when it fails.
+
+Arguments: the file to which rank 0 writes the names of the checks that passed, and the names to run.
+"""
+
+import contextlib
+import gc
+import warnings
+
+import keras
+import numpy as np
+import torch
+import torch.distributed as dist
+from support import checks, problem
+from support.checks import check, refused
+from torch.utils.checkpoint import checkpoint
+
+import keras_shardopt as ks
+from keras_shardopt.backends.torch import overlap as torch_overlap
+
+warnings.filterwarnings("ignore")
+NUM_STEPS = 6
+TINY = 1e-4  # MiB: four buckets for `make_model`
+
+
+def make_model(middle=None):
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Dense(6, activation="tanh"), *([] if middle is None else [middle]), keras.layers.Dense(5)]
+    return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers, keras.layers.Dense(problem.NUM_OUTPUTS)])
+
+
+def my_rows(scope, num_steps):
+    """This rank's rows of each batch, and how many that are; the rest of a batch is nobody's."""
+    size = problem.BATCH_SIZE // scope.num_replicas
+    starts = [s + scope.replica_id * size for s in range(0, num_steps * problem.BATCH_SIZE, problem.BATCH_SIZE)]
+    return [np.concatenate([a[s : s + size] for s in starts]) for a in problem.data(num_steps)], size
+
+
+def buckets_of(model):
+    return getattr(model.optimizer.pipeline.reducer, "buckets", None)
+
+
+def trained(scope, arguments, model=None, inner=problem.sgd_momentum, kind=None, loop=None, num_steps=NUM_STEPS):
+    """The model after some steps of `fit` on this rank's rows."""
+    model = make_model() if model is None else model
+    if kind is not None:
+        model.__class__ = kind
+    model.compile(ks.CrossShard(inner(), **arguments), "mse")
+    (x, y), size = my_rows(scope, num_steps)
+    if loop is None:
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+    else:
+        loop(model, x, y, size)
+    return model
+
+
+def by_hand(model, x, y, size):
+    """A loop of the user's own, which sends everything at the end."""
+    for start in range(0, len(x), size):
+        model.zero_grad()
+        outputs = model(x[start : start + size])
+        loss = keras.ops.mean(keras.ops.square(outputs - torch.tensor(y[start : start + size])))
+        loss.backward()
+        model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+
+
+def close(scope):
+    """How far weights may be from those of ranks that send at the end: thirds, and their sums, are rounded."""
+    return 0.0 if scope.num_replicas == 2 else 5e-7
+
+
+def assert_same(some, others, tolerance=0.0):
+    for a, b in zip(some.get_weights(), others.get_weights()):
+        assert np.abs(a - b).max() <= tolerance, np.abs(a - b).max()
+
+
+@contextlib.contextmanager
+def recorded():
+    """What goes into all-reduces: bytes, and whether in a backward pass."""
+    real, calls = dist.all_reduce, []
+
+    def all_reduce(tensor, *args, **kwargs):
+        calls.append((tensor.nbytes, torch._C._current_graph_task_id() >= 0))
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = real
+
+
+@check
+def fit_sends_in_the_backward_pass(scope):
+    plain = trained(scope, {"overlap": False})
+    with recorded() as calls:
+        model = trained(scope, {"bucket_mib": TINY})
+    tolerance = close(scope)
+    assert_same(model, plain, tolerance)
+    assert_same(model, trained(scope, {"bucket_mib": TINY}, loop=by_hand))
+    assert scope.largest_difference(model) == 0
+    calls = calls[1:]  # the first belongs to the common start
+    assert len(calls) == 4 * (NUM_STEPS + 1), calls  # and once more when `fit` ends
+    assert [inside for _, inside in calls] == [False] * 4 + [True] * (4 * (NUM_STEPS - 1)) + [False] * 4
+    whole = trained(scope, {})
+    assert_same(whole, plain, tolerance)
+    assert len(whole.optimizer.pipeline.reducer.buckets._buckets) == 1
+
+
+@check
+def next_values_do_not_travel_in_buckets(scope):
+    """Of what comes as a float8 scale's gradient all ranks take the largest, which no bucket of sums can hold."""
+    next_value = torch.tensor([1.0 + scope.replica_id, 2.0 - scope.replica_id])
+
+    class Scaled(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(2,), initializer="zeros", name="scale")
+            self.scale.overwrite_with_gradient = True
+
+        def call(self, x):
+            return through(x, self.scale.value)
+
+    @keras.ops.custom_gradient
+    def through(x, scale):
+        return x * 1, lambda *args, upstream=None: (args[0] if upstream is None else upstream, next_value)
+
+    for more in ({}, {"gradient_accumulation_steps": 2}, {"compression": "bfloat16"}):
+        plain = trained(scope, {"overlap": False, **more}, make_model(Scaled()))
+        model = trained(scope, {"bucket_mib": TINY, **more}, make_model(Scaled()))
+        assert_same(model, plain)
+        assert scope.largest_difference(model) == 0
+        np.testing.assert_array_equal(model.layers[1].scale.numpy(), [scope.num_replicas, 2.0])
+
+
+@check
+def gradients_are_global_after_the_backward_pass(scope):
+    model = trained(scope, {"bucket_mib": TINY})
+    flat = torch.cat([v.value.grad.reshape(-1) for v in model.trainable_variables])
+    everyones = [torch.empty_like(flat) for _ in range(scope.num_replicas)]
+    dist.all_gather(everyones, flat)
+    assert all((each == flat).all() for each in everyones)
+    again = [v.value.grad for v in model.trainable_variables]
+    trained(scope, {"bucket_mib": TINY}, model=model)  # of a new optimizer, with other memory
+    addresses = [v.value.grad.data_ptr() for v in model.trainable_variables]
+    model.fit(*problem.data(1), verbose=0)
+    assert [v.value.grad.data_ptr() for v in model.trainable_variables] == addresses  # buckets are used again
+    del again
+
+
+@check
+def bytes_are_those_of_the_ring(scope):
+    n = scope.num_replicas
+    layers = [keras.layers.Dense(500), keras.layers.Dense(500), keras.layers.Dense(problem.NUM_OUTPUTS)]
+    model = keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers])
+    size = 4 * model.count_params()
+    for arguments in ({}, {"bucket_mib": 0.97}, {"overlap": False}):
+        with recorded() as calls:
+            trained(scope, arguments, model, num_steps=3)
+        last = calls[-len(calls[1:]) // 4 :]  # of the one that says that training has ended
+        sent = sum(num_bytes for num_bytes, _ in last) * 2 * (n - 1) / n
+        assert sent <= 1.01 * 2 * (n - 1) / n * size, (arguments, sent, size)
+        assert len(last) == (2 if "bucket_mib" in arguments else 1), (arguments, calls)
+
+
+@check
+def half_the_bytes_with_compression(scope):
+    n = scope.num_replicas
+    layers = [keras.layers.Dense(200), keras.layers.Dense(problem.NUM_OUTPUTS)]
+    model = keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers])
+    size = 4 * model.count_params()
+    random = np.random.default_rng(scope.replica_id)
+    variables = model.trainable_variables
+    local = [random.normal(size=v.shape).astype("float32") for v in variables]
+    flat = torch.tensor(np.concatenate([g.ravel() for g in local]))
+    everyones = [torch.empty_like(flat) for _ in range(n)]
+    dist.all_gather(everyones, flat)
+    means, absolute = torch.stack(everyones).mean(0), torch.stack(everyones).abs().mean(0)
+    for dtype, unit in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
+        for arguments in (
+            {},
+            {"overlap": False},
+            {"reduction": "sum"},
+            {"shard_state": True},
+            {"on_nonfinite": "skip"},
+        ):
+            before = np.concatenate([v.numpy().ravel() for v in variables])
+            optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), compression=dtype, **arguments)
+            with recorded() as calls, torch.no_grad():
+                optimizer.apply([torch.tensor(g) for g in local], variables)
+            moved = before - np.concatenate([v.numpy().ravel() for v in variables])
+            factor = n if "reduction" in arguments else 1
+            error = np.abs(moved / factor - means.numpy())
+            bound = (n + 1) * unit * absolute.numpy() + 1e-5  # float32 weights of size 10
+            assert (error <= bound).all(), (dtype, arguments, error.max())
+            assert error.max() > unit / 100, (dtype, arguments)
+            if "shard_state" not in arguments:  # whose reduce-scatter is something else
+                assert [num_bytes <= 1.02 * size / 2 for num_bytes, _ in calls[1:]] == [True], (dtype, arguments, calls)
+    for arguments in ({"overlap": False}, {}):
+        short = trained(scope, {"compression": "bfloat16", "bucket_mib": TINY, **arguments})
+        assert scope.largest_difference(short) == 0
+        x, y = problem.data(2 if scope.replica_id else 1)
+        fit = lambda: short.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)  # noqa: B023, E731
+        refused(fit, ValueError, "must make the same number of updates")
+        dist.barrier()
+
+
+class Sometimes(keras.layers.Layer):
+    """Uses its layer on some ranks, or on none."""
+
+    ranks = (0,)
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(6, kernel_initializer=keras.initializers.GlorotUniform(3))
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        return inputs + self.dense(inputs) if dist.get_rank() in self.ranks else inputs
+
+
+@check
+def gradients_that_some_ranks_lack(scope):
+    for ranks in ((0,), (1,), ()):
+        Sometimes.ranks = ranks
+        models = [
+            trained(scope, arguments, make_model(Sometimes()), keras.optimizers.Adam)
+            for arguments in ({"overlap": False}, {"bucket_mib": TINY, "fused": False}, {"bucket_mib": TINY})
+        ]
+        assert_same(models[1], models[0], 1e-6)
+        assert_same(models[2], models[1], 1e-6)
+        assert scope.largest_difference(models[1]) == 0
+        moved = np.abs(models[1].layers[1].dense.bias.numpy()).max() > 0
+        assert moved == bool(ranks)
+
+
+class Twice(keras.layers.Layer):
+    """Makes its gradients in a backward pass within the backward pass, and again outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(6, activation="tanh", kernel_initializer=keras.initializers.GlorotUniform(3))
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        if dist.get_rank() in Sometimes.ranks and not isinstance(inputs, keras.KerasTensor):
+            inputs = checkpoint(self.dense, inputs, use_reentrant=True)
+            return self.dense(inputs)
+        return self.dense(self.dense(inputs))
+
+
+@check
+def gradients_that_come_in_parts(scope):
+    for ranks in ((0, 1, 2), (1,)):
+        Sometimes.ranks = ranks
+        plain = trained(scope, {"overlap": False}, make_model(Twice()))
+        model = trained(scope, {"bucket_mib": TINY}, make_model(Twice()))
+        assert_same(model, plain, close(scope))
+        assert model.optimizer.pipeline.reducer.buckets._overlaps == (scope.replica_id not in ranks)
+
+
+class ClipsItself(keras.Sequential):
+    """A step of the user's own, which changes gradients before they are reduced."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.optimizer.scale_loss(self.compute_loss(x, y, self(x, training=True)))
+        loss.backward()
+        grads = [v.value.grad * (dist.get_rank() + 1) for v in self.trainable_variables]
+        with torch.no_grad():
+            self.optimizer.apply(grads, self.trainable_variables)
+        return {}
+
+
+@check
+def steps_of_others_see_their_own_gradients(scope):
+    plain = trained(scope, {"overlap": False}, kind=ClipsItself)
+    assert_same(trained(scope, {"bucket_mib": TINY}, kind=ClipsItself), plain, close(scope))
+    model = trained(scope, {"bucket_mib": TINY})
+    x, y = problem.data(1)
+    before = [w.copy() for w in model.get_weights()]
+    model.zero_grad()
+    for _ in range(1 + scope.replica_id):  # of each rank's own making, any number of times
+        keras.ops.mean(model(x)).backward(retain_graph=True)
+    pairs = model.optimizer.compute_gradients(lambda: keras.ops.mean(model(x * (1 + scope.replica_id))), None)
+    assert all(grad is not None for grad, _ in pairs)
+    assert all((a == b).all() for a, b in zip(before, model.get_weights()))
+    model.fit(x, y, verbose=0)
+    assert scope.largest_difference(model) == 0
+
+
+@check
+def parameters_that_are_replaced(scope):
+    found = []
+    for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+        model = trained(scope, arguments)
+        if scope.replica_id == 0:
+            for variable in model.trainable_variables[1:3]:
+                variable._value = torch.nn.Parameter(variable.value.detach().clone())
+        x, y = problem.data(4)
+        model.fit(x[scope.replica_id :: 3], y[scope.replica_id :: 3], batch_size=4, shuffle=False, verbose=0)
+        found.append(model)
+        assert scope.largest_difference(model) == 0
+    assert_same(*found, 1e-6)
+
+
+@check
+def a_frozen_layer_stays(scope):
+    found = []
+    for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+        model = trained(scope, arguments)
+        model.layers[1].trainable = False
+        before = model.layers[1].get_weights()
+        model.fit(*problem.data(3), batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+        assert all((a == b).all() for a, b in zip(before, model.layers[1].get_weights()))
+        found.append(model)
+    assert_same(*found, 1e-6)
+
+
+WAYS = {
+    "overlap": {"bucket_mib": TINY},
+    "at the end": {"overlap": False},
+    "compressed": {"compression": "bfloat16"},
+    "compressed at the end": {"compression": "float16", "overlap": False},
+    "skipping": {"on_nonfinite": "skip"},
+    "accumulating": {"gradient_accumulation_steps": 2},
+    "accumulating and skipping": {"gradient_accumulation_steps": 2, "on_nonfinite": "skip"},
+    "divided": {"shard_state": True},
+    "divided and skipping": {"shard_state": True, "on_nonfinite": "skip"},
+    "clipping": {"replica_clipnorm": 1e6},
+}
+
+
+@check
+def a_layer_that_one_rank_freezes_is_named_on_every_rank(scope):
+    frozen_on = scope.num_replicas - 1
+    for way, arguments in WAYS.items():
+        for prepared in (False, True) if way in ("overlap", "at the end") else (False,):
+            model = trained(scope, arguments, num_steps=2)
+            if prepared:
+                ks.prepare(model)
+            (x, y), size = my_rows(scope, 2)
+            names = [v.path for v in model.layers[1].trainable_variables]
+            if scope.replica_id == frozen_on:
+                model.layers[1].trainable = False
+            before = model.get_weights()
+            try:
+                model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+            except ValueError as error:
+                message = str(error)
+            else:
+                raise AssertionError(f"not refused: {way}")
+            words = ", ".join(f"`{name}`" for name in names) + f" not trained on replica {frozen_on}"
+            assert "must train the same variables" in message and words in message, (way, message)
+            assert "all trained on replica 0" in message, (way, message)
+            assert all((a == b).all() for a, b in zip(before, model.get_weights())), way
+            dist.barrier()
+
+
+@check
+def a_layer_that_all_ranks_freeze_stays_and_the_rest_trains(scope):
+    found = []
+    for way in ("overlap", "at the end", "accumulating and skipping", "divided and skipping"):
+        arguments = WAYS[way]
+        model = trained(scope, arguments, num_steps=2)
+        model.layers[1].trainable = False
+        before = model.get_weights()
+        (x, y), size = my_rows(scope, 4)
+        with recorded() as calls:
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        after = model.get_weights()
+        assert [bool((a == b).all()) for a, b in zip(before, after)] == [False] * 2 + [True] * 2 + [False] * 2, way
+        assert scope.largest_difference(model) == 0
+        if not way.startswith(("overlap", "divided")):
+            assert len(calls) == 1 + 4 // arguments.get("gradient_accumulation_steps", 1), (way, calls)
+        if not way.startswith("accumulating"):
+            found.append(model)
+    for model in found[1:]:
+        assert_same(model, found[0], 1e-6)
+
+
+@check
+def parts_of_unequal_sizes(scope):
+    found = []
+    for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+        model = make_model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), **arguments), "mse")
+        ks.prepare(model)
+        x, y = problem.data(4)
+        mine = slice(0, 9) if scope.replica_id else slice(9, None)  # the others run out of rows
+        with recorded() as calls:
+            model.fit(x[mine], y[mine], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        assert any(inside for _, inside in calls) == (arguments.get("overlap") is None)
+        assert scope.largest_difference(model) == 0
+        found.append(model)
+    assert_same(*found, 1e-6)
+    # One process with the rows that all ranks have in a batch.
+    alone = make_model()
+    start = alone.get_weights()
+    alone.compile(problem.sgd_momentum(), "mse")
+    parts = [np.arange(9, len(x)), *[np.arange(9)] * (scope.num_replicas - 1)]
+    for first in 2 * list(range(0, len(x), 4)):
+        together = np.concatenate([part[first : first + 4] for part in parts])
+        if len(together):
+            alone.train_on_batch(x[together], y[together])
+    assert problem.relative_difference(found[0].get_weights(), alone.get_weights(), start) <= problem.TOLERANCE
+
+
+@check
+def overflows_and_sums(scope):
+    scaled = lambda: ks.LossScaling(problem.sgd_momentum(), "Backoff", {"scale_max": 8.0})  # noqa: E731
+    for inner, arguments in ((scaled, {}), (lambda: keras.optimizers.SGD(0.05), {"reduction": "sum"})):
+        plain = trained(scope, {"overlap": False, **arguments}, inner=inner)
+        model = trained(scope, {"bucket_mib": TINY, **arguments}, inner=inner)
+        assert_same(model, plain, 1e-6)
+        x, y = problem.data(1)
+        before = [w.copy() for w in model.get_weights()]
+        if inner is scaled:
+            if scope.replica_id == scope.num_replicas - 1:
+                x[0, 0] = np.inf
+            model.fit(x, y, verbose=0)
+            assert int(model.optimizer.skipped_steps) == 1
+            assert all((a == b).all() for a, b in zip(before, model.get_weights()))
+
+
+@check
+def what_needs_gradients_before_sends_at_the_end(scope):
+    for arguments in (
+        {"gradient_accumulation_steps": 2},
+        {"shard_state": True},
+        {"on_nonfinite": "skip"},
+        {"replica_clipnorm": 1.0},
+        {"group_assignment": [[r] for r in range(scope.num_replicas)]},
+        {"overlap": False},
+    ):
+        assert buckets_of(trained(scope, arguments)) is None, arguments
+    model = make_model()
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    plain, model = trained(scope, {"overlap": False}), trained(scope, {}, model)
+    assert buckets_of(model) is None
+    assert_same(model, plain, close(scope))
+    del ddp
+
+
+@check
+def fit_after_a_loop_by_hand(scope):
+    # From 3.16 on Keras puts a DDP around a model in `fit`, here when its gradients are reduced by us already.
+    for arguments in ({"reduction": "sum"}, {"replica_clipnorm": 0.1}):
+        inner = lambda: keras.optimizers.SGD(0.02)  # noqa: E731
+        model, plain = (trained(scope, arguments, inner=inner, loop=by_hand) for _ in range(2))
+        (x, y), size = my_rows(scope, NUM_STEPS)
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        by_hand(plain, x, y, size)
+        assert_same(model, plain, 1e-6)
+
+
+@check
+def ranks_that_end_early_are_noticed(scope):
+    model = trained(scope, {"bucket_mib": TINY})
+    x, y = problem.data(2 if scope.replica_id else 1)
+    fit = lambda: model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)  # noqa: E731
+    refused(fit, ValueError, "must make the same number of updates")
+    dist.barrier()
+
+
+@check
+def an_update_that_one_rank_leaves_out_is_noticed(scope):
+    model = trained(scope, {"bucket_mib": TINY})
+    x, y = problem.data(1)
+    if scope.replica_id == 1:
+        real = model.optimizer.apply
+        model.optimizer.__dict__["apply"] = lambda *_: 1 / 0  # in Keras' own step, after the backward pass
+    try:
+        model.train_on_batch(x, y)
+    except ZeroDivisionError:
+        model.optimizer.__dict__["apply"] = real
+    refused(lambda: model.train_on_batch(x, y), ValueError, "must make the same updates, in the same order")
+    dist.barrier()
+
+
+@check
+def layers_that_are_frozen_for_a_while(scope):
+    found = []
+    for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+        model = make_model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), **arguments), "mse")
+        model.optimizer.build(model.trainable_variables)
+        (x, y), size = my_rows(scope, 4)
+        for is_frozen in (True, False):  # also while the backward pass is listened to for the first time
+            model.layers[1].trainable = not is_frozen
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        found.append(model)
+    assert_same(*found, 1e-6)
+
+
+@check
+def gradients_that_a_later_hook_changes(scope):
+    def in_place(parameter):
+        parameter.grad.mul_(0.1)
+
+    def anew(parameter):
+        parameter.grad = parameter.grad * 0.1
+
+    for hook in (in_place, anew):
+        found = []
+        for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+            model = trained(scope, arguments, num_steps=3)
+            for variable in model.trainable_variables:
+                variable.value.register_post_accumulate_grad_hook(hook)
+            (x, y), size = my_rows(scope, 3)
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+            found.append(model)
+        assert_same(*found, 1e-6)
+
+
+@check
+def hooks_end_with_their_optimizer(scope):
+    model = make_model()
+    for _ in range(3):
+        trained(scope, {"bucket_mib": TINY}, model, num_steps=2)
+    gc.collect()
+    assert [len(v.value._post_accumulate_grad_hooks) for v in model.trainable_variables] == [1] * 6
+
+
+class Failing(keras.layers.Layer):
+    """Ends the backward pass with an error on some ranks, when others have sent gradients."""
+
+    ranks = ()
+
+    def call(self, inputs):
+        outputs = inputs * 1.0
+        if dist.get_rank() in self.ranks and not isinstance(inputs, keras.KerasTensor):
+            outputs.register_hook(lambda _: 1 / 0)
+        return outputs
+
+
+@check
+def backward_passes_that_fail(scope):
+    for ranks in ((1,), tuple(range(scope.num_replicas))):
+        found = []
+        for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+            model = trained(scope, arguments, make_model(Failing()), num_steps=3)
+            (x, y), size = my_rows(scope, 4)
+            Failing.ranks = ranks
+            if scope.replica_id in ranks:  # and goes on with the same rows
+                refused(lambda: model.train_on_batch(x[:size], y[:size]), ZeroDivisionError, "")  # noqa: B023
+            Failing.ranks = ()
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+            found.append(model)
+        assert_same(*found, 1e-6)
+        assert scope.largest_difference(found[1]) == 0
+
+
+@check
+def parts_that_come_on_one_rank_after_another(scope):
+    found = []
+    for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
+        Sometimes.ranks = ()
+        model = trained(scope, arguments, make_model(Twice()), num_steps=2)
+        for rank in range(scope.num_replicas):  # those before send at the end already
+            Sometimes.ranks = (rank,)
+            (x, y), size = my_rows(scope, 2)
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        found.append(model)
+    assert_same(*found, 1e-6)
+    assert not found[1].optimizer.pipeline.reducer.buckets._overlaps
+
+
+@check
+def compression_of_gradients_in_half_precision(scope):
+    for arguments in ({"overlap": False}, {}):
+        weight = keras.Variable(np.zeros(4, "float32"))
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), compression="bfloat16", **arguments)
+        optimizer.apply([torch.full((4,), 1.0 + scope.replica_id, dtype=torch.float16)], [weight])
+        assert np.allclose(weight.numpy(), -(scope.num_replicas + 1) / 2, rtol=1e-3), weight.numpy()
+
+
+@check
+def compiled_steps(scope):
+    model, (x, y), size = problem.model(), *my_rows(scope, num_steps=2)
+    with problem.without_generated_code(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=True)
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+    assert not [str(w.message) for w in caught if "Dynamo" in str(w.message)]
+    whole_x, whole_y = problem.data(num_steps=2)
+    reference = problem.model()
+    reference.compile(problem.sgd_momentum(), "mse")
+    reference.fit(whole_x, whole_y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
+    assert scope.largest_difference(model) == 0
+
+
+@check
+def planted_faults_are_seen(scope):
+    plain = trained(scope, {"overlap": False})
+    kind = torch_overlap.Buckets
+    reals = kind._take, torch_overlap.laid_out
+
+    def before_it_is_there(self, i, parameter):
+        """Sends what the step before has left."""
+        put, self._put = self._put, lambda *_: None
+        reals[0](self, i, parameter)
+        self._put = put
+
+    def as_a_sum(tensors, bucket_bytes, op, *rest):
+        return reals[1](tensors, bucket_bytes, "sum", *rest)
+
+    for faults in ((before_it_is_there, reals[1]), (reals[0], as_a_sum)):
+        kind._take, torch_overlap.laid_out = faults
+        model = trained(scope, {"bucket_mib": TINY})
+        kind._take, torch_overlap.laid_out = reals
+        refused(lambda: assert_same(model, plain, 1e-3), AssertionError, "")  # noqa: B023
+
+
+if __name__ == "__main__":
+    checks.main(ks.data_parallel, dist.barrier)

@@ -1,0 +1,39 @@
+"""PyTorch: everything in rank_overlap.py, on two and three ranks, in one spawn of workers each."""
+
+import functools
+
+import pytest
+from support import checks, launch
+from support.suites import some
+
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(600)]
+
+SOURCE = launch.SCRIPTS / "rank_overlap.py"
+CHECKS = checks.names_in(SOURCE)
+# All on two, where sums do not depend on their order; on three what may depend on the number.
+ON_THREE = ["fit_sends_in_the_backward_pass", "gradients_that_some_ranks_lack", "gradients_that_come_in_parts"]
+ON_THREE += ["parts_of_unequal_sizes", "ranks_that_end_early_are_noticed"]
+RUNS = [(2, name) for name in CHECKS] + [(3, name) for name in ON_THREE]
+LONG = [(2, "compiled_steps"), *((3, name) for name in ON_THREE)]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """Of a number of ranks: the names of the checks that passed, and what the workers printed in the others."""
+    folder = tmp_path_factory.mktemp("overlap")
+
+    @functools.cache
+    def run(num_ranks, is_long):
+        names = [name for n, name in RUNS if n == num_ranks and ((n, name) in LONG) == is_long]
+        file = folder / f"{num_ranks}-{is_long}.json"
+        return checks.passed_and_failures(SOURCE, num_ranks, file, names, timeout_alone=60)
+
+    return run
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), some(RUNS, lambda case: case not in LONG))
+def test_on_ranks(outcome, num_ranks, name):
+    passed, failures = outcome(num_ranks, (num_ranks, name) in LONG)
+    if name in failures:
+        pytest.fail(failures[name], pytrace=False)
+    assert name in passed

@@ -1,0 +1,239 @@
+"""After `prepare(model)` any division of the batch trains like one process with the whole batch."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from conftest import BACKEND
+from promises.problems import uneven
+from support import problem
+from support.suites import some
+
+import keras_shardopt as ks
+
+pytestmark = pytest.mark.backends("tensorflow", "jax")
+
+COUNT_PADDING = ["scalar loss", "two outputs", "added loss"]
+
+
+@functools.cache
+def alone(case):
+    return uneven.run(case, 1)
+
+
+@pytest.mark.parametrize("num_replicas", [2])
+@pytest.mark.parametrize(
+    "case", some(uneven.CASES, ["divided by weights", "added loss" if BACKEND == "tensorflow" else "mask"])
+)
+def test_update_and_metrics_are_those_of_one_process(case, num_replicas):
+    uneven.assert_same(uneven.run(case, num_replicas), alone(case), uneven.start_of(case))
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("case", some([c for c in uneven.CASES if c not in COUNT_PADDING], ["two losses"]))
+def test_so_they_are_with_gradients_of_each_replica(case):
+    # A clip that never bites: forward and backward pass run in a shard_map, on batches with rows to fill them up.
+    got = uneven.run(case, 4, around={"replica_clipnorm": 1e9})
+    uneven.assert_same(got, alone(case), uneven.start_of(case))
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("case", some(COUNT_PADDING, ["added loss"]))
+def test_what_would_count_rows_that_fill_up_a_batch_is_refused(case):
+    if case == "two outputs" and not uneven.penalties_are_means():
+        pytest.skip("this Keras does not divide penalties on activities by the number of rows")
+    around = {"replica_clipnorm": 1e9}
+    with pytest.raises(ValueError, match="13 rows on 4 replicas"):
+        uneven.run(case, 4, around=around)
+    even = slice(48)
+    got = uneven.run(case, 4, around=around, rows=even)
+    uneven.assert_same(got, uneven.run(case, 1, rows=even), uneven.start_of(case))
+
+
+@pytest.mark.parametrize("num_replicas", [2])
+def test_without_prepare_an_uneven_batch_is_an_error(num_replicas):
+    """On TensorFlow the first batch may be even, and the last one is a mean of means then; see the README."""
+    with pytest.raises(Exception, match="divi|shape"):
+        uneven.run("plain", num_replicas, prepared=False, fit={"batch_size": 13})
+
+
+def test_a_batch_with_fewer_rows_than_replicas():
+    few = slice(18)  # 16 and 2 rows
+    uneven.assert_same(uneven.run("plain", 3, rows=few), uneven.run("plain", 1, rows=few))
+
+
+@pytest.mark.parametrize("case", some(["scalar loss", "two outputs", "added loss", "two losses"], ["two outputs"]))
+def test_a_replica_without_rows_adds_nothing(case):
+    few = slice(17)  # 16 rows and one
+    got = uneven.run(case, 2, rows=few)
+    uneven.assert_same(got, uneven.run(case, 1, rows=few), uneven.start_of(case))
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_loss_added_where_replicas_cannot_be_told_apart_is_refused():
+    class Late(keras.Sequential):
+        def compute_loss(self, *args, **kwargs):
+            self.add_loss(keras.ops.sum(self.weights[0]))
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="`add_loss` must be called in the forward pass"):
+        uneven.run("plain", 2, make=lambda: Late(problem.model().layers))
+
+
+@pytest.mark.parametrize("num_rows", some([48, uneven.NUM_ROWS], [uneven.NUM_ROWS]))
+def test_replica_clipnorm_is_that_of_numpy(num_rows):
+    def equal_parts(batch):
+        size = -(-len(batch) // 4)
+        return [batch[first : first + size] for first in range(0, len(batch), size)]
+
+    expected, num_clipped = uneven.clipped_in_numpy(equal_parts, 0.9, num_rows)
+    assert 2 <= num_clipped <= 14, "the limit must bite on some replicas only"
+    weights, _ = uneven.run("plain", 4, around={"replica_clipnorm": 0.9}, rows=slice(num_rows), validates=False)
+    assert problem.relative_difference(weights, expected) <= problem.TOLERANCE
+
+
+SCALED = {
+    "around CrossShard": lambda cross_shard, sgd: ks.LossScaling(cross_shard(sgd()), 64.0),
+    "twice inside": lambda cross_shard, sgd: cross_shard(ks.LossScaling(sgd(loss_scale_factor=4.0), 16.0)),
+}
+
+
+@pytest.mark.parametrize("scaled", some(SCALED, ["twice inside"]))
+def test_replica_clipnorm_is_in_units_of_the_loss_wherever_that_is_scaled(scaled):
+    def sgd(**more):
+        return keras.optimizers.SGD(0.1, momentum=0.9, **more)
+
+    def trained(make):
+        x, y = problem.data(num_steps=3)
+        with ks.data_parallel(2) as replicas:
+            model = problem.model()
+            model.compile(make(cross_shard, sgd), "mse")
+            ks.prepare(model)
+        model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+        replicas.close()
+        return model.get_weights()
+
+    def cross_shard(inner):
+        return ks.CrossShard(inner, replica_clipnorm=0.5)
+
+    weights = trained(SCALED[scaled])
+    plain = trained(lambda cross_shard, sgd: cross_shard(sgd()))
+    assert problem.relative_difference(weights, plain) <= problem.TOLERANCE
+
+
+class WithState(keras.Model):
+    """A model whose training does what a `shard_map` around it can get wrong: dropout, batch statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalize = keras.layers.BatchNormalization(momentum=0.5)
+        self.drop = keras.layers.Dropout(0.5, seed=5)
+        self.out = keras.layers.Dense(problem.NUM_OUTPUTS)
+
+    def call(self, x, training=False):
+        return self.out(self.drop(self.normalize(x, training=training), training=training))
+
+
+@pytest.mark.backends("jax")
+def test_state_of_layers_in_a_shard_map():
+    x, y = uneven.data()
+    with ks.data_parallel(4):
+        model = WithState()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), replica_clipnorm=1e9), "mse", steps_per_execution=2)
+        ks.prepare(model)
+    model.fit(x[:32], y[:32], batch_size=16, shuffle=False, verbose=0)
+    batches = x[:32].astype("float64").reshape(2, 4, 4, -1)
+    mean = np.zeros(problem.NUM_FEATURES)
+    for batch in batches:  # each replica normalises with its rows; the moving mean is the mean of theirs
+        mean = 0.5 * mean + 0.5 * batch.mean(axis=1).mean(axis=0)
+    np.testing.assert_allclose(model.normalize.moving_mean, mean, rtol=1e-5)
+    seed = keras.ops.convert_to_numpy(model.drop.seed_generator.state)
+    assert seed[0] == 5 and seed[1] == 2  # one draw for each batch, and the seed itself as it was
+
+
+def test_what_cannot_be_prepared_says_so():
+    with pytest.raises(TypeError, match="`model` must be a `keras.Model`"):
+        ks.prepare("model")
+    model = problem.model()
+    with pytest.raises(ValueError, match="compiled with a `CrossShard`"):
+        ks.prepare(model)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="compiled with a `CrossShard`"):
+        ks.prepare(model)
+
+
+def test_groups_that_train_apart_cannot_be_prepared():
+    model = uneven.compiled(around={"group_assignment": [[0, 1], [2, 3]]})
+    with pytest.raises(ValueError, match="groups train apart"):
+        ks.prepare(model)
+
+
+@pytest.mark.backends("jax")
+def test_a_train_step_of_ones_own_cannot_show_gradients_of_each_replica():
+    class Own(keras.Sequential):
+        def train_step(self, state, data):
+            return super().train_step(state, data)
+
+    with pytest.raises(ValueError, match="`train_step` of your own"):
+        uneven.run("plain", 2, around={"replica_clipnorm": 1.0}, make=lambda: Own(problem.model().layers))
+
+
+@pytest.mark.backends("jax")
+def test_a_prepared_model_trains_with_another_optimizer_as_keras_does():
+    """XLA reduces gradients for any optimizer, so there is nothing to refuse, as there is on PyTorch."""
+    results = []
+    for num_replicas in (1, 4):
+        x, y = uneven.data()
+        with ks.data_parallel(num_replicas) as replicas:
+            model = problem.model()
+            for optimizer in (ks.CrossShard(problem.sgd_momentum(), gradient_accumulation_steps=2), "sgd"):
+                model.compile(optimizer, "mse")
+                if optimizer != "sgd":
+                    ks.prepare(model)
+                model.fit(x, y, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
+                results.append(model.get_weights())
+            with pytest.raises(ValueError, match="compiled with a `CrossShard`"):
+                ks.prepare(model)
+        replicas.close()
+    for mine, alone in zip(results[2:], results[:2]):
+        assert problem.relative_difference(mine, alone) <= problem.TOLERANCE
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_groups_of_a_later_compile_are_refused():
+    with ks.data_parallel(4) as replicas:
+        model = problem.model()
+        model.compile(ks.CrossShard("sgd"), "mse")
+        ks.prepare(model)
+        model.compile(ks.CrossShard("sgd", group_assignment=[[0, 1], [2, 3]]), "mse")
+        with pytest.raises(ValueError, match="groups train apart"):
+            model.fit(*problem.data(1), batch_size=problem.BATCH_SIZE, verbose=0)
+    replicas.close()
+
+
+@pytest.mark.backends("jax")
+def test_a_prepared_model_stays_so_under_another_distribution_of_the_same_devices():
+    def distribute():
+        devices = keras.distribution.list_devices()[:4]
+        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+
+    distribute()
+    model = problem.model()
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    ks.prepare(model)
+    distribute()
+    x, y = problem.data(1)
+    model.fit(x[:13], y[:13], batch_size=13, verbose=0)
+    keras.distribution.set_distribution(None)
+    alone = problem.model()
+    alone.compile(problem.sgd_momentum(), "mse")
+    alone.fit(x[:13], y[:13], batch_size=13, verbose=0)
+    assert problem.relative_difference(model.get_weights(), alone.get_weights()) <= problem.TOLERANCE
+
+
+def test_one_replica_is_left_alone():
+    expected, got = (uneven.run("plain", 1, prepared, validates=False) for prepared in (False, True))
+    assert got[1] == expected[1]
+    for a, b in zip(got[0], expected[0]):
+        np.testing.assert_array_equal(a, b)

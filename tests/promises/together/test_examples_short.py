@@ -1,0 +1,52 @@
+"""Accumulation, loss scaling, and loops of one's own: what each example is to show, with a few steps."""
+
+import re
+import sys
+
+import pytest
+from support import launch
+from test_examples import EXAMPLES, run
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TOGETHER = str(launch.SCRIPTS / "several_examples.py")
+
+
+def printed(output, name):
+    """What the example `name` printed, by label."""
+    (part,) = re.findall(rf"^--- {name}\n(.*?)(?=^---|\Z)", output, re.MULTILINE | re.DOTALL)
+    return dict(re.findall(r"^(\S.*?)  +(\S.*)$", part, re.MULTILINE))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("backend", "start", "replicas", "loop"),
+    [
+        ("jax", [sys.executable], ["--replicas", "4"], "jax_loop.py"),
+        pytest.param("tensorflow", [sys.executable], ["--replicas", "2"], None, marks=pytest.mark.exhaustive),
+        pytest.param("torch", TORCHRUN, [], "torch_loop.py", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_examples_show_what_they_say(backend, start, replicas, loop):
+    words = [str(EXAMPLES / "accumulation.py"), "--steps", "2", *replicas]
+    words += ["--", str(EXAMPLES / "loss_scaling.py"), "--epochs", "4", *replicas]
+    if loop is not None:
+        words += ["--", str(EXAMPLES / loop), "--steps", "2", *replicas]
+    output = run(*start, TOGETHER, *words, KERAS_BACKEND=backend)
+    number = replicas[-1] if replicas else "2"
+
+    found = printed(output, "accumulation.py")
+    assert (found["backend"], found["replicas"]) == (backend, number)
+    assert found["updates, whole batches"] == found["updates, in micro-steps"] == "2"
+    assert float(found["relative difference"]) <= 1e-5
+
+    found = printed(output, "loss_scaling.py")
+    assert (found["backend"], found["replicas"]) == (backend, number)
+    assert float(found["accuracy, not scaled"]) < 0.3
+    assert float(found["accuracy, scaled"]) > 0.7
+    assert int(found["skipped steps"]) >= 4  # one in each epoch
+    assert float(found["largest difference"]) == 0
+
+    if loop is not None:
+        found = printed(output, loop)
+        assert found["replicas"] == number
+        assert float(found["relative difference"]) <= 1e-5

@@ -1,0 +1,257 @@
+"""PyTorch: updates in one pass over memory are those of Keras' own arithmetic."""
+
+import copy
+import pickle
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from support import problem
+
+import keras_shardopt as ks
+
+pytestmark = pytest.mark.backends("torch")
+
+o = keras.optimizers
+NUM_STEPS = 100
+# One with more elements than are worked on at a time, and with an end that fills no vector register.
+SHAPES = [(7, 5), (5,), (), (257, 257), (0, 3)]
+DECAYING = o.schedules.ExponentialDecay(0.01, 10, 0.5)
+
+VARIANTS = {
+    "SGD": lambda: o.SGD(0.1),
+    "SGD momentum": lambda: o.SGD(0.1, momentum=0.9),
+    "SGD nesterov": lambda: o.SGD(0.1, momentum=0.9, nesterov=True),
+    "SGD tiny rate": lambda: o.SGD(1e-11, momentum=0.9),
+    "SGD decay": lambda: o.SGD(0.1, momentum=0.9, weight_decay=0.01),
+    "SGD schedule": lambda: o.SGD(o.schedules.ExponentialDecay(0.1, 10, 0.5), momentum=0.9),
+    "Adagrad": lambda: o.Adagrad(0.05),
+    "Adagrad epsilon": lambda: o.Adagrad(0.05, initial_accumulator_value=1e-3, epsilon=1e-2),
+    "Adam": lambda: o.Adam(0.01),
+    "Adam epsilon": lambda: o.Adam(0.01, epsilon=1e-2),
+    "Adam betas": lambda: o.Adam(0.01, beta_1=0.0, beta_2=0.5),
+    "Adam amsgrad": lambda: o.Adam(0.01, amsgrad=True),
+    "Adam schedule": lambda: o.Adam(DECAYING),
+    "Adam clipped": lambda: o.Adam(0.01, global_clipnorm=0.5),
+    "Adam averaged": lambda: o.Adam(0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=7),
+    "Adam accumulating": lambda: o.Adam(0.01, gradient_accumulation_steps=2),
+    "Adam loss_scale_factor": lambda: o.Adam(0.01, loss_scale_factor=8.0),
+    "AdamW": lambda: o.AdamW(0.01, weight_decay=0.1),
+    "GradientClipping": lambda: ks.GradientClipping(o.Adam(0.01), 0.5),
+    "LARC": lambda: ks.LARC(o.SGD(0.1, momentum=0.9), 0.01),
+    "LossScaling": lambda: ks.LossScaling(o.Adam(0.01), "Backoff", {"scale_max": 8.0}),
+    "MixedPrecision": lambda: ks.MixedPrecision(o.Adam(0.01)),
+    "LossScaleOptimizer": lambda: o.LossScaleOptimizer(o.Adam(0.01), initial_scale=4.0),
+    "MultiOptimizer": lambda: o.MultiOptimizer(o.OptimizerMap(o.Adam(0.01), {".*w1": o.SGD(0.1, momentum=0.9)})),
+}
+if not hasattr(o, "MultiOptimizer"):
+    del VARIANTS["MultiOptimizer"]
+
+
+def weights(dtype="float32"):
+    # Not larger than what the updates move: the rounding of large weights would be all that is seen.
+    random = np.random.default_rng(1)
+    return [keras.Variable(0.05 * random.normal(size=s), dtype=dtype, name=f"w{i}") for i, s in enumerate(SHAPES)]
+
+
+def grads(step, dtype="float32"):
+    import torch
+
+    random = np.random.default_rng(100 + step)
+    return [torch.tensor(0.1 * random.normal(size=s), dtype=getattr(torch, dtype)) for s in SHAPES]
+
+
+def trained(optimizer, num_steps=NUM_STEPS, dtype="float32", grads_of=None, prepare=None):
+    mine = weights(dtype)
+    if prepare is not None:
+        prepare(optimizer, mine)
+    optimizer.build(mine)
+    for step in range(num_steps):
+        optimizer.apply((grads_of or grads)(step, dtype), mine)
+    return arrays(mine), arrays(optimizer.variables)
+
+
+def arrays(variables):
+    return [keras.ops.convert_to_numpy(keras.ops.cast(v, "float64")) for v in variables]
+
+
+def difference(found, expected, start):
+    movement = max(float(np.max(np.abs(b - a), initial=0.0)) for a, b in zip(start, expected))
+    return max(float(np.max(np.abs(a - b), initial=0.0)) for a, b in zip(found, expected)) / movement
+
+
+def assert_alike(name, found, expected):
+    assert difference(found[0], expected[0], arrays(weights())) <= 1e-6, name
+    assert len(found[1]) == len(expected[1])
+    for a, b in zip(found[1], expected[1]):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * max(1.0, np.max(np.abs(b), initial=0.0)), err_msg=name)
+
+
+@pytest.fixture
+def without_keras_arithmetic(monkeypatch):
+    """Fails if an optimizer with a kernel updates by Keras' own operations."""
+    from keras_shardopt.backends.torch import fused as torch_fused
+
+    def refuse(*_):
+        raise AssertionError("not fused")
+
+    def install():
+        for kind in torch_fused._RULES:
+            monkeypatch.setattr(kind, "_parallel_update_step", refuse)
+
+    return install
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_hundred_updates_are_those_of_keras(name, without_keras_arithmetic):
+    expected = trained(ks.CrossShard(VARIANTS[name](), fused=False))
+    without_keras_arithmetic()
+    assert_alike(name, trained(ks.CrossShard(VARIANTS[name]())), expected)
+
+
+def test_under_accumulation_and_in_float64(without_keras_arithmetic):
+    for arguments, dtype in (({"gradient_accumulation_steps": 2}, "float32"), ({}, "float64")):
+        expected = trained(ks.CrossShard(o.Adam(0.01), fused=False, **arguments), dtype=dtype)
+        fused = ks.CrossShard(o.Adam(0.01), **arguments)
+        assert_alike(dtype, trained(fused, dtype=dtype), expected)
+
+
+def test_excluded_variables_and_constraints():
+    def prepare(optimizer, variables):
+        optimizer.exclude_from_weight_decay(var_names=["w1"], var_list=variables[:1])
+        variables[3].constraint = keras.constraints.MaxNorm(2.0)
+
+    make = lambda: o.AdamW(0.01, weight_decay=0.5)  # noqa: E731
+    expected = trained(ks.CrossShard(make(), fused=False), prepare=prepare)
+    assert_alike("AdamW", trained(ks.CrossShard(make()), prepare=prepare), expected)
+
+
+def test_variables_without_gradient_stay():
+    def grads_of(step, dtype):
+        return [None, *grads(step, dtype)[1:]]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = trained(ks.CrossShard(o.Adam(0.01), fused=False), grads_of=grads_of)
+        found = trained(ks.CrossShard(o.Adam(0.01)), grads_of=grads_of)
+    assert_alike("Adam", found, expected)
+    np.testing.assert_array_equal(found[0][0], arrays(weights())[0])
+
+
+class MyAdam(type(o.Adam())):
+    """May have another formula."""
+
+
+def replaced():
+    optimizer = o.SGD(0.1, momentum=0.9)
+    optimizer.update_step = lambda *_: None
+    return optimizer
+
+
+def transposed(step, dtype):
+    found = grads(step, dtype)
+    return [g.t().contiguous().t() if len(g.shape) == 2 else g for g in found]
+
+
+def sparse(step, dtype):
+    found = grads(step, dtype)
+    return [found[0].to_sparse(), *found[1:]]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (MyAdam, {}),
+        (replaced, {}),
+        (lambda: o.RMSprop(0.01), {}),
+        (lambda: o.Adam(0.01), {"dtype": "bfloat16"}),
+        (lambda: o.SGD(0.1), {"grads_of": sparse}),
+    ],
+    ids=["subclass", "method replaced", "no kernel", "bfloat16", "sparse"],
+)
+def test_what_does_not_fit_is_updated_by_keras(make, arguments):
+    expected = trained(ks.CrossShard(make(), fused=False), 3, **arguments)
+    found = trained(ks.CrossShard(make()), 3, **arguments)
+    for some, others in zip(found, expected):
+        for a, b in zip(some, others):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_gradients_that_lie_otherwise_in_memory(without_keras_arithmetic):
+    expected = trained(ks.CrossShard(o.Adam(0.01), fused=False))
+    without_keras_arithmetic()
+    assert_alike("Adam", trained(ks.CrossShard(o.Adam(0.01)), grads_of=transposed), expected)
+
+
+def test_gradients_are_left_as_they_are():
+    for name in ("SGD momentum", "SGD nesterov", "Adagrad", "Adam"):
+        mine, given = weights(), grads(0)
+        before = [g.clone() for g in given]
+        ks.CrossShard(VARIANTS[name]()).apply(given, mine)
+        assert all((a == b).all() for a, b in zip(given, before)), name
+
+
+def test_the_optimizer_is_left_as_it_is():
+    inner = o.Adam(0.01)
+    optimizer = ks.CrossShard(inner)
+    trained(optimizer, 1)
+    assert not any(callable(value) for value in inner.__dict__.values())
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.get_config() == optimizer.get_config()
+    assert keras.optimizers.deserialize(keras.optimizers.serialize(ks.CrossShard(o.SGD(), fused=False))).fused is False
+
+
+def test_false_is_kerass_own_arithmetic():
+    expected = trained(o.Adam(0.01), 3)
+    found = trained(ks.CrossShard(o.Adam(0.01), fused=False), 3)
+    for some, others in zip(found, expected):
+        for a, b in zip(some, others):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("wrong", [True, None, "always", 0, 1])
+def test_other_values_are_refused(wrong):
+    with pytest.raises(ValueError, match='`fused` must be "auto" or False. Received: fused='):
+        ks.CrossShard("adam", fused=wrong)
+
+
+def epsilon_not_divided(optimizer, rate, weights, grads, momentums, velocities):
+    """PyTorch's own formula, with Keras' epsilon."""
+    import torch
+
+    step = [torch.tensor(float(optimizer.iterations + 1))] * len(weights)
+    betas = {"beta1": optimizer.beta_1, "beta2": optimizer.beta_2}
+    rest = {"weight_decay": 0.0, "eps": optimizer.epsilon, "amsgrad": False, "maximize": False}
+    torch._fused_adam_(weights, grads, momentums, velocities, [], step, lr=float(rate), **betas, **rest)
+
+
+def rate_forgotten(optimizer, rate, weights, grads, momentums):
+    from keras_shardopt.backends.torch import fused as torch_fused
+
+    torch_fused._fused_sgd(weights, grads, momentums, momentum=optimizer.momentum, lr=-1.0, dampening=1.0)
+
+
+@pytest.mark.parametrize(
+    ("variant", "rule", "fault"),
+    [("Adam epsilon", "_adam", epsilon_not_divided), ("SGD momentum", "_momentum", rate_forgotten)],
+)
+def test_a_planted_fault_is_seen(monkeypatch, variant, rule, fault):
+    from keras_shardopt.backends.torch import fused as torch_fused
+
+    expected = trained(ks.CrossShard(VARIANTS[variant](), fused=False))
+    monkeypatch.setattr(torch_fused, rule, fault)
+    found = trained(ks.CrossShard(VARIANTS[variant]()))
+    assert difference(found[0], expected[0], arrays(weights())) > 1e-4
+
+
+def test_fit_with_torch_compile():
+    model = problem.InOneLayer()
+    model.compile(ks.CrossShard(o.Adam(0.01)), "mse", jit_compile=True)
+    reference = problem.model()
+    reference.compile(o.Adam(0.01), "mse")
+    x, y = problem.data(num_steps=10)
+    for each in (model, reference):
+        with problem.without_generated_code():
+            each.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= 1e-5
