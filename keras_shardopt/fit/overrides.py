@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
+from keras_shardopt import arguments as check
 from keras_shardopt.backends.models import optimizers_in_step
 
 
@@ -48,7 +50,29 @@ def refuse_groups(reducers: Sequence[Any]) -> None:
             )
 
 
+def warn_of_unequal_start(names: Sequence[str]) -> None:
+    """Says, in one line, which variables were not equal on all processes when `fit` began."""
+    warnings.warn(
+        "All processes must begin `fit` equal, so all go on with the values of the first one. "
+        f"Received: other values of {check.listed(names, ', ')} on some. Change variables on every process alike.",
+        stacklevel=2,
+    )
+
+
 def num_rows(data: Any) -> Any:
     """How many rows a batch has: a batch is what `train_step` gets, `(x, y, sample_weight)` or less."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     return keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))[0]
+
+
+_IS_PREPARED = "_keras_shardopt_prepared"
+
+
+def note_prepared(model: Any) -> None:
+    """Notes that `fit` of this model is that of all replicas together."""
+    object.__setattr__(model, _IS_PREPARED, True)
+
+
+def is_prepared(model: Any) -> bool:
+    """Whether it is."""
+    return _IS_PREPARED in vars(model)

@@ -26,6 +26,8 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     """Gives the model steps that know which part of the batch they have."""
+    if processes.process()[0] > 1:
+        return  # Keras' `fit` cannot run there, and is refused where its own methods are
     if all(num_mirrored(variable) == 1 for variable in model.trainable_variables):
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
     # Past Keras' attribute tracking.
