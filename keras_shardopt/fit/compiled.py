@@ -94,9 +94,10 @@ def _prepare_if_possible(model: Any) -> bool:
 
 
 def _warn_of_plain_optimizer(model: Any) -> None:
-    replicas = runtime.communicator("")
-    # One program for all replicas reduces gradients by itself. A prepared model refuses to train so.
-    if model.optimizer is None or is_prepared(model) or replicas.num_replicas == 1 or replicas.is_spmd:
+    if model.optimizer is None or is_prepared(model) or processes.process()[0] == 1:
+        return  # a prepared model refuses to train so
+    # One program for all replicas reduces gradients by itself.
+    if not processes.needs_initial_broadcast or (replicas := runtime.communicator("")).is_spmd:
         return
     name = type(model.optimizer).__name__
     warnings.warn(

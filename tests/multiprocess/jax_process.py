@@ -7,6 +7,7 @@ import pathlib
 import sys
 import warnings
 
+import h5py
 import jax
 import keras
 import numpy as np
@@ -162,11 +163,16 @@ def main():
     for _ in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            other.fit(parts, shuffle=False, verbose=0)
+            kept = keras.callbacks.ModelCheckpoint(folder / "kept.weights.h5", save_weights_only=True)
+            log = keras.callbacks.CSVLogger(folder / "log.csv")
+            other.fit(parts, shuffle=False, verbose=0, callbacks=[kept, log])
+        assert (log.csv_file is not None) == scope.is_chief
         said.append([str(each.message) for each in caught if "must begin `fit` equal" in str(each.message)])
         check.check()
     assert [len(words) for words in said] == [int(scope.is_chief), 0], said
     assert not scope.is_chief or other.trainable_variables[0].path in said[0][0]
+    with h5py.File(folder / "kept.weights.h5") as file:  # by process 0, which the others have waited for
+        assert len(file) > 0
 
     # One process trains something else: both say so before either has made a variable for it.
     odd = scope.process_id == 1
