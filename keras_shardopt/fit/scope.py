@@ -115,7 +115,11 @@ class data_parallel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._watching.__exit__(kind, error, traceback)
+        try:
+            self._watching.__exit__(kind, error, traceback)
+        except BaseException:  # of a model that has waited for its optimizers
+            self._open.close()
+            raise
         if kind is None and self._entered().persists and len(self._made_inside):
             global _lingering
             _lingering = self
