@@ -3,7 +3,7 @@
     KERAS_BACKEND=jax python benchmarks/accumulation.py
 
 prints, for a step of forward and backward pass, what each kind of optimizer step adds to it. On JAX it measures one
-device by default; `--replicas 2` measures CPU devices under `fit`'s compiled step after `prepare(model)`.
+device by default; `--replicas 2` measures CPU devices under `fit`'s compiled step of a prepared model.
 `--quick` runs in seconds, on sizes that say nothing.
 """
 
@@ -92,8 +92,6 @@ def main():
         for name, make in kinds.items():
             model = make_model(arguments.width)
             model.compile(make(), "mse")
-            if name.startswith("CrossShard") and arguments.replicas > 1:
-                ks.prepare(model)
             runs[name] = make_steps(model, x, x)
             runs[name](2)
         times = {name: [] for name in runs}

@@ -129,3 +129,16 @@ def override_method(model: Any, name: str, function: Callable[..., Any], outermo
             real = functools.partial(other, model, real)
         # Past Keras' attribute tracking, and torch's.
         object.__setattr__(model, name, real)
+
+
+_IS_PREPARED = "_keras_shardopt_prepared"
+
+
+def note_prepared(model: Any) -> None:
+    """Notes that `fit` of this model is that of all replicas together."""
+    object.__setattr__(model, _IS_PREPARED, True)
+
+
+def is_prepared(model: Any) -> bool:
+    """Whether it is."""
+    return _IS_PREPARED in vars(model)

@@ -11,7 +11,7 @@ import numpy as np
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_instance
-from keras_shardopt.backends.models import layers_of, optimizers_of
+from keras_shardopt.backends.models import is_prepared, layers_of, optimizers_of
 from keras_shardopt.callbacks.nonfinite import reducers_in
 from keras_shardopt.numerics import Groups, Variable
 from keras_shardopt.optimizers.cross_shard import CrossShard
@@ -19,15 +19,17 @@ from keras_shardopt.wrapping.chain import descendants, shared_variables
 
 
 class SyncReplicas(keras.callbacks.Callback):
-    r"""Starts all replicas equal, and averages the logs of each epoch over them.
+    r"""Starts all replicas equal, and averages the logs of each epoch over them, for a model that is not prepared.
 
-    When training begins, all model variables (weights that are not trained and seed states too) and all optimizer
-    variables take the values of rank 0. At the end of each epoch every number in the logs becomes
+    A prepared model, as every one that is compiled inside `data_parallel()`, does both by itself: this callback does
+    nothing then, wherever it stands, and stays for old scripts and for models that are left unprepared.
+
+    For these, when training begins, all model variables (weights that are not trained and seed states too) and all
+    optimizer variables take the values of rank 0. At the end of each epoch every number in the logs becomes
     $\frac{1}{N} \sum_p v_p$, with $N$ the number of processes and $v_p$ the number on process $p$. What comes after
     it in the list of callbacks then decides alike everywhere: `ReduceLROnPlateau`, `EarlyStopping` and
-    `ModelCheckpoint` see the same `val_loss` on each rank. So does the history that `fit` returns.
-
-    It must stand before them, or they would see the numbers of their own rank only.
+    `ModelCheckpoint` see the same `val_loss` on each rank. So does the history that `fit` returns. It must stand before
+    them, or they would see the numbers of their own rank only.
 
     On PyTorch the processes are the ranks, and on JAX those of `jax.distributed`, whose metrics Keras has made global
     already. Where one process holds all replicas it does nothing.
@@ -54,6 +56,9 @@ class SyncReplicas(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Makes all processes start with rank 0's variables."""
+        model = self.model
+        if is_prepared(model):
+            return
         for callback in _standing_before(self):
             if hasattr(callback, "monitor"):
                 name = type(callback).__name__
@@ -62,7 +67,6 @@ class SyncReplicas(keras.callbacks.Callback):
                     f"their own rank, and ranks decide differently. Received: `{name}` before it. "
                     f"Use `callbacks=[SyncReplicas(), ..., {name}(...)]`."
                 )
-        model = self.model
         if processes.needs_initial_broadcast:
             for part in reducers_in(model):
                 part.peers.check()
@@ -71,7 +75,7 @@ class SyncReplicas(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages `logs` in place, which is the dict that the callbacks after this one get."""
-        if logs is None:
+        if logs is None or is_prepared(self.model):
             return
         everyones = processes.gather_objects(dict(logs))
         for process, theirs in enumerate(everyones):
@@ -180,7 +184,7 @@ class CheckReplicas(keras.callbacks.Callback):
                 f"Received, after {self._num_batches} batches of this `fit`: another value of "
                 f"{check.listed(found, '; of ')}. "
                 "Is every gradient reduced, does any replica change variables by itself, is the memory sound? "
-                "Go on from the last checkpoint; `keras_shardopt.callbacks.SyncReplicas` starts all replicas equal."
+                "Go on from the last checkpoint; each `fit` of a prepared model starts all replicas equal."
             )
 
 

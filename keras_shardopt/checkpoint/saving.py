@@ -117,8 +117,8 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint` for several processes, with files that are whole at any moment.
 
     Saves with `save_model` or `save_weights`: all processes take part, the chief writes, all go on when the file is
-    there. Whether to save, and under which name, the chief decides by its own logs, for all of them; behind
-    `SyncReplicas` those are the mean over all processes. The folder is made if it is not there.
+    there. Whether to save, and under which name, the chief decides by its own logs, for all of them; those of
+    a prepared model are of all processes. The folder is made if it is not there.
 
     Every process needs this callback, with the same `save_freq`.
 

@@ -39,13 +39,21 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
+from keras_shardopt.backends.jax.placement import placement
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects
-from keras_shardopt.backends.models import has_built_in_step, layers_of, override_method
-from keras_shardopt.fit.losses import share_losses
-from keras_shardopt.fit.overrides import call_silently, num_rows, reducers_in, refuse_groups
+from keras_shardopt.backends.models import has_built_in_step, layers_of, optimizers_of, override_method
+from keras_shardopt.fit.overrides import (
+    call_silently,
+    num_rows,
+    reducers_in,
+    refuse_groups,
+    warn_of_unequal_start,
+)
 from keras_shardopt.numerics import Tensor
+from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
+from keras_shardopt.wrapping.chain import shared_variables
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -60,6 +68,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
         override_method(model, name, _silent_unless_chief)
+    override_method(model, "fit", _start_equal)
     if hasattr(model, "_maybe_symbolic_build"):
         override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
 
@@ -74,6 +83,23 @@ def watch_batches() -> None:
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _take_uneven()  # the distribution may have been set after `prepare`
     return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
+
+
+def _start_equal(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Lets all processes begin `fit` with the same values, which are process 0's where they differ."""
+    if jax.process_count() > 1 and keras.distribution.distribution() is not None:
+        optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
+        state = [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
+        variables = [*model.variables, *state]
+        # One that has not built its model yet differs in more than values, of which the optimizer tells.
+        if len(set(gather_objects(len(variables)))) == 1 and variables:
+            prints = placement.fingerprints(variables)
+            differs = (prints != prints[0]).any(axis=0)
+            if differs.any():
+                if jax.process_index() == 0:
+                    warn_of_unequal_start([v.path for v, each in zip(variables, differs) if each])
+                placement.broadcast_state(model.variables, state)
+    return real(*args, **kwargs)
 
 
 # -- batches that the devices cannot divide ------------------------------------------------------------------------

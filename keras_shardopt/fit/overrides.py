@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
+from keras_shardopt import arguments as check
 from keras_shardopt.backends.models import optimizers_in_step
 
 
@@ -46,6 +48,15 @@ def refuse_groups(reducers: Sequence[Any]) -> None:
                 "`model` must be trained by all replicas together, and with `group_assignment` the groups train apart. "
                 f"Received: {cross_shard!r}. Train it without `prepare`, on equal parts of each batch."
             )
+
+
+def warn_of_unequal_start(names: Sequence[str]) -> None:
+    """Says, in one line, which variables were not equal on all processes when `fit` began."""
+    warnings.warn(
+        "All processes must begin `fit` equal, so all go on with the values of the first one. "
+        f"Received: other values of {check.listed(names, ', ')} on some. Change variables on every process alike.",
+        stacklevel=2,
+    )
 
 
 def num_rows(data: Any) -> Any:

@@ -9,8 +9,9 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes
-from keras_shardopt.backends.models import optimizers_of
+from keras_shardopt.backends.models import note_prepared, optimizers_of
 from keras_shardopt.fit import TRAINERS
+from keras_shardopt.fit.callbacks import watch_callbacks
 from keras_shardopt.fit.overrides import reducers_in, refuse_groups
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.made import note_made
@@ -25,7 +26,8 @@ def prepare(model: Any) -> Any:
     spread unevenly. Losses divide by what all replicas have together (rows, sum of weights, mask), so the update is
     that of one process, and so are losses and metrics.
 
-    What changes for this model:
+    `compile` and `load_model` inside `data_parallel()` do it by themselves; it is for models that are compiled
+    elsewhere. What changes for this model:
 
     - TensorFlow: steps exchange numbers of rows and of weights: one small all-reduce for the batch, one for each loss.
       With `steps_per_execution` steps are made one by one.
@@ -33,13 +35,14 @@ def prepare(model: Any) -> Any:
       only process 0 prints. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass
       then run in a `shard_map` over the replicas.
     - PyTorch: before each batch ranks tell each other their numbers of rows, and a rank without a batch left goes
-      along. At the start of `fit` all take rank 0's weights, state and seeds. At the end of an epoch metrics and moving
-      statistics are those of all ranks. Only rank 0 prints. `predict` stays each rank's own affair. The DDP of Keras
-      3.16 stays off.
+      along. At the end of an epoch metrics and moving statistics are those of all ranks, and so are the logs of a batch
+      where a callback looks at them. Only rank 0 prints. `predict` stays each rank's own affair. The DDP of Keras 3.16
+      stays off.
+    - Several processes: at the start of `fit` all take process 0's weights, state and seeds where these differ, and a
+      warning says which. Callbacks decide alike everywhere, and what they write is written once, by process 0.
 
     From then on all processes must make these calls together, with equal `epochs` and validation; where they do not,
-    all of them raise. With one replica nothing changes. A loaded or cloned model must be prepared again; doing it
-    twice changes nothing.
+    all of them raise. With one replica nothing changes, and doing it twice changes nothing.
 
     Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a `train_step` of your own, and
     penalties on weights and on activities (where Keras divides these by the number of rows, which 3.12 does not). A
@@ -86,15 +89,24 @@ def prepare(model: Any) -> Any:
         )
     refuse_groups(reducers)
     for optimizer in optimizers_of(model):
-        if cross_shards(optimizer):
-            note_made(optimizer)
-        elif optimizer is not model.optimizer and processes.needs_initial_broadcast and processes.process()[0] > 1:
+        is_plain = optimizer is not model.optimizer and not cross_shards(optimizer)
+        if is_plain and processes.needs_initial_broadcast and processes.process()[0] > 1:
             raise ValueError(
                 "Where each process trains a copy of the model, every optimizer that the model holds must average the "
                 f"gradients of the ranks. Received: {check.with_article(optimizer)} beside {reducers[0]!r}. "
                 f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it, too."
             )
+    prepare_for(model)
+    return model
+
+
+def prepare_for(model: Any) -> None:
+    """Prepares a model that a `CrossShard` updates. Doing it twice changes nothing."""
+    for optimizer in optimizers_of(model):
+        if cross_shards(optimizer):
+            note_made(optimizer)
     trainer = for_backend(TRAINERS)
     if trainer is not None:
         trainer.prepare(model, cross_shards)
-    return model
+    watch_callbacks()
+    note_prepared(model)

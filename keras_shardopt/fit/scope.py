@@ -18,6 +18,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.processes import World
 from keras_shardopt.fit import TRAINERS
+from keras_shardopt.fit.compiled import preparing_compiled
 from keras_shardopt.numerics import Variable
 from keras_shardopt.optimizers.made import collected
 
@@ -41,6 +42,10 @@ class data_parallel:
     nothing. Where a TensorFlow strategy scope or a process group is open already, it is used as it is; on JAX a
     `DataParallel` is replaced until the scope is left, and a distribution with layouts of its own is an error.
 
+    A model that is compiled or loaded inside, with a `CrossShard`, is prepared: its `fit` does what one process with
+    the whole batch would do, see `keras_shardopt.prepare`. On ranks of PyTorch a model that is compiled with a plain
+    optimizer is warned of, as they would train apart.
+
     `model.fit` may be called inside the block or after it. Leaving the block restores what it changed, except where
     JAX and PyTorch still need it for `fit`: if a `CrossShard` made inside is alive, the distribution or process
     group stays until `close()`, until the next scope is entered, or until the program ends.
@@ -58,6 +63,8 @@ class data_parallel:
             the others before it raises; None (default) is PyTorch's own limit (30 minutes with "gloo", 10 with
             "nccl"). A rank that dies is noticed at once. JAX and TensorFlow take their limits where their processes
             are started, so there it must be left out with several processes. One process waits for nobody.
+        prepare: bool. True (default) prepares each model that is compiled or loaded inside and trains with a
+            `CrossShard`, as `keras_shardopt.prepare` does. False leaves that to you.
 
     Raises:
         ValueError: if `num_replicas` is less than 1, more than there are devices, or not the number of processes; if
@@ -76,11 +83,17 @@ class data_parallel:
         >>> replicas.close()
     """
 
-    def __init__(self, num_replicas: int | None = None, timeout: float | datetime.timedelta | None = None) -> None:
+    def __init__(
+        self,
+        num_replicas: int | None = None,
+        timeout: float | datetime.timedelta | None = None,
+        prepare: bool = True,
+    ) -> None:
         if num_replicas is not None:
             num_replicas = check.integer("num_replicas", num_replicas, fix="Leave it out to take all devices.")
         self._requested = num_replicas
         self._timeout = _duration(timeout)
+        self._prepare = check.flag("prepare", prepare)
         self._world: World | None = None
         self._open = contextlib.ExitStack()
         self._watching = contextlib.ExitStack()
@@ -95,12 +108,18 @@ class data_parallel:
         if trainer is not None and self._world.num_replicas > 1:
             trainer.watch_batches()
         self._made_inside = self._watching.enter_context(collected())
+        if self._world.num_replicas > 1:
+            self._watching.enter_context(preparing_compiled(self._prepare))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._watching.close()
+        try:
+            self._watching.__exit__(kind, error, traceback)
+        except BaseException:  # of a model that has waited for its optimizers
+            self._open.close()
+            raise
         if kind is None and self._entered().persists and len(self._made_inside):
             global _lingering
             _lingering = self

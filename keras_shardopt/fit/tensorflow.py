@@ -19,13 +19,15 @@ from keras_shardopt.backends.models import has_built_in_step, optimizers_of, ove
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.placement import check_made_inside, check_mirrored, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
-from keras_shardopt.fit.losses import own_additional_losses, share_losses
 from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
+from keras_shardopt.update.losses import own_additional_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     """Gives the model steps that know which part of the batch they have."""
+    if processes.process()[0] > 1:
+        return  # Keras' `fit` cannot run there, and is refused where its own methods are
     if all(num_mirrored(variable) == 1 for variable in model.trainable_variables):
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
     # Past Keras' attribute tracking.

@@ -24,10 +24,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.utils.python_utils import pythonify_logs
@@ -37,10 +40,20 @@ from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import optimizers_of, override_method
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
-from keras_shardopt.backends.torch.process_group import tell
-from keras_shardopt.fit.losses import mean_losses, share_losses
-from keras_shardopt.fit.overrides import arguments_of, call_silently, num_rows, reducers_in, refuse_groups
+from keras_shardopt.backends.torch.placement import fingerprints
+from keras_shardopt.backends.torch.process_group import gather_objects, tell
+from keras_shardopt.backends.torch.random_numbers import draw_apart
+from keras_shardopt.fit.callbacks import callbacks_of_call, looks_at_batches, running_callbacks
+from keras_shardopt.fit.overrides import (
+    arguments_of,
+    call_silently,
+    num_rows,
+    reducers_in,
+    refuse_groups,
+    warn_of_unequal_start,
+)
 from keras_shardopt.numerics import Tensor
+from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, joining_uneven_inputs
 
 
@@ -91,6 +104,16 @@ class _Session:
         """Whether the ranks have begun the running `fit` with equal weights."""
         self.rows: list[int] | None = None
         """How many rows each rank has in the batch that comes next; None if they have not met for it."""
+        self.shares_logs = False
+        """Whether somebody looks at the logs of that batch."""
+        self.last_rows = 0
+        """How many rows this rank had in the last batch."""
+        self.trains = False
+        """Whether a `fit` is running."""
+        self._phase = _Phase.TRAIN_BATCH
+        self._shown: dict[_Phase, dict[str, Any]] = {}
+        """What the bar shows: the metrics of all ranks, after some batches."""
+        self._shown_at = 0.0
 
     @property
     def ranks(self) -> TorchProcessGroup | None:
@@ -109,8 +132,9 @@ class _Session:
                 "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
             )
 
-    def broadcast_from_rank_0(self) -> None:
-        """Lets all ranks begin with rank 0's values, if they train the same."""
+    @torch.compiler.disable
+    def start_equal(self) -> None:
+        """Lets all ranks begin with the same values, which are rank 0's where they differ; if they train the same."""
         assert self.ranks is not None
         reducers = reducers_in(self.model, self._reducers_of)
         for reducer in reducers:
@@ -120,14 +144,34 @@ class _Session:
         shared = [v for o in optimizers for v in getattr(o, "_shared_variables", o.variables)]
         # Also those that are frozen by now, perhaps on some ranks only: the first reduction finds that, and names them.
         built = [v for o in optimizers if o.built for v in o._trainable_variables]
-        trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values()) if built else None
-        self.ranks.broadcast_from_rank_0(self.model.trainable_variables if trained is None else trained, shared)
+        trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
+        others = self.ranks.model_and_seed_state([v.value for v in trained])
+        differing = self._differing([*trained, *shared], others)
+        if differing:
+            if self.ranks.replica_id == 0:
+                warn_of_unequal_start(differing)
+            self.ranks.broadcast_from_rank_0(trained, shared)
+        else:
+            draw_apart(self.ranks.world, [])  # also where the program has seeded PyTorch since it was last said
         plain = [o for o in optimizers if not self._reducers_of(o)]
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
             # Not once more after the first forward pass, whose moving statistics would become rank 0's.
             reducer.peers.started = self.ranks
         self.has_started = True
+
+    def _differing(self, variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:
+        """What is not equal on all ranks, found by one small message."""
+        values = [*[v.value for v in variables], *others]
+        shapes = zlib.crc32(repr([(tuple(value.shape), value.dtype) for value in values]).encode())
+        everyones = gather_objects((len(variables), shapes, fingerprints(values)), "begins `fit` of a prepared model")
+        if any(each[:2] != everyones[0][:2] for each in everyones):
+            return ["other variables"]  # which ones, `broadcast_from_rank_0` says
+        prints = np.stack([each[2] for each in everyones])
+        differs = (prints != prints[0]).any(axis=0)
+        is_other = differs[len(variables) :].any()
+        names = [v.path for v, each in zip(variables, differs) if each]
+        return [*names, *(["state that is not trained (statistics, seeds)"] if is_other else [])]
 
     def check_unused(self) -> None:
         """Refuses a training step that has updated with an optimizer that averages nothing. Once in each `fit`."""
@@ -151,18 +195,63 @@ class _Session:
 
     def next_batch(self, data: Any, phase: _Phase) -> Any:
         """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
+        self._phase = phase
         mine = 0 if data is None else int(num_rows(data))
         if mine:
             self._last_batch[phase] = data
-        told = self.exchange(phase, mine, phase in self._last_batch)
+        told = self.exchange(phase, mine, (phase in self._last_batch) + 2 * self._looks_at_logs(phase))
         rows = [row for row, _ in told]
         if not any(rows):
             return None
-        if not all(has_any for _, has_any in told):
+        self.shares_logs = any(flags >= 2 for _, flags in told)
+        if not all(flags % 2 for _, flags in told):
             # A rank that never had a row needs some batch to go through the model with.
             self._last_batch.setdefault(phase, self._given(data, rows))
         self.rows = rows
         return self._last_batch[phase]
+
+    def _looks_at_logs(self, phase: _Phase) -> bool:
+        """Whether a callback of this rank looks at the logs of the next batch."""
+        hooks = _HOOKS[phase]
+        callbacks = running_callbacks(self.model)
+        if any(looks_at_batches(callback, *hooks) for callback in callbacks):
+            return True
+        bars = [each for each in callbacks if isinstance(each, keras.callbacks.ProgbarLogger) and each.verbose == 1]
+        if not bars or (self.trains and phase is _Phase.TEST_BATCH):
+            return False
+        # What is no metric is that of one batch, and not to be had later.
+        return phase not in self._shown or time.monotonic() - self._shown_at > _BAR_SECONDS
+
+    @torch.compiler.disable
+    def logs_of_all(self, logs: Any) -> Any:
+        """The logs of a batch as those of all ranks, if somebody looks at them."""
+        if not self.shares_logs:
+            return self._shown.get(self._phase, logs)
+        self.shares_logs = False
+        metrics = _metrics_of_all(self.model, self.ranks, lambda: pythonify_logs(self.model.get_metrics_result()))
+        if not isinstance(logs, dict) or metrics.keys() != logs.keys():
+            return self.mean_logs(logs)
+        self._shown[self._phase], self._shown_at = metrics, time.monotonic()
+        return metrics
+
+    @torch.compiler.disable
+    def mean_logs(self, logs: Any) -> Any:
+        """Logs that are no metrics: the mean of what the ranks had in the last batch, by their rows."""
+        assert self.ranks is not None
+        if not isinstance(logs, dict):
+            return logs
+        numbers = {name: value for name, value in pythonify_logs(logs).items() if isinstance(value, float)}
+        # What a rank without rows has is no number, perhaps.
+        values = [value * self.last_rows if self.last_rows else 0.0 for value in numbers.values()]
+        mine = [float(self.last_rows), *values]
+        device = self.model.trainable_variables[0].value.device
+        (sums,) = self.ranks.all_reduce([torch.tensor(mine, dtype=torch.float64, device=device)], "sum")
+        rows, *totals = sums.tolist()
+        return {**logs, **{name: total / rows for name, total in zip(numbers, totals)}} if rows else logs
+
+    def forget_logs(self) -> None:
+        """Lets go of what the bar shows: metrics begin anew."""
+        self._shown.clear()
 
     def any_batch(self, data: Any) -> Any:
         """`data`, or where this rank has none (None) that of another rank."""
@@ -180,6 +269,13 @@ class _Session:
         """What the first rank that has something gives to all."""
         assert self.ranks is not None
         return self.ranks.broadcast_object(data, next(rank for rank, has in enumerate(owners) if has))
+
+
+_HOOKS = {_Phase.TRAIN_BATCH: ("on_batch_end", "on_train_batch_end"), _Phase.TEST_BATCH: ("on_test_batch_end",)}
+"""The methods of callbacks that get the logs of a batch."""
+
+_BAR_SECONDS = 0.05
+"""How often Keras' bar shows something new."""
 
 
 _running: contextvars.ContextVar[_Session | None] = contextvars.ContextVar("running", default=None)
@@ -210,7 +306,7 @@ def _run(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         )
     is_outermost = _running.get() is not session
     try:
-        with _run_of(session):
+        with _run_of(session), callbacks_of_call(model):
             return _print_on_chief(session, real, *args, **kwargs)
     finally:
         if is_outermost:
@@ -219,7 +315,7 @@ def _run(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Each rank predicts by itself, what it wants and when it wants."""
-    with _run_of(None):
+    with _run_of(None), callbacks_of_call(model):
         return _print_on_chief(_session_of(model), real, *args, **kwargs)
 
 
@@ -230,9 +326,12 @@ def _print_on_chief(session: _Session, real: Callable[..., Any], *args: Any, **k
 
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = _session_of(model)
-    session.has_started = False
-    with joining_uneven_inputs():
-        history = _run(model, real, *args, **kwargs)
+    session.has_started, session.trains = False, True
+    try:
+        with joining_uneven_inputs():
+            history = _run(model, real, *args, **kwargs)
+    finally:
+        session.trains = False
     if session.ranks is not None:
         session.exchange(_Phase.END_OF_FIT)
     return history
@@ -330,7 +429,7 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     if session.ranks is not None:
         session.check_reduces()
     if session.ranks is not None and session.rows is not None and not session.has_started:
-        session.broadcast_from_rank_0()
+        session.start_equal()
     logs = _step(model, real, data)
     session.check_unused()
     return logs
@@ -353,7 +452,8 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     with torch.no_grad():
         for tensor, value in kept:
             tensor.copy_(value)
-    return logs
+    session.last_rows = mine
+    return session.logs_of_all(logs)
 
 
 def _counted(model: Any) -> list[Tensor]:
@@ -373,19 +473,28 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
     if ranks is None or _running.get() is not session:
         return real(logs)
     session.exchange(_Phase.END_OF_EPOCH)
-    with torch.no_grad():
-        if model.training:
+    if model.training:
+        with torch.no_grad():
             _average_statistics(model, ranks)
-        mine = [v.value for v in model.metrics_variables]
-        before = [tensor.clone() for tensor in mine]
-        for how in ("sum", "mean"):
-            chosen = [v.value for v in model.metrics_variables if v.aggregation == how]
-            for tensor, value in zip(chosen, ranks.all_reduce(chosen, how)):
-                tensor.copy_(value)
-        result = real(logs)
-        for tensor, value in zip(mine, before):
+    # As numbers: some metrics return a variable itself.
+    result = _metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
+    session.forget_logs()
+    return session.mean_logs(logs) if result is None else result
+
+
+@torch.no_grad()
+def _metrics_of_all(model: Any, ranks: TorchProcessGroup, result: Callable[[], Any]) -> Any:
+    """What `result()` makes of the metrics of all ranks, which stay each rank's own."""
+    mine = [v.value for v in model.metrics_variables]
+    before = [tensor.clone() for tensor in mine]
+    for how in ("sum", "mean"):
+        chosen = [v.value for v in model.metrics_variables if v.aggregation == how]
+        for tensor, value in zip(chosen, ranks.all_reduce(chosen, how)):
             tensor.copy_(value)
-    return result
+    found = result()
+    for tensor, value in zip(mine, before):
+        tensor.copy_(value)
+    return found
 
 
 def _metrics_result(model: Any) -> Any:

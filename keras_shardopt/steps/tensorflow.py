@@ -15,8 +15,8 @@ import tensorflow as tf
 from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.processes import local_replicas
-from keras_shardopt.fit.losses import share_loss_objects
 from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.update.losses import share_loss_objects
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 GRADIENT_STATE = GradientState.LOCAL

@@ -134,7 +134,7 @@ def test_gradients_that_are_reduced_already_are_refused(monkeypatch, gradient_st
 @pytest.mark.backends("jax")
 def test_under_fit_it_needs_prepare():
     found = {}
-    with ks.data_parallel(2):
+    with ks.data_parallel(2, prepare=False):
         for name in ("None", "unprepared", "prepared"):
             compression = None if name == "None" else "bfloat16"
             model = problem.model()

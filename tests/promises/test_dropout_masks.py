@@ -16,7 +16,7 @@ NUM_ROWS, SIZE = 8, 64
 def masks(num_replicas, layer, prepared, **arguments):
     """Which elements each row keeps in a step: those whose weights move."""
     keras.utils.set_random_seed(5)
-    with ks.data_parallel(num_replicas) as replicas:
+    with ks.data_parallel(num_replicas, prepare=False) as replicas:
         layers = [keras.Input((1,), dtype="int32"), keras.layers.Embedding(NUM_ROWS, SIZE), layer()]
         model = keras.Sequential([*layers, keras.layers.Flatten()])
         model.compile(ks.CrossShard(keras.optimizers.SGD(1.0), **arguments), loss="mae")

@@ -29,7 +29,7 @@ def trained(case, num_replicas, num_steps, prepared=None, epochs=1, **arguments)
     """Weights and shared state after training in windows on the replicas of this process."""
     make, _, data = accumulating.CASES[case]
     prepared = BACKEND == "jax" and num_replicas > 1 if prepared is None else prepared
-    with ks.data_parallel(num_replicas) as replicas:
+    with ks.data_parallel(num_replicas, prepare=False) as replicas:
         optimizer = ks.CrossShard(make(), gradient_accumulation_steps=num_steps, **arguments)
         model = accumulating.compiled(case, optimizer)
         if prepared:
@@ -117,7 +117,7 @@ def test_tensorflow_reduces_once_in_a_window(monkeypatch):
         return real(self, op, pairs, *args, **kwargs)
 
     monkeypatch.setattr(distribute_lib.StrategyExtendedV2, "batch_reduce_to", counting)
-    with ks.data_parallel(2) as replicas:
+    with ks.data_parallel(2, prepare=False) as replicas:
         model = accumulating.compiled("momentum", ks.CrossShard("sgd", gradient_accumulation_steps=3), run_eagerly=True)
     model.fit(*accumulating.rows(), batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
     replicas.close()
@@ -129,7 +129,7 @@ def collectives(num_replicas, prepared):
     import jax
     from keras.src.backend.jax.trainer import _distribute_data
 
-    with ks.data_parallel(num_replicas) as replicas:
+    with ks.data_parallel(num_replicas, prepare=False) as replicas:
         optimizer = ks.CrossShard("adam", gradient_accumulation_steps=3, on_nonfinite="skip")
         model = accumulating.compiled("momentum", optimizer)
         if prepared:

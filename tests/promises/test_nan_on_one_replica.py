@@ -144,7 +144,7 @@ def fit(num_replicas, *callbacks, prepared=False, num_steps=None, bad_row=9, **c
     x, y = problem.data(6)
     x[2 * problem.BATCH_SIZE + bad_row, 1] = np.nan
     error = None
-    with ks.data_parallel(num_replicas) as replicas:
+    with ks.data_parallel(num_replicas, prepare=False) as replicas:
         model = problem.model()
         optimizer = ks.CrossShard("sgd", gradient_accumulation_steps=num_steps, on_nonfinite="raise")
         model.compile(optimizer, "mse", **compile_arguments)

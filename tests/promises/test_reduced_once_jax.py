@@ -235,7 +235,7 @@ def test_the_sum_in_fit_is_that_of_numpy(case):
     """Gradients are global there, so the sum over N replicas is N times what arrives."""
     arguments, prepares, tolerance = SUMS[case]
     x, y = problem.data()
-    with ks.data_parallel(4) as replicas:
+    with ks.data_parallel(4, prepare=False) as replicas:
         model = problem.model()
         model.compile(ks.CrossShard(problem.sgd_momentum(), "sum", **arguments), "mse")
         if prepares:
@@ -431,7 +431,7 @@ def test_summed_gradients_cannot_be_clipped_by_replica():
 )
 def test_fit_alone_cannot_tell_replicas_apart(arguments, call):
     x, y = problem.data(num_steps=1)
-    with ks.data_parallel(4) as replicas:
+    with ks.data_parallel(4, prepare=False) as replicas:
         model = problem.model()
         model.compile(ks.CrossShard(problem.sgd_momentum(), **arguments), "mse")
         with pytest.raises(ValueError, match=call):

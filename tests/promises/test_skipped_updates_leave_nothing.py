@@ -289,7 +289,7 @@ REPLICATED += [("skip", True, 1, CLIPPED)] * (BACKEND == "jax")
 
 
 def replicated(way, prepared, options, x, y):
-    with ks.data_parallel(2) as replicas:
+    with ks.data_parallel(2, prepare=False) as replicas:
         built = model()
         built.compile(WAYS[way](inner(), **options), "mse")
         if prepared:

@@ -2,7 +2,7 @@
 
     python tests/tools/each_backend.py [arguments of pytest]
 
-Two runs at a time, so that the cores have work while tests wait for their ranks; each prints when it is over. What
+Three runs at a time, so that two cores have work while tests wait for their ranks; each prints when it is over. What
 fails on one backend does not keep the others from running. In the end it says how long each took.
 """
 
@@ -15,7 +15,7 @@ import time
 
 # Every backend's own, and what runs processes of all of them by itself. What takes longest comes first.
 RUNS = {"tensorflow": [], "torch": [], "jax": [], "together": ["tests/promises/together"]}
-AT_A_TIME = 2
+AT_A_TIME = 3
 
 
 def run(name):

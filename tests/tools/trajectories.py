@@ -322,7 +322,7 @@ def recorded(name, ranks=None):
     if run.num_replicas == 1:
         return trained(run, None)
     if ranks is None:
-        with ks.data_parallel(run.num_replicas) as replicas:
+        with ks.data_parallel(run.num_replicas, prepare=False) as replicas:
             found = trained(run, replicas)
         replicas.close()
         return found
@@ -410,7 +410,7 @@ def main():
     given = parser.parse_args()
     set_up()
     if given.ranks:
-        with ks.data_parallel() as ranks:
+        with ks.data_parallel(prepare=False) as ranks:
             record(given.names, given.file if ranks.is_chief else os.devnull, ranks)
         ranks.close()
         return 0

@@ -41,7 +41,7 @@ def fault(file, old, new, *tests, backend="torch"):
 REDUCTION = "unit/update/test_reduction.py::test_every_gradient_state_leads_to_the_same_global_gradient"
 LOCAL = "unit/update/test_local_gradients.py"
 SHARDS = "unit/sharding/test_sharding.py::test_replicas_update_as_one_does"
-WHOLE_BATCH = "unit/fit/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
+WHOLE_BATCH = "unit/update/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
 
 FAULTS = [
     # The way through the stages.
@@ -316,19 +316,25 @@ FAULTS = [
     ),
     # The loss of the whole batch.
     fault(
-        "fit/losses.py", "return 1 if part.losses_are_divided else part.replicas.num_replicas", "return 1", WHOLE_BATCH
+        "update/losses.py",
+        "return 1 if part.losses_are_divided else part.replicas.num_replicas",
+        "return 1",
+        WHOLE_BATCH,
     ),
     fault(
-        "fit/losses.py", 'if reduction == "mean_with_sample_weight" and weight is not None:', "if False:", WHOLE_BATCH
+        "update/losses.py",
+        'if reduction == "mean_with_sample_weight" and weight is not None:',
+        "if False:",
+        WHOLE_BATCH,
     ),
     fault(
-        "fit/losses.py",
+        "update/losses.py",
         "return ops.where(share > 0, loss * share, ops.zeros_like(loss))",
         "return loss * share",
-        "unit/fit/test_whole_batch.py::test_a_mean_over_no_rows_is_no_loss",
+        "unit/update/test_whole_batch.py::test_a_mean_over_no_rows_is_no_loss",
     ),
     fault(
-        "fit/losses.py",
+        "update/losses.py",
         "rows < part.local_batch_size, values,",
         "rows <= part.local_batch_size, values,",
         WHOLE_BATCH,

@@ -100,6 +100,36 @@ def test_how_keras_writes_a_checkpoint():
     assert list(inspect.signature(callback._should_save_model).parameters) == wanted
 
 
+def test_how_keras_backs_training_up():
+    callback = keras.callbacks.BackupAndRestore("folder")
+    assert list(inspect.signature(callback._save_model).parameters) == []
+    assert callback._weights_path.endswith(".weights.h5")
+    source = inspect.getsource(type(callback))
+    assert "self.model.save_weights(filepath=self._weights_path, overwrite=True)" in source
+    assert "self.model._initial_epoch = epoch" in source and "rmtree(self.backup_dir)" in source
+    source = inspect.getsource(keras.callbacks.ModelCheckpoint._save_model)
+    for method in ("save", "save_weights"):
+        assert f"self.model.{method}(filepath, overwrite=True)" in source
+
+
+def test_each_list_of_callbacks_is_given_its_model_at_the_start():
+    class Model:
+        history = None
+
+    seen = []
+    callback = keras.callbacks.LambdaCallback()
+    callback.set_model = seen.append
+    model = Model()
+    callbacks = keras.callbacks.CallbackList([callback], add_history=True, add_progbar=True, model=model)
+    assert seen == [model] and [type(each).__name__ for each in callbacks.callbacks[1:]] == ["History", "ProgbarLogger"]
+    source = inspect.getsource(keras.callbacks.CallbackList.__init__)
+    assert source.index("self._add_default_callbacks(") < source.index("self.set_model(model)")
+
+
+def test_compile_from_a_file_goes_through_compile(tmp_path):
+    assert "self.compile(**config)" in inspect.getsource(keras.Model.compile_from_config)
+
+
 def test_the_modules_that_ask_for_a_loss_scale_optimizer():
     from keras.src.trainers import trainer
 

@@ -184,7 +184,7 @@ class TorchProcessGroup(Communicator):
         """See `Placement.broadcast_state`, of the ranks of this group."""
         weights = [_tensor(v) for v in variables]
         state = [_tensor(v) for v in optimizer_variables]
-        others = self._model_and_seed_state(weights)
+        others = self.model_and_seed_state(weights)
         mine = (_signature(weights), _signature(state), _signature(others))
         theirs = gather_objects(mine, "takes the weights of rank 0")
         for what, position in (("trainable variables", 0), ("optimizer variables", 1)):
@@ -215,7 +215,7 @@ class TorchProcessGroup(Communicator):
                     mine.copy_(roots)
         return equal
 
-    def _model_and_seed_state(self, weights: Sequence[Tensor]) -> list[Tensor]:
+    def model_and_seed_state(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """What belongs to the same model as `weights` but is not trained, and Keras' global seed."""
         seed = global_state.get_global_attribute("global_seed_generator")
         state = [] if seed is None else [_tensor(seed.state)]

@@ -34,7 +34,7 @@ class TorchPlacement(Placement):
                 draw_apart(replicas, models_with(variables))
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
-        mine = _fingerprints([_tensor(v).detach() for v in variables])
+        mine = fingerprints([_tensor(v).detach() for v in variables])
         is_open = dist.is_available() and dist.is_initialized()
         everyones = gather_objects(mine, "compares all variables") if is_open else [mine]
         counts = [len(row) for row in everyones]
@@ -64,7 +64,8 @@ _CHUNK = 2**16
 """How many words of a fingerprint are computed at a time, so that what is in between stays in the CPU's cache."""
 
 
-def _fingerprints(tensors: Sequence[Tensor]) -> np.ndarray:
+def fingerprints(tensors: Sequence[Tensor]) -> np.ndarray:
+    """A number for each tensor of this rank, as `Placement.fingerprints` says."""
     # The sum of all 32-bit words w_i times factors c_i, modulo 2**64. The factors are odd, so a change of w_i by
     # 2**k is never lost. They are 64 bits long although the words are not: two words that change places add
     # (c_i - c_j) * (w_j - w_i), which would be 0 for any two floats of opposite sign if 32 bits were all.

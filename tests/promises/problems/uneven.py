@@ -151,7 +151,7 @@ def run(case, num_replicas, prepared=True, rows=slice(None), validates=True, **m
     """The weights and the history of a case, on that many replicas of this process."""
     case = {**CASES.get(case, {}), **more}
     x, y, *weights = rows_of(case, rows)
-    with ks.data_parallel(num_replicas) as replicas:
+    with ks.data_parallel(num_replicas, prepare=False) as replicas:
         model = compiled(**case)
         if prepared:
             assert ks.prepare(ks.prepare(model)) is model

@@ -7,6 +7,7 @@ import pathlib
 import sys
 import warnings
 
+import h5py
 import jax
 import keras
 import numpy as np
@@ -65,7 +66,7 @@ def divided_state(scope, x, y, mine):
 def main():
     folder = pathlib.Path(sys.argv[1])
     keras.distribution.initialize()
-    with ks.data_parallel() as scope:
+    with ks.data_parallel(prepare=False) as scope:
         assert (scope.num_replicas, scope.num_processes) == (4, 2)
         assert scope.process_id == jax.process_index() and scope.replica_id == 2 * scope.process_id
         assert scope.is_chief == (scope.process_id == 0)
@@ -152,6 +153,27 @@ def main():
         unequal |= {f"{division.__name__}/weight{i}": weight for i, weight in enumerate(other.get_weights())}
     if scope.is_chief:
         np.savez(folder / "uneven.npz", **unequal)
+
+    # Each `fit` of a prepared model begins with the values of process 0, and says so.
+    check.set_model(other)
+    other.jax_state_sync()
+    for device in range(2):
+        flips.change(other.trainable_variables[0], device, spoil)
+    refused(check.check, RuntimeError, "on replicas 0 and 1 against replicas 2 and 3")
+    said = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kept = keras.callbacks.ModelCheckpoint(folder / "kept.weights.h5", save_weights_only=True)
+            log = keras.callbacks.CSVLogger(folder / "log.csv")
+            other.fit(parts, shuffle=False, verbose=0, callbacks=[kept, log])
+        assert (log.csv_file is not None) == scope.is_chief
+        said.append([str(each.message) for each in caught if "must begin `fit` equal" in str(each.message)])
+        check.check()
+    assert [len(words) for words in said] == [int(scope.is_chief), 0], said
+    assert not scope.is_chief or other.trainable_variables[0].path in said[0][0]
+    with h5py.File(folder / "kept.weights.h5") as file:  # by process 0, which the others have waited for
+        assert len(file) > 0
 
     # One process trains something else: both say so before either has made a variable for it.
     odd = scope.process_id == 1

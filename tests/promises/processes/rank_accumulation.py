@@ -27,7 +27,7 @@ def main():
     results = {}
     runs = [("momentum", 2, {}), *[(case, 3, {}) for case in accumulating.CASES]]
     runs += [("replica clip", 3, {"replica_clipnorm": accumulating.CLIPNORM}), ("compiled", 3, {})]
-    with ks.data_parallel() as replicas:
+    with ks.data_parallel(prepare=False) as replicas:
         rank, size = replicas.replica_id, replicas.num_replicas
         for name, num_steps, arguments in runs:
             case = name if name in accumulating.CASES else "momentum"

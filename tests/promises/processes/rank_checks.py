@@ -889,7 +889,7 @@ def main():
     model = problem.model()
     model.compile(ks.CrossShard("sgd"), "mse")
     refused(lambda: model.fit(*problem.data(1), verbose=0), ValueError, "no process group is open")
-    with ks.data_parallel() as scope:
+    with ks.data_parallel(prepare=False) as scope:
         kept = ks.CrossShard("sgd")
         checks.make(scope, names, dist.barrier)
     assert dist.is_initialized()  # for `fit` after the block

@@ -71,7 +71,7 @@ def train(rank, case, report):
 
     ended = {}
     try:
-        with ks.data_parallel(timeout=case["timeout"]):
+        with ks.data_parallel(timeout=case["timeout"], prepare=False):
             model = problem.model()
             model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
         if case["prepared"]:

@@ -59,7 +59,7 @@ def loop(model, x, y):
 def main():
     file, seeds, *names = sys.argv[1:]
     results = {}
-    with ks.data_parallel() as replicas:
+    with ks.data_parallel(prepare=False) as replicas:
         rank, size = replicas.replica_id, replicas.num_replicas
         x, y = (problem.rows_of_replica(data, rank, size) for data in problem.data())
         real = reducers.global_gradients

@@ -85,7 +85,7 @@ class Predicts(keras.callbacks.Callback):
 
 def main():
     results = {}
-    with ks.data_parallel() as replicas:
+    with ks.data_parallel(prepare=False) as replicas:
         rank, size = replicas.replica_id, replicas.num_replicas
         for name, division, case in unequal_parts():
             model, history = train(replicas, case, division)

@@ -164,7 +164,7 @@ UNEVEN = {
 
 @pytest.mark.backends("jax")
 def test_jax_batches_that_do_not_divide_are_refused_with_what_to_do():
-    with ks.data_parallel(4) as scope:
+    with ks.data_parallel(4, prepare=False) as scope:
         model = problem.model()
         model.compile(ks.CrossShard("sgd"), "mse")
     for name, (num_rows, call) in UNEVEN.items():
@@ -196,7 +196,7 @@ def test_jax_rows_of_stacked_batches_are_not_their_number(given, monkeypatch):
 
 @pytest.mark.backends("jax")
 def test_jax_steps_that_end_before_the_last_rows_need_not_divide():
-    with ks.data_parallel(4) as scope:
+    with ks.data_parallel(4, prepare=False) as scope:
         model = problem.model()
         model.compile(ks.CrossShard("sgd"), "mse")
     model.fit(X[:13], Y[:13], batch_size=8, steps_per_epoch=1, verbose=0)
@@ -207,7 +207,7 @@ def test_jax_steps_that_end_before_the_last_rows_need_not_divide():
 @pytest.mark.backends("tensorflow")
 def test_tensorflow_a_model_that_was_made_elsewhere_is_refused_with_the_reason():
     model = problem.model()
-    with ks.data_parallel(2):
+    with ks.data_parallel(2, prepare=False):
         model.compile(ks.CrossShard("sgd"), "mse")
     with pytest.raises(ValueError, match=r"was made outside the strategy .* 2 replicas\. Build the model inside"):
         model.fit(*problem.data(num_steps=1), batch_size=problem.BATCH_SIZE, verbose=0)

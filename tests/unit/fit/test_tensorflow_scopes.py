@@ -28,7 +28,7 @@ def fit(model):
 @pytest.mark.parametrize(("momentum", "inside"), some([(m, i) for m in (0.0, 0.9) for i in (True, False)], 3))
 def test_a_model_made_before_the_scope_is_refused(inside, momentum):
     model, inner = problem.model(), keras.optimizers.SGD(0.1, momentum)
-    with ks.data_parallel(2):
+    with ks.data_parallel(2, prepare=False):
         model.compile(ks.CrossShard(inner if not inside else keras.optimizers.SGD(0.1, momentum)), "mse")
         if inside:
             with pytest.raises(ValueError, match=OUTSIDE):
@@ -101,7 +101,7 @@ def test_training_a_model_loaded_after_the_scope_is_warned_of(tmp_path):
 
 @pytest.mark.parametrize("prepare", [True, False])
 def test_the_whole_step_is_not_compiled_by_xla(prepare):
-    with ks.data_parallel(2):
+    with ks.data_parallel(2, prepare=False):
         model = problem.model()
         model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=True)
     if prepare:
@@ -118,7 +118,7 @@ def test_several_steps_per_execution_need_prepare_and_are_those_of_one():
         model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", **arguments)
         return model
 
-    with ks.data_parallel(2):
+    with ks.data_parallel(2, prepare=False):
         model = problem.model()
         trained(steps_per_execution=2)
     with pytest.raises(ValueError, match=r"Received: steps_per_execution=2, .*Call `keras_shardopt\.prepare"):

@@ -11,7 +11,7 @@ from support import problem
 from support.suites import some
 
 from keras_shardopt.backends.communicator import SingleReplica
-from keras_shardopt.fit import losses as whole_batch
+from keras_shardopt.update import losses as whole_batch
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 # Shapes of values, weights and mask. The weights of the fourth make the values larger than they were.

@@ -1,0 +1,198 @@
+"""Callbacks of a prepared model on several processes: one decision, one file.
+
+Every process has all callbacks, which see the logs of all replicas and so decide alike. What they write would be there
+once for each process, in the same file. So what only writes is called on the first process alone; and where a callback
+saves the model, all processes take part, as some of the state may be divided among them, and the first one writes.
+
+Private names of Keras touched here (a test holds each of them):
+    `ModelCheckpoint._save_model`, `BackupAndRestore._save_model` - call `save` or `save_weights` of the model.
+    `BackupAndRestore._weights_path` - the file that is written there.
+    `Trainer._initial_epoch` - the epoch with which a running `fit` begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.callbacks import Callback, CallbackList
+
+from keras_shardopt.backends.active import processes
+from keras_shardopt.backends.models import is_prepared
+from keras_shardopt.checkpoint.saving import (
+    ModelCheckpoint,
+    is_chief,
+    needs_all,
+    raise_together,
+    save_model,
+    save_weights,
+)
+
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+"""What does nothing but write, print or send."""
+
+_BLIND = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callbacks.ProgbarLogger)
+"""What looks at no logs of batches, or (the bar) at those of some batches only."""
+
+_CALLBACKS = "_keras_shardopt_callbacks"
+
+
+def watch_callbacks() -> None:
+    """Lets the callbacks of prepared models come through here. Doing it twice changes nothing."""
+    CallbackList.set_model = _set_model
+
+
+_set_model_in_keras = CallbackList.set_model
+
+
+def _set_model(callback_list: Any, model: Any) -> None:
+    """Stands in for Keras' method, with which each list of callbacks begins."""
+    if model is not None and is_prepared(model) and _are_several():
+        callback_list.callbacks[:] = [each for each in callback_list.callbacks if _is_for_this_process(each)]
+        object.__setattr__(model, _CALLBACKS, list(callback_list.callbacks))
+    _set_model_in_keras(callback_list, model)
+
+
+@contextlib.contextmanager
+def callbacks_of_call(model: Any) -> Iterator[None]:
+    """A call of `fit`, `evaluate` or `predict`, perhaps inside another one, that has callbacks of its own."""
+    before = running_callbacks(model)
+    try:
+        yield
+    finally:
+        object.__setattr__(model, _CALLBACKS, before)
+
+
+def running_callbacks(model: Any) -> list[Any]:
+    """The callbacks of the call that runs, on this one of several processes."""
+    return vars(model).get(_CALLBACKS, [])
+
+
+def looks_at_batches(callback: Any, *hooks: str) -> bool:
+    """Whether a callback looks at the logs of each batch, in methods of these names."""
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return bool(callback.save_freq != "epoch")
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return bool(callback.update_freq != "epoch")
+    if isinstance(callback, _BLIND) or type(callback).__module__.startswith("keras_shardopt."):
+        return False
+    return any(hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook) for hook in hooks)
+
+
+def _are_several() -> bool:
+    return processes.process()[0] > 1 and processes.num_replicas() > 1
+
+
+def _is_for_this_process(callback: Any) -> bool:
+    """Whether a callback is called here; lets one that saves the model save it together with the other processes."""
+    if isinstance(callback, _WRITERS) and not is_chief():
+        return False
+    if not is_chief() and type(callback).__module__.startswith("keras.") and vars(callback).get("verbose"):
+        callback.verbose = 0
+    if isinstance(callback, keras.callbacks.ModelCheckpoint) and not isinstance(callback, ModelCheckpoint):
+        _stand_in(callback, "_save_model", _save_checkpoint)
+    elif isinstance(callback, keras.callbacks.BackupAndRestore):
+        _stand_in(callback, "on_train_begin", _restore_backup)
+        _stand_in(callback, "_save_model", _save_backup)
+        _stand_in(callback, "on_train_end", _delete_backup)
+    return True
+
+
+def _stand_in(callback: Any, name: str, function: Callable[..., Any]) -> None:
+    if name not in vars(callback):
+        setattr(callback, name, functools.partial(_together, function, callback, getattr(callback, name)))
+
+
+def _together(function: Callable[..., Any], callback: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Calls `function(callback, real, ...)` where the callback is that of several processes, else `real(...)`."""
+    if is_prepared(callback.model) and _are_several():
+        function(callback, real, *args, **kwargs)
+    else:
+        real(*args, **kwargs)
+
+
+def _save_checkpoint(callback: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with _saving_together(callback.model):
+        real(*args, **kwargs)
+
+
+def _save_backup(callback: Any, real: Callable[[], None]) -> None:
+    if not is_chief():
+        save_weights(callback.model, callback._weights_path)
+        return
+    with _saving_together(callback.model) as begun:
+        try:
+            real()
+        except Exception as error:
+            if not begun:  # the others wait for it
+                raise_together(error)
+            raise
+
+
+def _restore_backup(callback: Any, real: Callable[..., None], logs: Any = None) -> None:
+    problem = None
+    try:
+        real(logs)
+    except Exception as error:
+        problem = error
+    raise_together(problem)
+    epochs = processes.gather_objects(callback.model._initial_epoch)
+    if any(epoch != epochs[0] for epoch in epochs):
+        raise ValueError(
+            "All processes must find the same backup. Received: training that goes on, by process, with the epochs "
+            f"{epochs}. Use a `backup_dir` that all of them see, or `keras_shardopt.callbacks.BackupAndRestore`, which "
+            "reads and writes on the first process alone."
+        )
+
+
+def _delete_backup(callback: Any, real: Callable[..., None], logs: Any = None) -> None:
+    if is_chief():
+        real(logs)
+
+
+@contextlib.contextmanager
+def _saving_together(model: Any) -> Iterator[list[str]]:
+    """Within it the model's `save` and `save_weights` are those of all processes. Yields what has begun, by name."""
+    begun: list[str] = []
+
+    def replaced(name: str, save: Callable[..., None]) -> None:
+        def call(filepath: Any, overwrite: bool = True) -> None:
+            begun.append(name)
+            object.__delattr__(model, name)  # which `save` calls
+            try:
+                if "://" in os.fspath(filepath) and not needs_all(model):
+                    _save_elsewhere(getattr(model, name), filepath)
+                else:
+                    save(model, filepath)
+            finally:
+                object.__setattr__(model, name, call)
+
+        object.__setattr__(model, name, call)
+
+    replaced("save", save_model)
+    replaced("save_weights", save_weights)
+    try:
+        yield begun
+    finally:
+        object.__delattr__(model, "save")
+        object.__delattr__(model, "save_weights")
+
+
+def _save_elsewhere(save: Callable[[Any], None], filepath: Any) -> None:
+    """To another machine, where Keras can write, and no file can be replaced in one step."""
+    problem = None
+    if is_chief():
+        try:
+            save(filepath)
+        except Exception as error:
+            problem = error
+    raise_together(problem)

@@ -1,0 +1,142 @@
+"""Models that are compiled, or trained, where there are several replicas: prepared at once, or warned of.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.trainers.trainer.Trainer.compile` - what the `compile` of every model comes to, `load_model`'s as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.trainers.trainer import Trainer
+
+from keras_shardopt.backends.active import processes, runtime
+from keras_shardopt.backends.models import has_built_in_step, is_prepared
+from keras_shardopt.fit.overrides import reducers_in
+from keras_shardopt.fit.prepare import prepare_for
+from keras_shardopt.optimizers.cross_shard import cross_shards
+
+# On a model: it is compiled, and what it trains with is not known yet; it is left as it is because somebody said so.
+_WAITS = "_keras_shardopt_waits"
+_IS_LEFT = "_keras_shardopt_left_unprepared"
+
+
+class _Block:
+    """A block in which models are compiled."""
+
+    def __init__(self, prepares: bool) -> None:
+        self.prepares = prepares
+        self.waiting: list[weakref.ref[Any]] = []
+        """The models whose optimizers are not known yet."""
+
+    def compiled(self, model: Any) -> None:
+        """Prepares a model, or warns of its optimizer."""
+        object.__setattr__(model, _IS_LEFT, not self.prepares)
+        if not self.prepares or _prepare_if_possible(model):
+            return
+        if has_built_in_step(model):
+            _warn_of_plain_optimizer(model)
+        else:  # it may get its optimizers later, as the GAN of Keras' guide does
+            object.__setattr__(model, _WAITS, True)
+            self.waiting.append(weakref.ref(model))
+
+
+_blocks: list[_Block] = []
+
+
+@contextlib.contextmanager
+def preparing_compiled(wanted: bool) -> Iterator[None]:
+    """Within it, models that are compiled are prepared if that is `wanted`; else they are left alone."""
+    before, block = Trainer.compile, _Block(wanted)
+
+    @functools.wraps(before)
+    def compile_and_prepare(model: Any, *args: Any, **kwargs: Any) -> None:
+        before(model, *args, **kwargs)
+        if _blocks[-1] is block:  # or one inside it says what becomes of the model
+            block.compiled(model)
+
+    Trainer.compile = compile_and_prepare
+    _blocks.append(block)
+    try:
+        yield
+        for model in [reference() for reference in block.waiting]:
+            if model is not None:
+                _settle(model)
+    finally:
+        _blocks.remove(block)
+        Trainer.compile = before
+
+
+def _settle(model: Any) -> bool:
+    """Prepares a model that has waited for its optimizers, and returns whether it has; warns where it has none."""
+    if not vars(model).pop(_WAITS, False):
+        return False
+    if _prepare_if_possible(model):
+        return is_prepared(model)
+    _warn_of_plain_optimizer(model)
+    return False
+
+
+def _prepare_if_possible(model: Any) -> bool:
+    """Prepares a model if it trains with a `CrossShard`, and returns whether it does."""
+    reducers = reducers_in(model, cross_shards)
+    if any(len(reducer.group_assignment or ()) > 1 for reducer in reducers):
+        object.__setattr__(model, _IS_LEFT, True)  # groups train apart, as was asked for
+    elif reducers:
+        prepare_for(model)
+    return bool(reducers)
+
+
+def _warn_of_plain_optimizer(model: Any) -> None:
+    if model.optimizer is None or is_prepared(model) or processes.process()[0] == 1:
+        return  # a prepared model refuses to train so
+    # One program for all replicas reduces gradients by itself.
+    if not processes.needs_initial_broadcast or (replicas := runtime.communicator("")).is_spmd:
+        return
+    name = type(model.optimizer).__name__
+    warnings.warn(
+        "A model that several processes train together needs a `CrossShard`, which averages their gradients. Received: "
+        f"`{model.name}`, compiled with {name} on {replicas.num_replicas} processes, whose ranks will train apart. "
+        f"Use `keras_shardopt.CrossShard({name}(...))`, or `data_parallel(prepare=False)` if that is meant.",
+        stacklevel=3,
+    )
+
+
+def _fit(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    if _settle(model):
+        return model.fit(*args, **kwargs)
+    if not is_prepared(model) and not vars(model).get(_IS_LEFT, False):
+        _warn_of_unprepared(model)
+    return in_keras(model, *args, **kwargs)
+
+
+def _warn_of_unprepared(model: Any) -> None:
+    if processes.process()[0] == 1 or processes.num_replicas() == 1 or not reducers_in(model, cross_shards):
+        return
+    object.__setattr__(model, _IS_LEFT, True)  # once is enough
+    warnings.warn(
+        "A model that several processes train together must be prepared, or each of them has metrics of its own, "
+        "callbacks decide apart, and unequal parts of a batch count alike. "
+        f"Received: `fit` of `{model.name}`, which is not. Compile it inside `with keras_shardopt.data_parallel():`, "
+        "or call `keras_shardopt.prepare(model)` after `compile`. If it is meant: `data_parallel(prepare=False)`.",
+        stacklevel=4,
+    )
+
+
+def _watch_fit() -> None:
+    in_keras = keras.Model.fit
+
+    @functools.wraps(in_keras)
+    def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return _fit(in_keras, model, *args, **kwargs)
+
+    keras.Model.fit = fit
+
+
+_watch_fit()

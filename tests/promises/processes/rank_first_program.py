@@ -1,0 +1,404 @@
+"""What a Keras user adds to the first program of the README, on ranks: as in one process, or warned of.
+
+Arguments: the file to which rank 0 writes the names of the checks that passed, and their names.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import warnings
+
+import keras
+import numpy as np
+import torch.distributed as dist
+from support import checks, problem
+from support.checks import check, refused
+
+import keras_shardopt as ks
+from keras_shardopt.backends.models import is_prepared
+from keras_shardopt.fit import torch as torch_fit
+
+warnings.filterwarnings("ignore")
+NUM_ROWS, ROWS_OF_RANK = 61, 5
+X, Y = (rows[:NUM_ROWS] for rows in problem.data(6))
+VALIDATION = tuple(rows[NUM_ROWS : NUM_ROWS + 31] for rows in problem.data(6))
+
+
+def compiled(scope=None, model=None, **more):
+    """Of all ranks, or where there is no scope of this process."""
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **more.pop("optimizer", {}))
+    model = problem.model() if model is None else model
+    model.compile(ks.CrossShard(optimizer) if scope else optimizer, "mse", metrics=["mae"], **more)
+    assert is_prepared(model) == bool(scope)
+    return model
+
+
+def fit(model, scope=None, x=X, y=Y, validation=VALIDATION, **more):
+    """On the rows of this rank, or on all."""
+    given = {"epochs": 4, "shuffle": False, "verbose": 0, **more}
+    if scope is None:
+        return model.fit(x, y, batch_size=ROWS_OF_RANK * dist.get_world_size(), validation_data=validation, **given)
+    x, y = ks.shard_data(x, y)
+    return model.fit(x, y, batch_size=ROWS_OF_RANK, validation_data=ks.shard_data(*validation), **given)
+
+
+def assert_same(scope, mine, alone, weights=None):
+    assert scope.largest_difference(mine) == 0
+    difference = problem.relative_difference(mine.get_weights(), alone.get_weights() if weights is None else weights)
+    assert difference <= problem.TOLERANCE, difference
+
+
+def assert_same_logs(mine, alone):
+    assert mine.keys() == alone.keys(), (mine, alone)
+    for name in alone:
+        np.testing.assert_allclose(mine[name], alone[name], rtol=1e-5, err_msg=name)
+
+
+def everywhere(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def folder_of_all():
+    """A folder that all ranks see."""
+    path = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(path)
+    yield path[0]
+    dist.barrier()
+    shutil.rmtree(path[0], ignore_errors=True)
+
+
+def warned(function):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+
+
+def lambda_callback(name, function):
+    return keras.callbacks.LambdaCallback(**{name: function})
+
+
+WATCHING = {
+    "reduces the rate": lambda: [keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=1, min_delta=0.05)],
+    "stops early and restores": lambda: [
+        keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.1, restore_best_weights=True)
+    ],
+    "schedules the rate": lambda: [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)],
+    "swaps averages": lambda: [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
+    "in an old script": lambda: [
+        keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.1),
+        ks.callbacks.SyncReplicas(),
+        ks.callbacks.CheckReplicas(every=2),
+    ],
+}
+
+
+@check
+def callbacks_that_watch_decide_as_in_one_process(scope):
+    for name, make in WATCHING.items():
+        more = {"optimizer": {"use_ema": True, "ema_momentum": 0.5}} if name == "swaps averages" else {}
+        mine, alone = compiled(scope, **more), compiled(**more)
+        history = fit(mine, scope, epochs=6, callbacks=make())
+        ours = (ks.callbacks.SyncReplicas, ks.callbacks.CheckReplicas)
+        expected = fit(alone, epochs=6, callbacks=[each for each in make() if not isinstance(each, ours)])
+        assert_same(scope, mine, alone)
+        assert_same_logs(history.history, expected.history)
+        if "stops" in name or "reduces" in name:
+            plain = compiled()
+            fit(plain, epochs=6)
+            assert problem.relative_difference(plain.get_weights(), alone.get_weights()) > 1e-2, name
+
+
+@check
+def every_fit_starts_equal_with_one_line_that_says_so(scope):
+    mine, alone = compiled(scope), compiled()
+    assert warned(lambda: fit(mine, scope)) == []
+    if scope.replica_id == 1:
+        mine.set_weights([weight + 1 for weight in mine.get_weights()])
+        mine.optimizer.learning_rate = 0.5
+    (words,) = everywhere(warned(lambda: fit(mine, scope)))[0]
+    assert "All processes must begin `fit` equal, so all go on with the values of the first one." in words
+    assert "learning_rate" in words and "hidden/kernel" in words and "momentum" not in words, words
+    assert everywhere(warned(lambda: fit(mine, scope))) == [[]] * scope.num_replicas
+    for _ in range(3):
+        fit(alone)
+    assert_same(scope, mine, alone)
+
+
+@check
+def values_that_are_equal_are_not_sent_again(scope):
+    model, sent = compiled(scope), []
+    fit(model, scope, epochs=1)
+    real = dist.broadcast
+    dist.broadcast = lambda tensor, *args, **more: (sent.append(tensor.numel()), real(tensor, *args, **more))[1]
+    fit(model, scope, epochs=1, validation=VALIDATION)
+    first, sent[:] = list(sent), []
+    if scope.replica_id == 1:
+        model.set_weights([weight + 1 for weight in model.get_weights()])
+    fit(model, scope, epochs=1)
+    dist.broadcast = real
+    num_bytes = 4 * sum(weight.size for weight in model.get_weights())
+    assert max(first, default=0) < num_bytes <= max(sent), (first, sent)
+
+
+@check
+def logs_of_batches_are_those_of_all_ranks_where_somebody_looks(scope):
+    seen = {True: [], False: []}
+    for is_mine in (True, False):
+        looks = lambda batch, logs, is_mine=is_mine: seen[is_mine].append(dict(logs))  # noqa: E731
+        hooks = [lambda_callback("on_train_batch_end", looks)] if scope.replica_id != 1 or not is_mine else []
+
+        class Tests(keras.callbacks.Callback):
+            def on_test_batch_end(self, batch, logs=None, looks=looks):
+                looks(batch, logs)
+
+        model = compiled(scope if is_mine else None)
+        fit(model, scope if is_mine else None, callbacks=[*hooks, Tests()], epochs=2)
+    if scope.replica_id != 1:  # which looks at tests only
+        assert len(seen[True]) == len(seen[False]) > 8
+        for mine, alone in zip(seen[True][:5], seen[False][:5]):  # batches of training; those of tests are divided so
+            assert_same_logs(mine, alone)
+    logs = everywhere(seen[True][-1])
+    assert all(other == logs[0] for other in logs)
+
+
+@check
+def the_bar_shows_what_all_ranks_have(scope):
+    printed = {}
+    for is_mine in (True, False):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            fit(compiled(scope if is_mine else None), scope if is_mine else None, epochs=1, verbose=1)
+        lines = output.getvalue().replace("\x08", "").replace("\r", "\n").split("\n")
+        shown = [line for line in lines if "loss:" in line]
+        printed[is_mine] = [line.split(" - ", 1)[1].split("step - ")[-1].strip() for line in shown]
+    if scope.is_chief:
+        assert printed[True][-1] == printed[False][-1], printed
+        assert printed[True][0] == printed[False][0], printed  # of the first batch
+    else:
+        assert printed[True] == []
+
+
+@check
+def nobody_pays_for_logs_that_nobody_looks_at(scope):
+    counts = []
+    reading = [keras.callbacks.TerminateOnNaN()]
+    blind = [ks.callbacks.CheckReplicas(every=1000), keras.callbacks.EarlyStopping("loss")]
+    real = dist.all_reduce
+    before = torch_fit._BAR_SECONDS
+    for callbacks, bar_seconds in (([], None), (blind, None), (reading, None), ([], 1e9), ([], 0.0)):
+        model, sent = compiled(scope), []
+        torch_fit._BAR_SECONDS = bar_seconds or 0.0
+        dist.all_reduce = lambda *args, sent=sent, **more: (sent.append(1), real(*args, **more))[1]
+        with contextlib.redirect_stdout(io.StringIO()):
+            fit(model, scope, epochs=1, callbacks=callbacks, verbose=int(bar_seconds is not None))
+        dist.all_reduce = real
+        counts.append(len(sent))
+    torch_fit._BAR_SECONDS = before
+    num_batches = -(-NUM_ROWS // (ROWS_OF_RANK * scope.num_replicas))
+    more = [count - counts[0] for count in counts]
+    assert more == [0, 0, num_batches, 1, num_batches], (counts, num_batches)
+
+
+@check
+def a_nan_on_one_rank_ends_training_on_all_after_the_same_batch(scope):
+    x = X.copy()
+    x[ROWS_OF_RANK * scope.num_replicas + 1] = np.nan  # in the second batch, on rank 1
+    mine, alone = compiled(scope), compiled()
+    with contextlib.redirect_stdout(io.StringIO()):
+        for model, where in ((mine, scope), (alone, None)):
+            fit(model, where, x=x, callbacks=[keras.callbacks.TerminateOnNaN()])
+    assert (
+        everywhere(int(mine.optimizer.iterations)) == [int(alone.optimizer.iterations)] * scope.num_replicas == [2] * 3
+    )
+
+
+@check
+def one_file_written_by_rank_0(scope):
+    written = {}
+    with folder_of_all() as folder:
+        for is_mine in (True, False):
+            own = os.path.join(folder, "all" if is_mine else f"alone{scope.replica_id}")
+            os.makedirs(own, exist_ok=True)
+            name = os.path.join(own, "{epoch}.keras")
+            weights = os.path.join(own, "last.weights.h5")
+            best = {"save_best_only": True, "monitor": "val_loss", "initial_value_threshold": 2.0}
+            callbacks = [
+                keras.callbacks.ModelCheckpoint(name, verbose=1, **best),
+                keras.callbacks.ModelCheckpoint(weights, save_weights_only=True, save_freq=3),
+                keras.callbacks.CSVLogger(os.path.join(own, "log.csv")),
+            ]
+            model = compiled(scope if is_mine else None)
+            with contextlib.redirect_stdout(io.StringIO()) as output, calls_of_saving() as calls:
+                fit(model, scope if is_mine else None, callbacks=callbacks, epochs=5)
+                fit(model, scope if is_mine else None, callbacks=callbacks, epochs=1)  # the same callbacks again
+            writes = scope.is_chief or not is_mine
+            assert bool(output.getvalue()) == bool(calls) == (callbacks[2].csv_file is not None) == writes
+            dist.barrier()
+            log = np.genfromtxt(os.path.join(own, "log.csv"), delimiter=",", names=True, ndmin=1)
+            written[is_mine] = sorted(os.listdir(own)), log, [np.asarray(w) for w in values_in(own)]
+    files, log, values = written[True]
+    assert files == written[False][0] and "log.csv" in files, (files, written[False][0])
+    assert log.dtype.names == written[False][1].dtype.names and len(log) == len(written[False][1]) == 1
+    for name in log.dtype.names:
+        np.testing.assert_allclose(log[name], written[False][1][name], rtol=1e-5)
+    assert problem.relative_difference(values, written[False][2]) <= problem.TOLERANCE
+
+
+@contextlib.contextmanager
+def calls_of_saving():
+    """Collects the names of the methods of models that write here."""
+    calls, real = [], {name: getattr(keras.Model, name) for name in ("save", "save_weights")}
+    for name, method in real.items():
+        setattr(keras.Model, name, lambda *a, name=name, method=method, **k: (calls.append(name), method(*a, **k))[1])
+    yield calls
+    for name, method in real.items():
+        setattr(keras.Model, name, method)
+
+
+def values_in(folder):
+    """The weights in the last file of each kind."""
+    model = keras.saving.load_model(
+        os.path.join(folder, sorted(f for f in os.listdir(folder) if f.endswith(".keras"))[-1])
+    )
+    other = problem.model()
+    other.load_weights(os.path.join(folder, "last.weights.h5"))
+    return [*model.get_weights(), *other.get_weights()]
+
+
+@check
+def state_in_parts_is_saved_by_keras_callbacks(scope):
+    def divided():
+        model = problem.model()
+        model.compile(ks.CrossShard(keras.optimizers.Adam(0.1), shard_state=True), "mse")
+        return model
+
+    with folder_of_all() as folder:
+        path = os.path.join(folder, "model.keras")
+        fit(divided(), scope, callbacks=[keras.callbacks.ModelCheckpoint(path)], epochs=2)
+        loaded = keras.saving.load_model(path)
+        alone = problem.model()
+        alone.compile(keras.optimizers.Adam(0.1), "mse")
+        fit(alone, epochs=2)
+        assert problem.relative_difference(loaded.get_weights(), alone.get_weights()) <= problem.TOLERANCE
+        assert is_prepared(loaded)
+        fit(loaded, scope, epochs=1)
+        fit(alone, epochs=1)
+        assert_same(scope, loaded, alone)
+
+
+class Stops(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+
+@check
+def keras_own_backup_goes_on_where_training_was(scope):
+    alone = compiled()
+    fit(alone, epochs=4)
+    with folder_of_all() as folder:
+        path = os.path.join(folder, "backup")
+        with contextlib.suppress(KeyboardInterrupt):
+            fit(compiled(scope), scope, callbacks=[keras.callbacks.BackupAndRestore(path), Stops()])
+        dist.barrier()
+        assert sorted(os.listdir(path)) == ["latest.weights.h5", "training_metadata.json"]
+        mine = compiled(scope)
+        callbacks = [keras.callbacks.BackupAndRestore(path, double_checkpoint=True)]
+        words = everywhere(warned(lambda: fit(mine, scope, epochs=4, callbacks=callbacks)))
+        assert words == [[]] * scope.num_replicas, words
+        assert mine.history.epoch == [2, 3]
+        assert_same(scope, mine, alone)
+        dist.barrier()
+        assert not os.path.exists(path)  # training has come to its end
+        if scope.replica_id == 1:  # of which one rank alone has a backup
+            path = os.path.join(folder, "other")
+            os.makedirs(path)
+            pathlib.Path(path, "training_metadata.json").write_text('{"epoch": 1, "batch": 0}')
+        again = lambda: fit(compiled(scope), scope, callbacks=[keras.callbacks.BackupAndRestore(path)])  # noqa: E731
+        refused(again, ValueError, "All processes must find the same backup. Received: training that goes on")
+
+
+@check
+def a_file_that_cannot_be_written_is_an_error_on_every_rank(scope):
+    with folder_of_all() as folder:
+        (pathlib.Path(folder) / f"{scope.replica_id}.keras").mkdir()
+        path = os.path.join(folder, "0.keras")
+        dist.barrier()
+        saves = [keras.callbacks.ModelCheckpoint(path)]
+        refused(lambda: fit(compiled(scope), scope, callbacks=saves), OSError, "ModelCheckpoint")
+
+
+class Steps(keras.Model):
+    """Whose logs are no metrics of the model."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {"own": logs["loss"], "rows": keras.ops.cast(keras.ops.shape(data[0])[0], "float32"), "text": "x"}
+
+    def test_step(self, data):
+        return {"own": super().test_step(data)["loss"]}
+
+
+@check
+def logs_of_a_step_of_ones_own_are_the_mean_over_rows(scope):
+    model = problem.model()
+    mine = compiled(scope, Steps(model.inputs, model.outputs))
+    batches = []
+    looks = lambda_callback("on_train_batch_end", lambda batch, logs: batches.append(logs["rows"]))
+    history = fit(
+        mine, scope, callbacks=[looks, keras.callbacks.ReduceLROnPlateau("val_own", mode="min")], epochs=2
+    ).history
+    assert everywhere(history) == [history] * scope.num_replicas
+    assert {"own", "val_own", "rows", "learning_rate", "text"} == set(history)
+    assert batches[0] == ROWS_OF_RANK and batches[4] == history["rows"][0] == 1  # one row in the last batch, on rank 0
+
+
+@check
+def what_trains_apart_is_warned_of_once(scope):
+    model = problem.model()
+    (words,) = warned(lambda: model.compile("sgd", "mse"))
+    assert "compiled with SGD on 3 processes, whose ranks will train apart. Use `keras_shardopt.CrossShard(SGD" in words
+    assert warned(lambda: model.compile(ks.CrossShard("sgd"), "mse")) == []
+    with ks.data_parallel(prepare=False):
+        assert warned(lambda: problem.model().compile("sgd", "mse")) == []
+        model = problem.model()
+        model.compile(ks.CrossShard("sgd"), "mse")
+        model.fit(X[:15], Y[:15], batch_size=5, verbose=0)
+    assert warned(lambda: model.fit(X[:15], Y[:15], batch_size=5, verbose=0)) == []
+
+
+def compiled_after_the_block(scope):
+    model = problem.model()
+    model.compile(ks.CrossShard("sgd"), "mse")
+    train = lambda: model.fit(X[:15], Y[:15], batch_size=5, verbose=0)  # noqa: E731
+    (words,) = warned(train)
+    assert "Received: `fit` of `" in words and "or call `keras_shardopt.prepare(model)` after `compile`" in words
+    assert warned(train) == []
+    other = problem.model()
+    other.compile(ks.CrossShard("sgd"), "mse")
+    ks.prepare(other)
+    assert warned(lambda: fit(other, scope)) == []
+
+
+def main():
+    file, *names = sys.argv[1:]
+    with ks.data_parallel() as scope:
+        kept = ks.CrossShard("sgd")
+        checks.make(scope, [name for name in names if name in checks.CHECKS], dist.barrier)
+    compiled_after_the_block(scope)
+    if scope.is_chief:
+        pathlib.Path(file).write_text(json.dumps(names))
+    scope.close()
+    del kept
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Models that are compiled, or loaded, inside `data_parallel()` are prepared; what cannot be is warned of."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from promises.problems import gan
+from support import problem
+
+import keras_shardopt as ks
+from keras_shardopt.backends.models import is_prepared
+
+with_devices = pytest.mark.backends("tensorflow", "jax")
+
+
+def compiled(model=None, optimizer=None):
+    model = problem.model() if model is None else model
+    model.compile(ks.CrossShard(problem.sgd_momentum()) if optimizer is None else optimizer, "mse")
+    return model
+
+
+@with_devices
+def test_the_first_program_of_the_readme_is_that_of_one_process():
+    """Batches that do not divide, on 2 and 4 replicas, without a further call."""
+    x, y = (rows[:61] for rows in problem.data(4))
+
+    def trained(num_replicas):
+        with ks.data_parallel(num_replicas) as replicas:
+            model = compiled()
+        history = model.fit(x, y, batch_size=problem.BATCH_SIZE, validation_split=0.1, shuffle=False, verbose=0)
+        replicas.close()
+        return model.get_weights(), history.history
+
+    weights, logs = trained(1)
+    for num_replicas in (2, 4):
+        mine, my_logs = trained(num_replicas)
+        assert problem.relative_difference(mine, weights) <= problem.TOLERANCE
+        for name in logs:
+            np.testing.assert_allclose(my_logs[name], logs[name], rtol=1e-5)
+
+
+@with_devices
+def test_compile_and_load_model_prepare_inside_and_nowhere_else(tmp_path):
+    with ks.data_parallel(2) as replicas:
+        model = compiled()
+        assert is_prepared(model)
+        assert is_prepared(compiled(optimizer=ks.CrossShard("adam")))
+        model.save(tmp_path / "model.keras")
+        assert is_prepared(keras.saving.load_model(tmp_path / "model.keras"))
+        assert not is_prepared(compiled(optimizer="sgd"))
+        assert not is_prepared(compiled(optimizer=ks.CrossShard("sgd", group_assignment=[[0], [1]])))
+        with ks.data_parallel(2, prepare=False):
+            assert not is_prepared(compiled())
+        assert is_prepared(compiled())
+    outside = compiled()
+    assert not is_prepared(outside)
+    before = model.fit
+    assert ks.prepare(model) is model and model.fit == before  # harmless on one that is prepared
+    replicas.close()
+
+
+def test_nothing_changes_for_one_replica():
+    compile_in_keras, outside = keras.Model.compile, compiled()
+    with ks.data_parallel(1):
+        assert keras.Model.compile is compile_in_keras
+        model = compiled()
+    assert not is_prepared(model)
+    assert set(vars(model)) == set(vars(outside))
+
+
+@with_devices
+def test_compile_is_keras_own_again_after_the_block():
+    before = keras.Model.compile
+    with pytest.raises(KeyError), ks.data_parallel(2):
+        assert keras.Model.compile is not before
+        raise KeyError
+    assert keras.Model.compile is before
+    assert list(inspect.signature(before).parameters)[:3] == ["self", "optimizer", "loss"]
+
+
+class CompilesLater(keras.Sequential):
+    """Has its loss, and no optimizer, when Keras' `compile` is through, as Keras' guides on `train_step` do."""
+
+    def compile(self, my_optimizer):
+        super().compile(loss="mse")
+        self.my_optimizer = my_optimizer
+
+    def train_step(self, *arguments):
+        return super().train_step(*arguments)
+
+
+@with_devices
+def test_optimizers_that_come_after_keras_compile_are_found():
+    with ks.data_parallel(2) as replicas:
+        model = CompilesLater(problem.model().layers)
+        model.compile(ks.CrossShard("sgd"))
+        assert not is_prepared(model)
+        two = gan.compiled(gan.one_divided)
+    assert is_prepared(model) and is_prepared(two)
+    with ks.data_parallel(2) as replicas:
+        model = CompilesLater(problem.model().layers)
+        model.compile(ks.CrossShard("sgd"))
+        model.fit(*problem.data(1), batch_size=problem.BATCH_SIZE, verbose=0)
+        assert is_prepared(model)
+    replicas.close()
+
+
+@pytest.mark.backends("tensorflow")
+def test_a_model_made_before_the_scope_is_refused_by_compile():
+    model = problem.model()
+    with ks.data_parallel(2), pytest.raises(ValueError, match="was made outside the strategy"):
+        compiled(model)
+    with ks.data_parallel(1):
+        pass
