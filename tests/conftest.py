@@ -116,8 +116,10 @@ def pytest_collection_modifyitems(config, items):
     kept, left_out, first = [], [], set()
     for item in items:
         wanted = suite == "all" or _is_exhaustive(item) == (suite == "exhaustive")
-        if item.get_closest_marker("neutral") and BACKEND != NEUTRAL_BACKEND:
-            wanted = False
+        if item.get_closest_marker("neutral"):
+            if any(NEUTRAL_BACKEND not in mark.args for mark in item.iter_markers("backends")):
+                raise pytest.UsageError(f"{item.nodeid} would run nowhere: `neutral`, and not about {NEUTRAL_BACKEND}")
+            wanted = wanted and BACKEND == NEUTRAL_BACKEND
         (kept if wanted else left_out).append(item)
         group = _shares_work_with(item)
         if item.get_closest_marker("xdist_group") or group == item.path.stem:

@@ -173,7 +173,7 @@ FAULTS = [
         "backends/jax/placement.py",
         "if size and size % num_replicas == 0",
         "if size % num_replicas == 0",
-        "unit/sharding/test_partition.py::test_the_axis_that_divides",
+        "unit/backends/test_jax_placement.py::test_the_axis_that_divides",
         backend="jax",
     ),
     # Half precision on the way.

@@ -152,7 +152,10 @@ IMPOSSIBLE = [
     # Nothing to compare: all weights become NaN.
     *[
         {"on_nonfinite": ["ignore"], "bad": ["NaN", "infinite"], factor: levels}
-        for factor, levels in (("inner_optimizer", ["clipping", "larc"]), ("replica_clipnorm", [CLIPNORM]))
+        for factor, levels in (
+            ("inner_optimizer", ["adam clipnorm", "clipping", "larc"]),
+            ("replica_clipnorm", [CLIPNORM]),
+        )
     ],
 ]
 RULES = [rule for _, _, rule in REFUSED] + IMPOSSIBLE

@@ -68,15 +68,3 @@ def test_whole_variables_go_to_whom_has_least():
     assert loads(owned) == [12, 12]  # 9 + 3 and 6 + 5 + 1
     # An embedding that cannot be cut is the limit of what whole variables can be divided into.
     assert max(loads(partition.cut([950, 30, 20], [False] * 3, 4))) == 950
-
-
-@pytest.mark.backends("jax")
-def test_the_axis_that_divides():
-    from keras_shardopt.backends.jax.placement import dividing_axis
-
-    assert dividing_axis((5, 7, 8), 4) == 2
-    assert dividing_axis((8, 8), 4) == 0
-    assert dividing_axis((5, 7), 2) is None
-    assert dividing_axis((), 2) is None
-    assert dividing_axis((0, 3), 2) is None
-    assert dividing_axis((3,), 1) == 0
