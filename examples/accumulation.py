@@ -1,4 +1,4 @@
-"""A batch in four micro-steps: the update of the whole batch, with one communication instead of four.
+"""A batch in four micro-batches: the update of the whole batch, with one communication instead of four.
 
     python examples/accumulation.py --replicas 4                          # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/accumulation.py --replicas 2
@@ -58,7 +58,7 @@ def main():
         print(f"backend                    {keras.config.backend()}")
         print(f"replicas                   {replicas.num_replicas}")
         print(f"updates, whole batches     {updates}")
-        print(f"updates, in micro-steps    {int(keras.ops.convert_to_numpy(parts.optimizer.iterations))}")
+        print(f"updates, in micro-batches    {int(keras.ops.convert_to_numpy(parts.optimizer.iterations))}")
         print(f"relative difference        {difference / movement:.1e}")
 
 

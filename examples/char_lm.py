@@ -20,7 +20,7 @@ import numpy as np
 import keras_shardopt as ks
 
 WINDOW = 32
-ITER_SIZE = 2  # micro-steps of an update
+ITER_SIZE = 2  # micro-batches of an update
 SUMMARIES = ["learning_rate", "loss_scale", "global_gradient_norm", "gradient_norm", "gradients", "variable_norm"]
 SUMMARIES += ["variables", "larc_summaries"]
 
@@ -41,7 +41,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, help="how many; default: all devices, or all torchrun processes")
     parser.add_argument("--steps", type=int, default=600, help="updates")
-    parser.add_argument("--batch-size", type=int, default=64, help="of a micro-step, over all replicas")
+    parser.add_argument("--batch-size", type=int, default=64, help="of a micro-batch, over all replicas")
     parser.add_argument("--larc", action="store_true", help="LARC instead of clipping")
     parser.add_argument("--with-fit", action="store_true", help="compile(build_optimizer(...)) and fit")
     parser.add_argument("--log-dir", help="where TensorBoard's files go")

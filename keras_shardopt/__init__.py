@@ -43,7 +43,7 @@ from keras_shardopt.steps.optimize_loss import get_regularization_loss, optimize
 from keras_shardopt.update.gradient_noise import GradientNoise
 from keras_shardopt.update.step import Stage
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LARC",
@@ -72,3 +72,7 @@ __all__ = [
     "schedules",
     "shard_data",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__all__", "__doc__", "__version__"]

@@ -1,4 +1,4 @@
-"""What an optimizer that skips updates tells of them."""
+"""What an optimizer that skips updates reports of them."""
 
 from __future__ import annotations
 

@@ -132,5 +132,5 @@ def test_a_pair_that_is_missing_is_found_and_a_rule_is_kept():
     assert set.union(*map(pairwise.pairs_of, rows)) == pairwise.possible_pairs(levels, rules)
     assert len(pairwise.possible_pairs(levels, rules)) == 4 - 1 + 6 + 6
     assert not any(pairwise.is_forbidden(row, rules) for row in rows)
-    with pytest.raises(ValueError, match="No row"):  # no level of b is left beside these
+    with pytest.raises(ValueError, match="No row"):  # no level of b is left next to these
         pairwise.covering_rows(levels, [{"a": [1], "b": [0]}, {"c": [1], "b": [1]}, {"c": [0, 2], "b": [1], "a": [1]}])

@@ -319,7 +319,7 @@ def test_on_several_replicas(way, prepared, window, more):
     assert_equal(found, replicated(way, prepared, options, x[order], y[order]))
 
 
-# -- loops of one's own --------------------------------------------------------------------------------------------
+# -- custom training loops --------------------------------------------------------------------------------------------
 
 
 def step_of_ones_own(model, optimizer):
@@ -392,7 +392,7 @@ def test_in_a_step_of_optimize_loss(iter_size):
 
 @pytest.mark.backends("jax")
 def test_another_optimizer_than_that_of_compile_is_left_alone_with_a_warning():
-    """As in Keras' GAN guide: which parts of the state its step updates is its own affair."""
+    """As in Keras' GAN guide: which parts of the state its step updates is up to the model."""
     x, y = batches()
     built = model()
     built.second = skipping(inner())

@@ -143,7 +143,7 @@ def state_of(optimizer):
 
 
 def inner_state(wrapper, state):
-    """The part of a wrapper's state that the inner optimizer alone would have."""
+    """The part of a wrapper's state that the plain inner optimizer would have."""
     return state[: len(state) - len(OWN_STATE.get(wrapper, []))]
 
 

@@ -1,6 +1,6 @@
 """Starts the workers of a multi-process test, with a time limit that kills them all.
 
-Limits are written for a quiet machine. Where other jobs run beside the tests, or the machine is a slow one, the same
+Limits are written for a quiet machine. Where other jobs run at the same time, or the machine is a slow one, the same
 work takes longer; `patient` measures by how much.
 """
 

@@ -1,4 +1,4 @@
-"""Faults that are planted in a copy of the package, one at a time: the tests named beside each must see it.
+"""Faults that are planted in a copy of the package, one at a time: the tests named with each must see it.
 
 A row of `FAULTS` is a file, the text there that the fault replaces and that must occur once, what stands there instead,
 and the tests (without their parameters, if any case may see it) that must fail, on one backend. The same tests pass
@@ -106,7 +106,7 @@ FAULTS = [
         'replicas.all_reduce([grads[i] for i in next_values], "mean")',
         "unit/update/test_reduction.py::test_next_values_take_the_largest_and_are_never_averaged",
     ),
-    # Windows of micro-steps.
+    # Windows of micro-batches.
     fault(
         "update/accumulation.py",
         "return ops.cast(total / self.num_steps, dtype_of(variable))",

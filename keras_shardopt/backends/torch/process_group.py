@@ -2,7 +2,7 @@
 
 When a rank dies or stalls, the collective that needs it fails on some of the others, at once or when the time is up,
 with an error that names a socket. So the first rank that notices closes its connections, which makes the collectives
-of all others fail too; then each leaves a sign in the store in which the ranks met, and looks for those of the others.
+of all others fail too; then each leaves a sign in the store that the ranks share, and looks for those of the others.
 
 Ranks that make different calls must not send each other tensors of different sizes, as "gloo" then ends the process. So
 before ranks begin something together, each tells the others what, in a message of one size and in a group of their own
@@ -63,7 +63,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
     Args:
         backend: "gloo" or "nccl".
         rank: of this process, among `size`. Fewer ranks may meet the second time.
-        size: how many processes meet.
+        size: how many processes there are.
         timeout: after how long a collective fails; None for PyTorch's own limit.
 
     Raises:

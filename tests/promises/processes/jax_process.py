@@ -1,6 +1,6 @@
 """One process of a `jax.distributed` job: `fit`, `evaluate`, saving, callbacks, and what Keras cannot do there.
 
-Argument: a folder, to which the chief writes what came of it.
+Argument: a folder, to which process 0 writes what came of it.
 """
 
 import pathlib
@@ -85,7 +85,7 @@ def main():
         assert all((a == b).all() for a, b in zip(theirs, arrays))
     assert scope.largest_difference(model) == 0
 
-    # Saving: all enter, the chief alone writes.
+    # Saving: all enter, process 0 writes.
     own = folder if scope.is_chief else folder / "others"
     ks.save_model(model, own / "model.keras")
     ks.save_weights(model, own / "model.weights.h5")
@@ -136,7 +136,7 @@ def main():
     logs = {"loss": 0.0} if scope.is_chief else {"loss": 0.0, "mae": 0.0}
     refused(lambda: sync.on_epoch_end(0, logs), ValueError, "on process 0, ['loss', 'mae'] on process 1")
 
-    # Unequal parts of each batch, a process without a batch left, one without any.
+    # Uneven parts of each batch, a process without a batch left, one without any.
     unequal = {}
     case = uneven.CASES["divided by weights"]
     other = ks.prepare(uneven.compiled(**case))  # one, whose steps are compiled once

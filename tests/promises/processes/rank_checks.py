@@ -288,7 +288,7 @@ def all_enter_and_the_chief_saves(scope):
     for one, other in zip(before, model.optimizer.variables):
         np.testing.assert_array_equal(one, other.numpy())
     assert scope.is_chief or not any(mine.iterdir())
-    # What fails on the chief fails on all.
+    # What fails on rank 0 fails on all.
     words = f"`{folder}/nowhere/model.keras` cannot"
     refused(lambda: ks.save_model(model, mine / "nowhere" / "model.keras"), FileNotFoundError, words)
     with contextlib.ExitStack() as stack:
@@ -379,7 +379,7 @@ def buckets_and_dtypes(scope):
     for result, tensor in zip(found, tensors):
         assert result.shape == tensor.shape and result.dtype == tensor.dtype
         np.testing.assert_allclose(result.double().numpy(), mean)
-        assert float(tensor[0]) == scope.replica_id + 1  # the argument is left alone
+        assert float(tensor[0]) == scope.replica_id + 1  # the argument is left unchanged
     scalar = replicas.all_reduce([torch.tensor(float(scope.replica_id))], "max")[0]
     assert float(scalar) == scope.num_replicas - 1 and scalar.shape == ()
 

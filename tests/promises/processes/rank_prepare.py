@@ -1,4 +1,4 @@
-"""Trains on unequal parts of each batch after `prepare(model)`, on the ranks that torchrun started.
+"""Trains on uneven parts of each batch after `prepare(model)`, on the ranks that torchrun started.
 
 Argument: the file to write.
 """

@@ -293,7 +293,7 @@ def masters_are_saved_by_all_together(scope):
     keras.saving.load_model(folder / "masters.keras").optimizer.wrapper_state.save_own_variables(loaded)
     assert len(masters) == 4 and all((loaded[key] == array).all() for key, array in masters.items())
 
-    # A disk that is full before or within the masters: the others are waiting for these all the same.
+    # A disk that is full before or within the master weights: the others are waiting for these all the same.
     write = H5IOStore.__setitem__
     for place in ("optimizer/4", "optimizer/wrapper_state/2"):
 
@@ -486,7 +486,7 @@ def a_rank_that_saves_alone_is_told_so_in_time(scope):
         dist.barrier()
     divided_state.BARRIER_SECONDS = real
     store = {} if scope.is_chief else NullStore()
-    optimizer.save_own_variables(store)  # together it works as ever
+    optimizer.save_own_variables(store)  # together it works as usual
     assert len(store) == (len(optimizer.variables) if scope.is_chief else 0)
 
 
@@ -635,7 +635,7 @@ def a_model_with_two_optimizers_of_its_own(scope):
     for one in (gan.built(gan.compiled(gan.one_divided)), gan.built(gan.compiled())):
         one.load_weights(path)
         assert gan.difference(one, model) == 0
-    # One that averages nothing, beside one that does.
+    # One that averages nothing, next to one that does.
     mixed = gan.compiled(lambda inner, first: ks.CrossShard(inner) if first else inner)
     refused(lambda: ks.prepare(mixed), ValueError, "every optimizer")
 

@@ -226,7 +226,7 @@ def test_state_in_parts_is_gathered(tmp_path, monkeypatch, name, wrap):
 
 
 def failing(place, monkeypatch, model):
-    """Makes saving fail on the chief at some place; returns the words of the error."""
+    """Makes saving fail on rank 0 at some place; returns the words of the error."""
     if place == "in the description of the model":
         monkeypatch.setattr(model, "get_config", lambda: (_ for _ in ()).throw(ValueError("no description")))
         return ValueError, "no description"
