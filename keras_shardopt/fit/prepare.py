@@ -13,11 +13,12 @@ from keras_shardopt.backends.models import note_prepared, optimizers_of
 from keras_shardopt.fit import TRAINERS
 from keras_shardopt.fit.callbacks import watch_callbacks
 from keras_shardopt.fit.overrides import reducers_in, refuse_groups
+from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.made import note_made
 
 
-def prepare(model: Any) -> Any:
+def prepare(model: Any, auto_shard: bool | None = None, gather: bool | None = None) -> Any:
     """Makes the model's `fit` do what one process with the whole batch would do, whatever each replica's part of it is.
 
     `CrossShard` averages gradients, and sees neither batches nor metrics. After `prepare` the calls `fit`, `evaluate`,
@@ -96,12 +97,16 @@ def prepare(model: Any) -> Any:
                 f"gradients of the ranks. Received: {check.with_article(optimizer)} beside {reducers[0]!r}. "
                 f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it, too."
             )
-    prepare_for(model)
+    for name, value in (("auto_shard", auto_shard), ("gather", gather)):
+        if value is not None:
+            check.flag(name, value)
+    prepare_for(model, auto_shard, gather)
     return model
 
 
-def prepare_for(model: Any) -> None:
+def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None = None) -> None:
     """Prepares a model that a `CrossShard` updates. Doing it twice changes nothing."""
+    set_sharing(model, auto_shard, gather)
     for optimizer in optimizers_of(model):
         if cross_shards(optimizer):
             note_made(optimizer)

@@ -88,12 +88,14 @@ class data_parallel:
         num_replicas: int | None = None,
         timeout: float | datetime.timedelta | None = None,
         prepare: bool = True,
+        auto_shard: bool = True,
     ) -> None:
         if num_replicas is not None:
             num_replicas = check.integer("num_replicas", num_replicas, fix="Leave it out to take all devices.")
         self._requested = num_replicas
         self._timeout = _duration(timeout)
         self._prepare = check.flag("prepare", prepare)
+        self._auto_shard = check.flag("auto_shard", auto_shard)
         self._world: World | None = None
         self._open = contextlib.ExitStack()
         self._watching = contextlib.ExitStack()
@@ -109,7 +111,7 @@ class data_parallel:
             trainer.watch_batches()
         self._made_inside = self._watching.enter_context(collected())
         if self._world.num_replicas > 1:
-            self._watching.enter_context(preparing_compiled(self._prepare))
+            self._watching.enter_context(preparing_compiled(self._prepare, self._auto_shard))
         return self
 
     def __exit__(
