@@ -36,6 +36,10 @@ def shard_data(
 ) -> Any:
     r"""Gives this process its part of the data: all processes together see every row once.
 
+    `fit` of a prepared model needs it only where each process should load no more than its part: of the same data on
+    all processes it takes every process's rows of each batch by itself. What this function returns, it takes as the
+    process's own part, and `batch_size` is that of its own batches then. Custom training loops need it always.
+
     Of $N$ processes, process $r$ gets the rows (or, of data that comes in batches, the batches)
     $r,\ r + N,\ r + 2N, \dots$ So with batches of $b$ rows, the $t$-th batches of all processes together are the rows
     $tNb$ to $(t + 1)Nb - 1$: the $t$-th batch of one process with batches of $Nb$.

@@ -75,6 +75,16 @@ def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
         )
 
 
+def check_rows(rows: Sequence[int]) -> None:
+    """Raises ValueError if processes have batches of different numbers of rows (0: none left)."""
+    if len(set(rows)) > 1:
+        raise ValueError(
+            "All processes must be given the same batches, of which each takes its part. "
+            f"Received: batches of {list(rows)} rows, by process. Load the same data on every process, and seed what "
+            "shuffles it; or use `keras_shardopt.shard_data(...)`, or `data_parallel(auto_shard=False)`."
+        )
+
+
 def warn_of_same_parts() -> None:
     """Says that processes train on the same rows."""
     warnings.warn(

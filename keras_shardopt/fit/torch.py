@@ -51,7 +51,7 @@ from keras_shardopt.backends.torch.process_group import gather_objects, tell
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.shared_draws import SharedDraws
-from keras_shardopt.data.whole_batches import checksum, part_of_batch, rows_of_parts
+from keras_shardopt.data.whole_batches import checksum, first_rows, part_of_batch, rows_of_parts
 from keras_shardopt.fit.callbacks import callbacks_of_call, looks_at_batches, running_callbacks
 from keras_shardopt.fit.overrides import (
     arguments_of,
@@ -61,7 +61,14 @@ from keras_shardopt.fit.overrides import (
     refuse_groups,
     warn_of_unequal_start,
 )
-from keras_shardopt.fit.sharing import check_alike, check_kinds, sharing_of, splits_own_part, warn_of_same_parts
+from keras_shardopt.fit.sharing import (
+    check_alike,
+    check_kinds,
+    check_rows,
+    sharing_of,
+    splits_own_part,
+    warn_of_same_parts,
+)
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, joining_uneven_inputs
@@ -240,12 +247,7 @@ class _Session:
         self._phase = phase
         num = 0 if data is None else int(num_rows(data))
         told = self.exchange(phase, num, 2 * (phase is not _Phase.PREDICT_BATCH and self._looks_at_logs(phase)))
-        if any(rows != num for rows, _ in told):
-            raise ValueError(
-                "All processes must be given the same batches, of which each takes its part. Received: batches of "
-                f"{[rows for rows, _ in told]} rows, by process. Load the same data on every process, and seed what "
-                "shuffles it; or use `keras_shardopt.shard_data(...)`, or `data_parallel(auto_shard=False)`."
-            )
+        check_rows([rows for rows, _ in told])
         if not num:
             return None
         self.shares_logs = any(flags for _, flags in told)
@@ -492,7 +494,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
         self._is_marked = is_own_part(x, y, sample_weight)
         self._is_compared = False
-        self._first: Any = None if self._is_whole else _first_rows((x, y))
+        self._first: Any = None if self._is_whole else first_rows((x, y))
         self._shuffle = kwargs.get("shuffle", False)
         self._draws = SharedDraws() if self._is_whole else None
         if session is not None and session.call is not _Phase.PREDICT_BATCH:
@@ -561,13 +563,6 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         if data is None:
             raise StopIteration
         return self._step, self._step, [data]
-
-
-def _first_rows(data: Any) -> Any:
-    """Of arrays the first rows, which say more than a first batch that each rank has drawn; None of other data."""
-    if not all(leaf is None or hasattr(leaf, "shape") for leaf in keras.tree.flatten(data)):
-        return None
-    return keras.tree.map_structure(lambda leaf: leaf if leaf is None else leaf[:64], data)
 
 
 def _train_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
