@@ -44,8 +44,7 @@ def main():
             start = model.get_weights()
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(ks.CrossShard(keras.optimizers.SGD(0.2, momentum=0.9), **how), loss)
-        x, y = ks.shard_data(images, labels)
-        model.fit(x, y, batch_size=batch_size // replicas.num_processes, shuffle=False, verbose=0)
+        model.fit(images, labels, batch_size=batch_size, shuffle=False, verbose=0)
         return model, start, replicas
 
     keras.utils.set_random_seed(1)

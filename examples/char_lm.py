@@ -70,8 +70,9 @@ def main():
 
     characters = text()
     held_out = characters[-256 * (WINDOW + 1) :].reshape(8, 32, WINDOW + 1)
-    random = np.random.default_rng(replicas.process_id)  # each process feeds rows of its own
-    data = batches(characters[:-20_000], arguments.batch_size // replicas.num_processes, random)
+    # `fit` divides each batch among the processes; a step of one's own takes rows of this process.
+    parts, part = (1, 0) if arguments.with_fit else (replicas.num_processes, replicas.process_id)
+    data = batches(characters[:-20_000], arguments.batch_size // parts, np.random.default_rng(part))
 
     def tell(update):
         nats = np.mean([float(error(rows[:, 1:], model(rows[:, :-1]))) for rows in held_out])

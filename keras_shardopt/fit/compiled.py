@@ -20,6 +20,7 @@ from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import has_built_in_step, is_prepared
 from keras_shardopt.fit.overrides import reducers_in
 from keras_shardopt.fit.prepare import prepare_for
+from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
 
 # On a model: it is compiled, and what it trains with is not known yet; it is left as it is because somebody said so.
@@ -30,14 +31,16 @@ _IS_LEFT = "_keras_shardopt_left_unprepared"
 class _Block:
     """A block in which models are compiled."""
 
-    def __init__(self, prepares: bool) -> None:
+    def __init__(self, prepares: bool, auto_shard: bool) -> None:
         self.prepares = prepares
+        self._auto_shard = auto_shard
         self.waiting: list[weakref.ref[Any]] = []
         """The models whose optimizers are not known yet."""
 
     def compiled(self, model: Any) -> None:
         """Prepares a model, or warns of its optimizer."""
         object.__setattr__(model, _IS_LEFT, not self.prepares)
+        set_sharing(model, self._auto_shard, None)
         if not self.prepares or _prepare_if_possible(model):
             return
         if has_built_in_step(model):
@@ -51,9 +54,14 @@ _blocks: list[_Block] = []
 
 
 @contextlib.contextmanager
-def preparing_compiled(wanted: bool) -> Iterator[None]:
-    """Within it, models that are compiled are prepared if that is `wanted`; else they are left alone."""
-    before, block = Trainer.compile, _Block(wanted)
+def preparing_compiled(wanted: bool, auto_shard: bool) -> Iterator[None]:
+    """Within it, models that are compiled are prepared if that is `wanted`; else they are left alone.
+
+    Args:
+        wanted: whether they are.
+        auto_shard: what `prepare` is given for them, now or later.
+    """
+    before, block = Trainer.compile, _Block(wanted, auto_shard)
 
     @functools.wraps(before)
     def compile_and_prepare(model: Any, *args: Any, **kwargs: Any) -> None:

@@ -42,6 +42,7 @@ REDUCTION = "unit/update/test_reduction.py::test_every_gradient_state_leads_to_t
 LOCAL = "unit/update/test_local_gradients.py"
 SHARDS = "unit/sharding/test_sharding.py::test_replicas_update_as_one_does"
 WHOLE_BATCH = "unit/update/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
+WHOLE_DATA = "unit/data/test_whole_batches.py"
 
 FAULTS = [
     # The way through the stages.
@@ -408,6 +409,25 @@ FAULTS = [
         "return sum(values) / len(values)",
         "return max(values)",
         "promises/test_replicas_stay_equal.py::test_logs_are_averaged_for_what_comes_after_and_for_the_history",
+    ),
+    # Data that every process has whole.
+    fault(
+        "data/whole_batches.py",
+        "return [rows + 1] * rest + [rows] * (num_parts - rest)",
+        "return [rows] * (num_parts - rest) + [rows + 1] * rest",
+        f"{WHOLE_DATA}::test_parts_are_those_of_array_split",
+    ),
+    fault(
+        "data/whole_batches.py",
+        "zlib.crc32(repr((tuple(leaf.shape), str(values.dtype))).encode(), found)",
+        "found",
+        f"{WHOLE_DATA}::test_checksums_differ_where_batches_do",
+    ),
+    fault(
+        "data/shared_draws.py",
+        "self._states[name] if own[name] == before[name] else own[name]",
+        "own[name]",
+        f"{WHOLE_DATA}::test_what_is_drawn_in_a_block_is_what_process_0_draws",
     ),
     # Where gradients are traced.
     fault(

@@ -378,7 +378,38 @@ def test_what_prepare_stands_in_for():
     iterator = EpochIterator(x, y, batch_size=problem.BATCH_SIZE)
     begin, end, (batch,) = next(iter(iterator))
     assert (begin, end, len(batch)) == (0, 0, 2)
-    assert iterator._num_batches == 2
+    assert (iterator._num_batches, iterator._steps_seen) == (2, 1)
+    iterator.reset()
+    assert iterator._steps_seen == 0
+
+
+def test_arrays_draw_nothing_but_the_order_of_rows():
+    """At the beginning of an epoch and at its end, so that nothing need be shared in between."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    from keras_shardopt.data import shared_draws
+
+    def states():
+        return {name: get() for name, (get, _) in shared_draws._GENERATORS.items()}
+
+    class Torch(EpochIterator):
+        def _get_iterator(self):
+            torch = keras.config.backend() == "torch"
+            return iter(self.data_adapter.get_torch_dataloader()) if torch else self.data_adapter.get_numpy_iterator()
+
+    for shuffle in (True, False):
+        iterator = Torch(np.zeros((13, 1)), batch_size=3, shuffle=shuffle)
+        assert isinstance(iterator.data_adapter, ArrayDataAdapter)
+        iterator.reset()
+        iter(iterator)
+        drawn = []
+        for _ in range(5):
+            before = states()
+            next(iterator)
+            drawn.append([name for name, state in states().items() if state != before[name]])
+        assert drawn[1:] == [[]] * 4 and (shuffle or drawn[0] in ([], ["torch"])), drawn
+        assert iterator._steps_seen >= iterator.data_adapter.num_batches
 
 
 @pytest.mark.backends("torch")

@@ -139,7 +139,7 @@ def main():
     # Uneven parts of each batch, a process without a batch left, one without any.
     unequal = {}
     case = uneven.CASES["divided by weights"]
-    other = ks.prepare(uneven.compiled(**case))  # one, whose steps are compiled once
+    other = ks.prepare(uneven.compiled(**case), auto_shard=False)  # one, whose steps are compiled once
     other.optimizer.build(other.trainable_variables)
     start = [(v, keras.ops.convert_to_numpy(v)) for v in [*other.variables, *other.optimizer.variables]]
     for division in (uneven.divided, uneven.some_without, uneven.all_on_the_last):
@@ -195,7 +195,7 @@ def main():
     keras.distribution.set_distribution(distribution)
 
     # `predict` would gather outputs from devices that other processes have; a local copy of the model predicts.
-    refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` cannot run over several processes")
+    refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` must be that of a prepared model")
     weights = model.get_weights()
     scope.close()
     copy = keras.models.clone_model(model)

@@ -493,7 +493,7 @@ def a_loss_that_adds_up_is_warned_of_once_where_the_mean_is_wrong(scope):
         model = problem.model()
         model.compile(ks.CrossShard("sgd", reduction=reduction), loss)
         if prepared:
-            ks.prepare(model)
+            ks.prepare(model, auto_shard=False)
         x, y = my_rows(scope, num_steps=2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -533,7 +533,7 @@ def noise_of(way, layer):
     model = keras.Sequential([keras.Input((5,)), noise, keras.layers.Dense(3)])
     model.compile("sgd" if way == "alone" else ks.CrossShard("sgd"), "mse")
     if way == "prepared":
-        ks.prepare(model)
+        ks.prepare(model, auto_shard=False)
     for _ in range(2):
         model.fit(np.ones((6, 5)), np.ones((6, 3)), batch_size=2, shuffle=False, verbose=0)
     return list(noise.seen), model

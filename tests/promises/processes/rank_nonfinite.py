@@ -92,7 +92,7 @@ def normalized(optimizer, prepared=True):
     ]
     model = keras.Sequential(layers)
     model.compile(optimizer, "mse")
-    return ks.prepare(model) if prepared else model
+    return ks.prepare(model, auto_shard=False) if prepared else model
 
 
 def rows_of(rank, num_rows):

@@ -1,0 +1,88 @@
+"""Random numbers with which data is drawn: those of process 0, on every process."""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from keras_shardopt.backends.active import processes
+
+
+class SharedDraws:
+    """Lets data be drawn alike on all processes, each of which has global random numbers of its own.
+
+    Inside `drawing()`, and nowhere else, Python's, NumPy's and PyTorch's global random numbers are those that process 0
+    had when the epoch began. So the order of rows is that which one process draws. A process whose own numbers were the
+    same goes on behind what was drawn, as one process does; others get their own back.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, Any] | None = None
+
+    def forget(self) -> None:
+        """Lets the next epoch begin with what process 0 has then."""
+        self._states = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """A block in which data is drawn. All processes enter the first one of an epoch together."""
+        if self._states is None:
+            self._states = _take_from_first()
+        before = self._states
+        own = {name: _GENERATORS[name][0]() for name in before}
+        _set(before)
+        try:
+            yield
+        finally:
+            self._states = {name: _GENERATORS[name][0]() for name in before}
+            _set({name: self._states[name] if own[name] == before[name] else own[name] for name in before})
+
+
+def _take_from_first() -> dict[str, Any]:
+    """The states of process 0, of generators whose numbers differ between processes, or will."""
+    states = {name: state for name, (get, _) in _GENERATORS.items() if (state := get()) is not None}
+    everyones = processes.gather_objects({name: zlib.crc32(repr(state).encode()) for name, state in states.items()})
+    # PyTorch's differs from the first step on, as dropout without a seed draws from it.
+    names = [n for n in states if n == "torch" or any(each.get(n) != everyones[0].get(n) for each in everyones)]
+    is_first = processes.process()[1] == 0
+    taken: dict[str, Any] = processes.gather_objects({name: states[name] for name in names} if is_first else None)[0]
+    return taken
+
+
+def _set(states: dict[str, Any]) -> None:
+    for name, state in states.items():
+        _GENERATORS[name][1](state)
+
+
+def _numpy_state() -> Any:
+    kind, keys, *others = np.random.get_state()
+    return kind, np.asarray(keys).tobytes(), *others
+
+
+def _set_numpy_state(state: Any) -> None:
+    kind, keys, *others = state
+    np.random.set_state((kind, np.frombuffer(keys, "uint32"), *others))
+
+
+def _torch_state() -> bytes | None:
+    torch = sys.modules.get("torch")
+    return None if torch is None else torch.get_rng_state().numpy().tobytes()
+
+
+def _set_torch_state(state: bytes) -> None:
+    torch = sys.modules["torch"]
+    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+_GENERATORS: dict[str, tuple[Any, Any]] = {
+    "python": (random.getstate, random.setstate),
+    "numpy": (_numpy_state, _set_numpy_state),
+    "torch": (_torch_state, _set_torch_state),
+}
+"""What global random numbers there are: how their state is taken, and put back."""
