@@ -9,7 +9,6 @@ from support import problem
 
 import keras_shardopt as ks
 
-NUM_CHANNELS = 2
 BatchNormalization = keras.layers.BatchNormalization
 
 
@@ -44,9 +43,28 @@ class Masked(keras.layers.Layer):
         return x > 0
 
 
+class Joined(keras.layers.Layer):
+    """Each sequence as one row, without its mask."""
+
+    def call(self, x, mask=None):
+        return keras.ops.reshape(x, (-1, problem.NUM_FEATURES * 2))
+
+    def compute_mask(self, x, mask=None):
+        return None
+
+
 def sequences(**more):
-    layers = [Masked(), BatchNormalization(momentum=0.5, **more), keras.layers.Flatten(), keras.layers.Dense(3)]
+    layers = [Masked(), BatchNormalization(momentum=0.5, **more), Joined(), keras.layers.Dense(3)]
     return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers])
+
+
+def only_normalized(**more):
+    return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), BatchNormalization(momentum=0.0, **more)])
+
+
+def far_from_zero():
+    x, y = uneven.data()
+    return x + 3000, y[:, :1] * np.ones(problem.NUM_FEATURES, "float32")
 
 
 def data_with_nan():
@@ -66,6 +84,7 @@ CASES = {
     "gradients of each replica": {"around": {"replica_clipnorm": 1e9}},
     "accumulated gradients of each replica": {"around": {"replica_clipnorm": 1e9, "gradient_accumulation_steps": 2}},
     "few rows": {"rows": slice(17)},  # 16 and one
+    "far from zero": {"make": only_normalized, "data": far_from_zero},
     "apart": {"converts": False},
 }
 
@@ -77,7 +96,7 @@ def parts(rank, size):
     return [divided[0], without_last, third if rank == size - 1 else third[:0], divided[3]]
 
 
-def compiled(make=branches, around=None, policy="float32", converts=True, **_):
+def compiled(make=branches, around=None, policy="float32", converts=True, jit_compile="auto", **_):
     """Made as for one replica, and converted then."""
     keras.utils.set_random_seed(4)
     keras.config.set_dtype_policy(policy)
@@ -85,7 +104,7 @@ def compiled(make=branches, around=None, policy="float32", converts=True, **_):
     keras.config.set_dtype_policy("float32")
     if converts:
         assert ks.synchronize_batch_normalization(model) is model
-    model.compile(ks.CrossShard(problem.sgd_momentum(), **(around or {})), "mse")
+    model.compile(ks.CrossShard(problem.sgd_momentum(), **(around or {})), "mse", jit_compile=jit_compile)
     return model
 
 
