@@ -58,24 +58,27 @@ def test_a_large_mean_costs_no_digits(world):
     np.testing.assert_allclose(variance, rows.var(axis=0), rtol=1e-3)
 
 
-class InOneRow(keras.layers.Layer):
-    """Rows one after another, as many as there are numbers."""
+class InRowsOf(keras.layers.Layer):
+    """All numbers one after another, in rows of so many."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.length = length
 
     def call(self, x):
-        return keras.ops.reshape(x, (-1, 1))
+        return keras.ops.reshape(x, (-1, self.length))
 
 
 @pytest.mark.backends("jax")
 def test_rows_that_may_be_padding_and_cannot_be_told_are_refused():
     def make():
-        layers = [InOneRow(), keras.layers.BatchNormalization(), keras.layers.Reshape((1,))]
-        return keras.Sequential([keras.Input((1,)), keras.layers.Dense(2), *layers])
+        return keras.Sequential([keras.Input((2,)), InRowsOf(1), keras.layers.BatchNormalization(), InRowsOf(2)])
 
-    x = np.ones((13, 1), "float32")
+    x = np.ones((13, 2), "float32")
     with ks.data_parallel(4) as replicas:
         model = normalizing.compiled(make, around={"replica_clipnorm": 1e9})
     with pytest.raises(ValueError, match="Received: 8 rows on a replica that has 4 of 13"):
-        model.train_on_batch(x, np.ones((26, 1), "float32"))
+        model.train_on_batch(x, x)
     replicas.close()
 
 
@@ -83,7 +86,7 @@ def test_rows_that_may_be_padding_and_cannot_be_told_are_refused():
 def test_a_shard_map_of_ones_own_is_warned_of():
     import jax
 
-    mesh = jax.make_mesh((2,), ("batch",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",))
     layer = keras.layers.BatchNormalization(synchronized=True)
     layer.build((None, 2))
 
