@@ -2,7 +2,8 @@
 
 Around an optimizer: `CrossShard` (gradients of all replicas), `LossScaling`, `MixedPrecision`, `GradientClipping`,
 `LARC`, `VariableClipping`, `Tower`. Around `fit`: `data_parallel`, `prepare`, `shard_data`, `save_model`,
-`save_weights`, and the modules `callbacks` and `schedules`. All at once: `build_optimizer`, `optimize_loss`.
+`save_weights`, `synchronize_batch_normalization`, and the modules `callbacks` and `schedules`. All at once:
+`build_optimizer`, `optimize_loss`.
 """
 
 try:
@@ -22,6 +23,7 @@ else:
 from keras_shardopt import callbacks, schedules
 from keras_shardopt.checkpoint.saving import save_model, save_weights
 from keras_shardopt.data import shard_data
+from keras_shardopt.fit.batch_normalization import synchronize_batch_normalization
 from keras_shardopt.fit.prepare import prepare
 from keras_shardopt.fit.scope import data_parallel
 from keras_shardopt.optimizers import (
@@ -71,6 +73,7 @@ __all__ = [
     "save_weights",
     "schedules",
     "shard_data",
+    "synchronize_batch_normalization",
 ]
 
 

@@ -56,8 +56,9 @@ def prepare(model: Any, auto_shard: bool | None = None, gather: bool | None = No
     loss function that returns a scalar, or an `add_loss`, counts by the number of its replica's rows; other arithmetic
     of your own on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map`, penalties on
     activities, scalar losses and `add_loss` need batches that divide, or raise. A `BatchNormalization` normalises with
-    its own replica's rows, except on JAX without per-replica gradients, where those are all rows. Metrics are combined
-    as their variables' `aggregation` says: "sum" for those of Keras.
+    its own replica's rows, except on JAX without per-replica gradients, where those are all rows; one that is
+    `synchronized` does so with all rows everywhere (`keras_shardopt.synchronize_batch_normalization`). Metrics are
+    combined as their variables' `aggregation` says: "sum" for those of Keras.
 
     A model with a `train_step` of its own may hold several optimizers as attributes, as the GAN of Keras' guide does:
     each of them is a `CrossShard` then, and the one of `compile` may stay unused. TensorFlow and JAX reduce the

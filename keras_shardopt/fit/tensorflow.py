@@ -19,6 +19,7 @@ from keras_shardopt.backends.models import has_built_in_step, optimizers_of, ove
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.placement import check_made_inside, check_mirrored, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
+from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
 from keras_shardopt.update.losses import own_additional_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
@@ -51,7 +52,9 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     mine = tf.convert_to_tensor(num_rows(data))
     (all_rows,) = replicas.all_reduce([mine], "sum")
     # A layer that looks at its batch (BatchNormalization) keeps a NaN from a part without rows.
-    floats = [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
+    shared = synchronized_statistics(model)
+    own = [v for v in model.non_trainable_variables if id(v) not in shared]
+    floats = [v for v in own if keras.backend.is_float_dtype(v.dtype)]
     before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in floats]
     with batch_shared(BatchShare(mine, all_rows, replicas, losses_are_divided=True)):
         logs = real(data)

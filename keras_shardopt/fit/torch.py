@@ -31,7 +31,7 @@ import contextvars
 import enum
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -52,6 +52,7 @@ from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.shared_draws import SharedDraws
 from keras_shardopt.data.whole_batches import checksum, first_rows, part_of_batch, rows_of_parts
+from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import callbacks_of_call, looks_at_batches, running_callbacks
 from keras_shardopt.fit.overrides import (
     arguments_of,
@@ -638,11 +639,13 @@ def _predict_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
 def _counted(model: Any) -> list[Tensor]:
     """What a step without rows must leave as it is. Seeds stay in step, and mean losses know about shares."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
-    return [v.value for v in model.metrics_variables if id(v) not in shared] + _statistics(model)
+    metrics = [v.value for v in model.metrics_variables if id(v) not in shared]
+    return metrics + _statistics(model, apart_from=synchronized_statistics(model))
 
 
-def _statistics(model: Any) -> list[Tensor]:
-    return [v.value for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
+def _statistics(model: Any, apart_from: Collection[int] = ()) -> list[Tensor]:
+    variables = [v for v in model.non_trainable_variables if id(v) not in apart_from]
+    return [v.value for v in variables if keras.backend.is_float_dtype(v.dtype)]
 
 
 def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -> Any:

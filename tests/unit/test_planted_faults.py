@@ -41,6 +41,7 @@ def fault(file, old, new, *tests, backend="torch"):
 REDUCTION = "unit/update/test_reduction.py::test_every_gradient_state_leads_to_the_same_global_gradient"
 LOCAL = "unit/update/test_local_gradients.py"
 SHARDS = "unit/sharding/test_sharding.py::test_replicas_update_as_one_does"
+NORMALIZED = "promises/test_synchronized_batch_normalization.py::test_update_is_that_of_one_process"
 WHOLE_BATCH = "unit/update/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
 WHOLE_DATA = "unit/data/test_whole_batches.py"
 
@@ -340,6 +341,19 @@ FAULTS = [
         "rows <= part.local_batch_size, values,",
         WHOLE_BATCH,
         backend="tensorflow",
+    ),
+    # Statistics of the whole batch.
+    fault(
+        "fit/batch_normalization.py",
+        "mean = ops.sum(counts * means, axis=0) / total",
+        "mean = ops.mean(means, axis=0)",
+        f"{NORMALIZED}[branches-3]",
+    ),
+    fault(
+        "backends/torch/summed.py",
+        "return _Summed.apply(grad if ctx.counts else torch.zeros_like(grad), True), None",
+        "return grad, None",
+        f"{NORMALIZED}[branches-3]",
     ),
     # Data.
     fault(

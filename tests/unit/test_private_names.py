@@ -606,3 +606,29 @@ def test_a_frozen_weight_is_not_among_those_that_were_made_as_not_trainable():
     layer = keras.layers.Dense(1, trainable=False)
     layer.build((None, 1))
     assert layer.non_trainable_variables and not layer._non_trainable_variables
+
+
+def test_what_a_batch_normalization_takes_its_statistics_with(monkeypatch):
+    from keras.src import backend
+    from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+    from keras_shardopt.fit import batch_normalization
+
+    kind = keras.layers.BatchNormalization
+    in_keras = inspect.getsource(batch_normalization._init_in_keras)
+    assert 'if synchronized and backend.backend() != "tensorflow":' in in_keras and "self.synchronized =" in in_keras
+    assert list(inspect.signature(batch_normalization._moments_in_keras).parameters) == ["self", "inputs", "mask"]
+    source = inspect.getsource(kind.call)
+    assert source.count("self._moments(inputs, mask)") == 1 and "if training and self.trainable:" in source
+    layer = kind(axis=1)
+    layer.build((None, 2, 3))
+    assert list(layer._reduction_axes) == [0, 2]
+    seen = []
+
+    def moments(layer, inputs, mask):
+        seen.append(in_symbolic_scope())
+        return keras.ops.zeros(2), keras.ops.ones(2)
+
+    monkeypatch.setattr(kind, "_moments", moments)
+    backend.compute_output_spec(lambda x: layer(x, training=True), keras.KerasTensor((4, 2, 3)))
+    assert seen and all(seen) and not in_symbolic_scope()
