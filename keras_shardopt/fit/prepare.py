@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
@@ -17,8 +17,10 @@ from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.made import note_made
 
+Model = TypeVar("Model")
 
-def prepare(model: Any, auto_shard: bool | None = None, gather: bool | None = None) -> Any:
+
+def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = None) -> Model:
     """Makes the model's `fit` do what one process with the whole batch would do, whatever each replica's part of it is.
 
     On several processes `fit`, `evaluate` and `predict` are given the same data by each of them, and `batch_size` is

@@ -76,7 +76,7 @@ class ScaledUpdate(OptimizerWrapper):
     # -- what callbacks read -------------------------------------------------------------------------------------
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> keras.Variable | float:
         """By what the loss is multiplied now: a scalar variable, or the float that was given.
 
         Where something further inside scales it too, the product: a scalar tensor or a float.
@@ -95,7 +95,7 @@ class ScaledUpdate(OptimizerWrapper):
         return 1.0 if self._static is None else self._static
 
     @property
-    def skipped_steps(self) -> Any:
+    def skipped_steps(self) -> keras.Variable | int:
         """How many updates an overflow has prevented so far: a scalar variable; 0 where none is prevented."""
         return super().skipped_steps if self._skipped is None else self._skipped
 

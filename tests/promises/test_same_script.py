@@ -13,11 +13,16 @@ from conftest import BACKEND
 from support import launch, problem
 from support.suites import some
 
+import keras_shardopt  # noqa: F401 - with it files of synchronised layers load on every backend
+
 pytestmark = pytest.mark.timeout(400)
 
 SCRIPT = pathlib.Path(__file__).parent / "processes" / "same_script.py"
 KINDS = ["arrays", "PyDataset", "generator", *{"torch": ["DataLoader"], "tensorflow": ["tf.data"]}.get(BACKEND, [])]
 CASES = [(kind, num_replicas) for kind in KINDS for num_replicas in (2, 4)]
+
+# Of the largest movement of a weight. AdamW divides by the size of a gradient, so that rounding alone reaches 1.3e-6.
+TOLERANCE = 2e-6
 
 
 def run(num_replicas, folder, kind):
@@ -65,8 +70,8 @@ def test_it_does_what_one_process_does(kind, num_replicas, tmp_path, on_one):
         np.testing.assert_array_equal(mine, whole)
     for name in ("fitted", "best", "continued", "scheduled"):
         difference = problem.relative_difference(found.values(name), expected.values(name), start)
-        assert difference <= problem.TOLERANCE, (name, difference)
-    assert len(expected.histories[0]["loss"]) < 8, "it never stopped early"
+        assert difference <= TOLERANCE, (name, difference)
+    assert len(expected.histories[0]["loss"]) < 6, "it never stopped early"
     assert expected.values("rate")[0] < 0.02, "the rate was never reduced"
     for mine, whole in zip(found.histories, expected.histories):
         assert mine.keys() == whole.keys()
@@ -81,7 +86,7 @@ def test_it_does_what_one_process_does(kind, num_replicas, tmp_path, on_one):
 def check_files(mine, whole):
     """One file of each, with the same in it."""
     assert sorted(path.name for path in mine.iterdir()) == sorted(path.name for path in whole.iterdir())
-    rows = [list(csv.reader((folder / "log.csv").open())) for folder in (mine, whole)]
+    rows = [list(csv.reader((folder / "log.csv").read_text().splitlines())) for folder in (mine, whole)]
     assert rows[0][0] == rows[1][0]
     np.testing.assert_allclose(np.array(rows[0][1:], float), np.array(rows[1][1:], float), rtol=1e-5)
     events = [sorted(path.parent.name for path in folder.rglob("events.*")) for folder in (mine, whole)]

@@ -66,7 +66,7 @@ def dataset():
 
 
 def build_model():
-    inputs = {"words": keras.Input((5,), dtype="int32"), "numbers": keras.Input((6,))}
+    inputs = {"words": keras.Input((5,), dtype="int32", name="words"), "numbers": keras.Input((6,), name="numbers")}
     hidden = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(inputs["words"]))
     hidden = keras.layers.Concatenate()([hidden, inputs["numbers"]])
     hidden = keras.layers.Dense(16)(hidden)
@@ -82,20 +82,19 @@ def fit(model, **more):
     data = {
         "arrays": lambda: {"x": x, "y": y, "validation_split": 0.1},
         "PyDataset": lambda: {"x": Batches(), "validation_data": held_out},
-        "generator": lambda: {"x": generator(), "steps_per_epoch": 5, "validation_data": held_out},
+        "generator": lambda: {"x": generator(), "steps_per_epoch": 5, "shuffle": False, "validation_data": held_out},
         "DataLoader": lambda: {"x": loader(), "validation_data": held_out},
         "tf.data": lambda: {"x": dataset(), "validation_data": held_out},
     }[kind]()
-    if kind == "arrays":
-        data["batch_size"] = BATCH_SIZE
-    else:
-        data["validation_batch_size"] = BATCH_SIZE
-    return model.fit(**data, class_weight=CLASS_WEIGHT, verbose=0, **more).history
+    data["batch_size" if kind == "arrays" else "validation_batch_size"] = BATCH_SIZE
+    if kind not in ("generator", "DataLoader"):  # for which Keras has none
+        data["class_weight"] = CLASS_WEIGHT
+    return model.fit(**data, verbose=0, **more).history
 
 
 def adamw(rate):
     # With an epsilon above the noise of rounding, or the first updates of weights with tiny gradients are noise.
-    return ks.CrossShard(keras.optimizers.AdamW(rate, weight_decay=0.01, epsilon=1e-3))
+    return ks.CrossShard(keras.optimizers.AdamW(rate, weight_decay=0.01, epsilon=1e-2))
 
 
 found, histories = {}, []
@@ -105,14 +104,14 @@ with ks.data_parallel(num_replicas=num_replicas) as replicas:
 found["start"] = model.get_weights()
 
 callbacks = [
-    keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=0.05),
-    keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.02, restore_best_weights=True),
+    keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=0.3),
+    keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.1, restore_best_weights=True),
     keras.callbacks.ModelCheckpoint(folder / "best.keras", "val_loss", save_best_only=True),
     keras.callbacks.CSVLogger(folder / "log.csv"),
 ]
 if importlib.util.find_spec("tensorflow"):  # Keras' own callback needs it on every backend
     callbacks.append(keras.callbacks.TensorBoard(folder / "logs"))
-histories.append(fit(model, epochs=8, callbacks=callbacks))
+histories.append(fit(model, epochs=6, callbacks=callbacks))
 found["fitted"] = model.get_weights()
 found["rate"] = [keras.ops.convert_to_numpy(model.optimizer.learning_rate)]
 found["evaluated"] = model.evaluate(x, y, batch_size=BATCH_SIZE, verbose=0)
