@@ -52,7 +52,8 @@ def _take_from_first() -> dict[str, Any]:
     prints = {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
     is_first = processes.process()[1] == 0
     everyones = processes.gather_objects((prints, of_torch if is_first else None))
-    taken: dict[str, Any] = {} if of_torch is None else {"torch": everyones[0][1]}
+    given = everyones[0][1]  # none where some program does not use PyTorch
+    taken: dict[str, Any] = {} if of_torch is None or given is None else {"torch": given}
     names = [name for name in states if any(each[name] != everyones[0][0][name] for each, _ in everyones)]
     if names:
         taken |= processes.gather_objects({name: states[name] for name in names} if is_first else None)[0]
