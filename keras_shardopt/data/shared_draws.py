@@ -47,11 +47,16 @@ class SharedDraws:
 def _take_from_first() -> dict[str, Any]:
     """The states of process 0, of generators whose numbers differ between processes, or will."""
     states = {name: state for name, (get, _) in _GENERATORS.items() if (state := get()) is not None}
-    everyones = processes.gather_objects({name: zlib.crc32(repr(state).encode()) for name, state in states.items()})
     # PyTorch's differs from the first step on, as dropout without a seed draws from it.
-    names = [n for n in states if n == "torch" or any(each.get(n) != everyones[0].get(n) for each in everyones)]
+    of_torch = states.pop("torch", None)
+    prints = {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
     is_first = processes.process()[1] == 0
-    taken: dict[str, Any] = processes.gather_objects({name: states[name] for name in names} if is_first else None)[0]
+    everyones = processes.gather_objects((prints, of_torch if is_first else None))
+    given = everyones[0][1]  # none where some program does not use PyTorch
+    taken: dict[str, Any] = {} if of_torch is None or given is None else {"torch": given}
+    names = [name for name in states if any(each[name] != everyones[0][0][name] for each, _ in everyones)]
+    if names:
+        taken |= processes.gather_objects({name: states[name] for name in names} if is_first else None)[0]
     return taken
 
 

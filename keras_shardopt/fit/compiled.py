@@ -40,7 +40,7 @@ class _Block:
     def compiled(self, model: Any) -> None:
         """Prepares a model, or warns of its optimizer."""
         object.__setattr__(model, _IS_LEFT, not self.prepares)
-        set_sharing(model, self._auto_shard, None)
+        set_sharing(model, None if self._auto_shard else False, None)
         if not self.prepares or _prepare_if_possible(model):
             return
         if has_built_in_step(model):

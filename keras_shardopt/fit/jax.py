@@ -201,11 +201,16 @@ def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _on_all_devices(data: Any, distribution: Any) -> Any:
     """Every device gets all rows, and repeats the work of the others: right, and rare."""
-    everywhere = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
+    return _laid_out(data, distribution, PartitionSpec())
+
+
+def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
+    """Each device gets its rows of what every process has."""
+    sharding = NamedSharding(distribution.device_mesh.backend_mesh, layout)
 
     def put(leaf: Any) -> Tensor:
         leaf = np.asarray(leaf)
-        return jax.make_array_from_callback(leaf.shape, everywhere, lambda index: leaf[index])
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
     return jax.tree.map(put, data)
 
@@ -214,13 +219,7 @@ def _on_their_devices(data: Any, distribution: Any) -> Any:
     """Of a batch that all processes have, each device gets its rows; or all where they do not divide."""
     if num_rows(data) % batch_size_of(distribution):
         return _on_all_devices(data, distribution)
-
-    def put(leaf: Any) -> Tensor:
-        leaf = np.asarray(leaf)
-        layout = distribution.get_data_layout(leaf.shape).backend_layout
-        return jax.make_array_from_callback(leaf.shape, layout, lambda index: leaf[index])
-
-    return jax.tree.map(put, data)
+    return _laid_out(data, distribution, PartitionSpec(distribution.batch_dim_name))
 
 
 def _joined(data: Any, num_rows: int) -> Any:
@@ -241,9 +240,10 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._draws = SharedDraws() if self._is_whole else None
         if self._is_together:
             self._check_kind(data, trains="class_weight" in kwargs)  # which Keras gives to nothing else
-        with self._drawing():
-            super().__init__(*data, *args, **kwargs)
-        if self._draws is not None and isinstance(self.data_adapter, ArrayDataAdapter) and not kwargs.get("shuffle"):
+        with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
+            super().__init__(*data, *args, **kwargs)  # Keras looks at the first batches of a generator
+        self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)  # which draw when a batch is taken
+        if self._has_arrays and not kwargs.get("shuffle"):
             self._draws = None
         self._check_sizes()
         self._agree_on_length()
@@ -265,7 +265,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         return super().__iter__()
 
     def __next__(self) -> Any:
-        with self._drawing():
+        with contextlib.nullcontext() if self._has_arrays else self._drawing():
             return super().__next__()
 
     def _check_sizes(self) -> None:
@@ -279,7 +279,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             _check_divides(adapter.batch_size)
 
     def reset(self) -> None:
-        with self._drawing():
+        with contextlib.nullcontext() if self._has_arrays else self._drawing():
             super().reset()
         self._agree_on_length()
 
@@ -292,6 +292,9 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         if not _takes_uneven(keras.distribution.distribution()):
             return super()._get_iterator()
         batches = self.parts() if self._is_whole else self.batches()
+        if self._is_whole and not self._is_compared:  # now, as in a moment Keras takes the weights out of the model
+            first = next(batches, None)
+            batches = itertools.chain([] if first is None else [first], batches)
         # From 3.16 on Keras takes what comes for as many batches as `steps_per_execution` says, unless it is in a list.
         if self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList"):
             return batches

@@ -94,6 +94,9 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
         >>> history = model.fit(np.ones((7, 4)), np.ones((7, 1)), batch_size=4, verbose=0)
         >>> replicas.close()
     """
+    for name, value in (("auto_shard", auto_shard), ("gather", gather)):
+        if value is not None:
+            check.flag(name, value)
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
     reducers = reducers_in(model, cross_shards)
@@ -112,9 +115,6 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
                 f"gradients of the ranks. Received: {check.with_article(optimizer)} beside {reducers[0]!r}. "
                 f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it, too."
             )
-    for name, value in (("auto_shard", auto_shard), ("gather", gather)):
-        if value is not None:
-            check.flag(name, value)
     prepare_for(model, auto_shard, gather)
     return model
 

@@ -493,9 +493,9 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._model = caller_instance()
         session = self._session()
         self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
-        self._is_marked = is_own_part(x, y, sample_weight)
+        self._is_marked = session is not None and not self._is_whole and is_own_part(x, y, sample_weight)
         self._is_compared = False
-        self._first: Any = None if self._is_whole else first_rows((x, y))
+        self._first: Any = None if session is None or self._is_whole else first_rows((x, y))
         self._shuffle = kwargs.get("shuffle", False)
         self._draws = SharedDraws() if self._is_whole else None
         if session is not None and session.call is not _Phase.PREDICT_BATCH:
