@@ -47,8 +47,8 @@ def synchronize_batch_normalization(model: Any) -> Any:
     It sets `synchronized=True`, as `keras.layers.BatchNormalization(synchronized=True)` does, which works on all
     backends once this package is imported. In the training steps of a prepared model (`fit`, `train_on_batch`) such a
     layer uses the mean and variance of the rows of all replicas, and gradients go through them, so that the update is
-    that of one process with the whole batch. Replicas may have unequal parts of the batch, or none. A `mask` counts,
-    too. With one replica nothing changes.
+    that of one process with the whole batch. Replicas may have unequal parts of the batch, or none. A `mask` is taken
+    into account. With one replica nothing changes.
 
     Without it each replica normalises with its own rows on TensorFlow and PyTorch; on JAX statistics are those of the
     whole batch anyway, except where `CrossShard` needs each replica's own gradients.
