@@ -104,7 +104,7 @@ with ks.data_parallel(num_replicas=num_replicas) as replicas:
 found["start"] = model.get_weights()
 
 callbacks = [
-    keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=0.3),
+    keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=0.5),
     keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.1, restore_best_weights=True),
     keras.callbacks.ModelCheckpoint(folder / "best.keras", "val_loss", save_best_only=True),
     keras.callbacks.CSVLogger(folder / "log.csv"),
