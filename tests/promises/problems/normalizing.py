@@ -27,7 +27,9 @@ def branches(**more):
 
 def layers_in_a_row(**more):
     """A model inside another one, with images of one row whose channels come first."""
-    inside = [keras.layers.Reshape((problem.NUM_FEATURES, 1)), keras.layers.Conv1D(3, 2), BatchNormalization(**more)]
+    tanh = keras.layers.Activation("tanh")  # of what is normalised twice in a row, gradients are differences
+    convolution = keras.layers.Conv1D(3, 2)
+    inside = [keras.layers.Reshape((problem.NUM_FEATURES, 1)), convolution, BatchNormalization(**more), tanh]
     images = [keras.layers.Permute((2, 1)), BatchNormalization(axis=1, center=False, **more), keras.layers.Flatten()]
     last = [keras.layers.Activation("tanh"), keras.layers.Dense(problem.NUM_OUTPUTS)]
     return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), keras.Sequential(inside), *images, *last])
