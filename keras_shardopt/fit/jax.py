@@ -251,7 +251,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._agree_on_length()
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
-        """Finds processes of which some have the whole data and others parts; and parts that are equal, unless meant."""
+        """Finds processes of which some have all data and others parts; and parts that are equal, unless meant."""
         told = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))))
         check_kinds([is_whole for is_whole, _ in told])
         if told[0][1] and len(set(told)) == 1 and jax.process_index() == 0:
