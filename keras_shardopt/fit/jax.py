@@ -239,7 +239,9 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._is_compared = False
         self._draws = SharedDraws() if self._is_whole else None
         if self._is_together:
-            self._check_kind(data, trains="class_weight" in kwargs)  # which Keras gives to nothing else
+            # Keras gives class weights, or None, where it trains and nowhere else.
+            is_meant = self._is_whole or "class_weight" not in kwargs or model is None or sharing_of(model).auto_shard
+            self._check_kind(data, is_meant or is_own_part(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
             super().__init__(*data, *args, **kwargs)  # Keras looks at the first batches of a generator
         self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)  # which draw when a batch is taken
@@ -248,12 +250,11 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._check_sizes()
         self._agree_on_length()
 
-    def _check_kind(self, data: Any, trains: bool) -> None:
-        """Finds processes that do not all have the whole data, or all a part; and parts that are the same."""
-        looks = trains and not self._is_whole and not is_own_part(*data)
-        told = gather_objects((self._is_whole, checksum(first_rows(data[:2])) if looks else 0))
+    def _check_kind(self, data: Any, is_meant: bool) -> None:
+        """Finds processes of which some have all data and others parts; and parts that are equal, unless meant."""
+        told = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))))
         check_kinds([is_whole for is_whole, _ in told])
-        if looks and told[0][1] and len(set(told)) == 1 and jax.process_index() == 0:
+        if told[0][1] and len(set(told)) == 1 and jax.process_index() == 0:
             warn_of_same_parts()
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:

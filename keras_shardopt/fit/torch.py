@@ -243,7 +243,7 @@ class _Session:
             self._has_warned = True
 
     def next_part(self, data: Any, phase: _Phase) -> Any:
-        """This rank's part of the batch `data` that all ranks have (None: no batch left). None if it has no rows."""
+        """This rank's part of the batch `data` that all ranks have (None: no batch left, and None is returned)."""
         assert self.ranks is not None
         self._phase = phase
         num = 0 if data is None else int(num_rows(data))
@@ -493,7 +493,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._model = caller_instance()
         session = self._session()
         self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
-        self._is_marked = session is not None and not self._is_whole and is_own_part(x, y, sample_weight)
+        self._is_marked = session is not None and (session.splits_own_part or is_own_part(x, y, sample_weight))
         self._is_compared = False
         self._first: Any = None if session is None or self._is_whole else first_rows((x, y))
         self._shuffle = kwargs.get("shuffle", False)
