@@ -70,7 +70,7 @@ def main():
 
     characters = text()
     held_out = characters[-256 * (WINDOW + 1) :].reshape(8, 32, WINDOW + 1)
-    # `fit` divides each batch among the processes; a step of one's own takes rows of this process.
+    # `fit` divides each batch among the processes; a custom step takes rows of this process.
     parts, part = (1, 0) if arguments.with_fit else (replicas.num_processes, replicas.process_id)
     data = batches(characters[:-20_000], arguments.batch_size // parts, np.random.default_rng(part))
 

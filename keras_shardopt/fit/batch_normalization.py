@@ -1,6 +1,6 @@
 """`BatchNormalization(synchronized=True)`: statistics of all rows of the global batch, on every backend.
 
-Keras knows it on TensorFlow alone. In the steps of a prepared model each replica takes mean and variance of its own
+Keras has it on TensorFlow only. In the steps of a prepared model each replica takes mean and variance of its own
 rows, which are then exchanged and joined by the formula of Chan, Golub and LeVeque (1979):
 
     n = sum n_r,   mean = sum n_r mean_r / n,   variance = sum (M_r + n_r (mean_r - mean)^2) / n
@@ -47,7 +47,7 @@ def synchronize_batch_normalization(model: Any) -> Any:
     It sets `synchronized=True`, as `keras.layers.BatchNormalization(synchronized=True)` does, which works on all
     backends once this package is imported. In the training steps of a prepared model (`fit`, `train_on_batch`) such a
     layer uses the mean and variance of the rows of all replicas, and gradients go through them, so that the update is
-    that of one process with the whole batch. Replicas may have unequal parts of the batch, or none. A `mask` is taken
+    that of one process with the whole batch. Replicas may have different numbers of rows, or none. A `mask` is taken
     into account. With one replica nothing changes.
 
     Without it each replica normalises with its own rows on TensorFlow and PyTorch; on JAX statistics are those of the
@@ -187,7 +187,7 @@ _WARNED = "_keras_shardopt_warned"
 
 
 def _warn_if_apart(layer: Any) -> None:
-    """Says, once for a layer, that it normalises with the rows of one replica alone."""
+    """Says, once for a layer, that it normalises with the rows of one replica only."""
     try:
         # One program for all replicas sees all rows.
         is_apart = not runtime.communicator("").is_spmd
@@ -199,6 +199,6 @@ def _warn_if_apart(layer: Any) -> None:
             "Only in the steps of a prepared model does a synchronized `BatchNormalization` exchange statistics. "
             f"Received: {check.with_article(layer)} named {layer.name!r}, in training mode elsewhere, where each "
             "replica normalises with its own rows. Use `fit` or `train_on_batch` of a prepared model, whose "
-            "`train_step` may be your own.",
+            "`train_step` may be a custom one.",
             stacklevel=2,
         )

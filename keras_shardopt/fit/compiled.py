@@ -55,7 +55,7 @@ _blocks: list[_Block] = []
 
 @contextlib.contextmanager
 def preparing_compiled(wanted: bool, auto_shard: bool) -> Iterator[None]:
-    """Within it, models that are compiled are prepared if that is `wanted`; else they are left alone.
+    """Within it, models that are compiled are prepared if that is `wanted`; else they are left unchanged.
 
     Args:
         wanted: whether they are.
@@ -130,7 +130,7 @@ def _warn_of_unprepared(model: Any) -> None:
     object.__setattr__(model, _IS_LEFT, True)  # once is enough
     warnings.warn(
         "A model that several processes train together must be prepared, or each of them has metrics of its own, "
-        "callbacks decide apart, and unequal parts of a batch count alike. "
+        "callbacks decide apart, and uneven parts of a batch count alike. "
         f"Received: `fit` of `{model.name}`, which is not. Compile it inside `with keras_shardopt.data_parallel():`, "
         "or call `keras_shardopt.prepare(model)` after `compile`. If it is meant: `data_parallel(prepare=False)`.",
         stacklevel=4,

@@ -77,7 +77,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     _take_uneven()
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     reducers = reducers_in(model, reducers_of)
-    # Around it nothing may look at gradients in each micro-step, which would then be one replica's each.
+    # Around it nothing may look at gradients in each micro-batch, which would then be one replica's each.
     if reducers[0].accumulation is not None and reducers[0] is model.optimizer and has_built_in_step(model):
         reducers[0].accumulation.stack()
     override_method(model, "train_step", _train_step)
@@ -357,9 +357,9 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         return real(state, data)
     if not has_built_in_step(model):
         raise ValueError(
-            "A `train_step` of your own cannot be taken apart to show the optimizer each replica's gradients. "
+            "A custom `train_step` cannot be taken apart to show the optimizer each replica's gradients. "
             f"Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
-            "`optimizer.stateless_apply` inside a `jax.shard_map` of your own."
+            "`optimizer.stateless_apply` inside a `jax.shard_map`."
         )
     if reducers[0].accumulation is not None and not stacks:
         raise ValueError(

@@ -28,7 +28,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
     has gone through `shard_data` or a `DistributedSampler` is that process's own part, in batches of its own.
 
     `CrossShard` averages gradients, and sees neither batches nor metrics. After `prepare` the calls `fit`, `evaluate`,
-    `train_on_batch` and `test_on_batch` are exact where replicas have unequal parts of a batch: it does not divide by
+    `train_on_batch` and `test_on_batch` are exact for uneven batches: one does not divide by
     the number of replicas, a process has fewer rows or none left, or sample weights, class weights and masks are
     spread unevenly. Losses divide by what all replicas have together (rows, sum of weights, mask), so the update is
     that of one process, and so are losses and metrics.
@@ -48,15 +48,15 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
     - Several processes: at the start of `fit` all take process 0's weights, state and seeds where these differ, and a
       warning says which. Callbacks decide alike everywhere, and what they write is written once, by process 0.
       `predict` returns all rows on every process. The order of rows is that which one process draws. `train_on_batch`
-      and `test_on_batch` take each process's own rows, and `predict_on_batch` is each process's own affair.
+      and `test_on_batch` take each process's own rows, and `predict_on_batch` is up to each process.
 
     From then on all processes must make these calls together, with equal `epochs` and validation; where they do not,
     all of them raise. With one replica nothing changes, and doing it twice changes nothing.
 
-    Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a `train_step` of your own, and
+    Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a custom `train_step`, and
     penalties on weights and on activities (where Keras divides these by the number of rows, which 3.12 does not). A
     loss function that returns a scalar, or an `add_loss`, counts by the number of its replica's rows; other arithmetic
-    of your own on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map`, penalties on
+    on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map`, penalties on
     activities, scalar losses and `add_loss` need batches that divide, or raise. A `BatchNormalization` normalises with
     its own replica's rows, except on JAX without per-replica gradients, where those are all rows; one that is
     `synchronized` does so with all rows everywhere (`keras_shardopt.synchronize_batch_normalization`). Metrics are
@@ -112,7 +112,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
         if is_plain and processes.needs_initial_broadcast and processes.process()[0] > 1:
             raise ValueError(
                 "Where each process trains a copy of the model, every optimizer that the model holds must average the "
-                f"gradients of the ranks. Received: {check.with_article(optimizer)} beside {reducers[0]!r}. "
+                f"gradients of the ranks. Received: {check.with_article(optimizer)} next to {reducers[0]!r}. "
                 f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it, too."
             )
     prepare_for(model, auto_shard, gather)

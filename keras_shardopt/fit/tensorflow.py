@@ -89,7 +89,7 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
 
 
 def _build_optimizers(model: Any, data_batch: Any) -> None:
-    """Builds optimizers that a training step of one's own uses, before it runs: replicas cannot make variables in it.
+    """Builds optimizers that a custom training step uses, before it runs: replicas cannot make variables in it.
 
     Which variables each is for is known to the step alone, so that it is traced once, and not run.
     """

@@ -1,10 +1,10 @@
 """What `prepare(model)` changes in Keras' torch trainer, which knows nothing of ranks.
 
 All ranks go through the same batches, drawn alike, and each works on its part of every batch; or each has batches of
-its own, where its data is a part already. Ranks meet before every batch and tell each other how many rows they have, so
-that unequal parts weigh what they should, and a rank that runs out of batches of its own goes along with empty ones.
-They meet again at the end of an epoch, for the metrics. Every meeting starts with the same message, so ranks that want
-different things (one stops, others go on) notice, and all of them raise.
+its own, where its data is a part already. Before every batch ranks exchange their numbers of rows, so
+that uneven parts get their weights; a rank that runs out of batches of its own takes part with empty ones. At the end
+of an epoch they exchange metrics. Every exchange starts with the same message, so ranks that do different things (one
+stops, others continue) are found, and all of them raise.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over; made in a
@@ -101,12 +101,12 @@ _SESSION = "_keras_shardopt_session"
 
 
 class _Phase(enum.Enum):
-    """What a rank is about to do when it meets the others."""
+    """What a rank is about to do when it communicates."""
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
     TEST_BATCH = "evaluates a prepared model"
-    PREDICT_BATCH = "predicts with a prepared model (`prepare(model, gather=False)` lets each rank do it alone)"
+    PREDICT_BATCH = "predicts with a prepared model (`prepare(model, gather=False)` lets each rank do it by itself)"
     PREDICTED = "gathers predictions"
     END_OF_EPOCH = "ends an epoch of a prepared model"
     END_OF_FIT = "leaves `fit` of a prepared model"
@@ -124,7 +124,7 @@ class _Session:
         self.has_started = False
         """Whether the ranks have begun the running `fit` with equal weights."""
         self.rows: list[int] | None = None
-        """How many rows each rank has in the batch that comes next; None if they have not met for it."""
+        """How many rows each rank has in the batch that comes next; None if they have not exchanged that."""
         self.shares_logs = False
         """Whether somebody looks at the logs of that batch."""
         self.last_rows = 0
@@ -422,7 +422,7 @@ def _run(
 
 @contextlib.contextmanager
 def _one_by_one(session: _Session) -> Iterator[None]:
-    """A call in which steps are made one by one: ranks meet before each, and Keras 3.15 makes no others on torch."""
+    """A call in which steps are made one by one: ranks communicate before each, and Keras 3.15 makes no others on torch."""
     model, steps = session.model, session.model.steps_per_execution
     if steps == 1 or session.ranks is None:
         yield
@@ -485,7 +485,7 @@ _metrics_result_in_keras = _KerasTrainer.get_metrics_result
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     """Gives this rank its part of the batches that all ranks have, or those of its own together with theirs.
 
-    One without a batch of its own left repeats its last one, of which no row counts then.
+    One without a batch of its own left repeats its last one, whose rows are not counted.
     """
 
     def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:

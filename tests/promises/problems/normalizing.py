@@ -1,4 +1,4 @@
-"""Models that normalise with the batch, which replicas have in unequal parts, or not at all."""
+"""Models that normalise with the batch, which replicas have in uneven parts, or not at all."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ CASES = {
 
 
 def parts(rank, size):
-    """The rows of a rank in each batch: unequal parts, none on the last rank, all on the last rank, unequal parts."""
+    """The rows of a rank in each batch: uneven parts, none on the last rank, all on the last rank, uneven parts."""
     divided, (_, second, third, _) = uneven.divided(rank, size), uneven.batches()
     without_last = np.array_split(second, size - 1)[rank] if rank < size - 1 else second[:0]
     return [divided[0], without_last, third if rank == size - 1 else third[:0], divided[3]]

@@ -1,6 +1,6 @@
 """One process of a `jax.distributed` job that is given the whole data, as the others are.
 
-Argument: a file, to which the chief writes what came of it.
+Argument: a file, to which process 0 writes what came of it.
 """
 
 import pathlib

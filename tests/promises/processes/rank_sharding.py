@@ -357,7 +357,7 @@ def one_rank_alone_predicts_where_nothing_is_gathered(scope):
         assert len(model.predict(X, verbose=0)) == 61
     other = compiled(scope)
     call = (lambda: other.predict(X, verbose=0)) if scope.is_chief else (lambda: other.evaluate(X, Y, verbose=0))
-    refused(call, ValueError, "`prepare(model, gather=False)` lets each rank do it alone")
+    refused(call, ValueError, "`prepare(model, gather=False)` lets each rank do it by itself")
 
 
 @check
