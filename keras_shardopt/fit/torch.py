@@ -422,7 +422,7 @@ def _run(
 
 @contextlib.contextmanager
 def _one_by_one(session: _Session) -> Iterator[None]:
-    """A call in which steps are made one by one: ranks communicate before each, and Keras 3.15 makes no others on torch."""
+    """A call whose steps are made one by one: ranks communicate before each. Keras 3.15 makes no others on torch."""
     model, steps = session.model, session.model.steps_per_execution
     if steps == 1 or session.ranks is None:
         yield

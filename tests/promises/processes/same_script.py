@@ -84,7 +84,7 @@ def fit(model, **more):
         "PyDataset": lambda: {"x": Batches(), "validation_data": held_out},
         "generator": lambda: {"x": generator(), "steps_per_epoch": 5, "shuffle": False, "validation_data": held_out},
         "DataLoader": lambda: {"x": loader(), "validation_data": held_out},
-        "tf.data": lambda: {"x": dataset(), "validation_data": held_out},
+        "tf.data": lambda: {"x": dataset(), "shuffle": False, "validation_data": held_out},
     }[kind]()
     data["batch_size" if kind == "arrays" else "validation_batch_size"] = BATCH_SIZE
     if kind not in ("generator", "DataLoader"):  # for which Keras has none
