@@ -24,6 +24,7 @@ class SharedDraws:
 
     def __init__(self) -> None:
         self._states: dict[str, Any] | None = None
+        self._is_drawing = False
 
     def forget(self) -> None:
         """Lets the next epoch begin with what process 0 has then."""
@@ -31,15 +32,20 @@ class SharedDraws:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """A block in which data is drawn. All processes enter the first one of an epoch together."""
+        """A block in which data is drawn. All processes enter the first one of an epoch together; it may be nested."""
+        if self._is_drawing:
+            yield
+            return
         if self._states is None:
             self._states = _take_from_first()
         before = self._states
         own = {name: _GENERATORS[name][0]() for name in before}
         _set(before)
+        self._is_drawing = True
         try:
             yield
         finally:
+            self._is_drawing = False
             self._states = {name: _GENERATORS[name][0]() for name in before}
             _set({name: self._states[name] if own[name] == before[name] else own[name] for name in before})
 

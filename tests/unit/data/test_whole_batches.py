@@ -80,3 +80,6 @@ def test_what_is_drawn_in_a_block_is_what_process_0_draws(monkeypatch, is_same):
     draws.forget()
     with draws.drawing():
         assert drawn() == expected[0]
+        with draws.drawing():
+            assert drawn() == expected[1]
+        assert drawn() == expected[2]
