@@ -110,8 +110,11 @@ def _suite(config):
 def pytest_ignore_collect(collection_path):
     """A file about other backends is not even imported: that takes longer than many tests."""
     if collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
-        about = re.search(r"^pytestmark = .*mark\.backends\(([^)]*)\)", collection_path.read_text(), re.MULTILINE)
+        text = collection_path.read_text()
+        about = re.search(r"^pytestmark = .*mark\.backends\(([^)]*)\)", text, re.MULTILINE)
         if about and BACKEND not in re.findall(r"\w+", about[1]):
+            return True
+        if BACKEND != NEUTRAL_BACKEND and re.search(r"^pytestmark = pytest\.mark\.neutral$", text, re.MULTILINE):
             return True
     return None
 
