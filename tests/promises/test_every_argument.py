@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from promises.problems import every_argument, pairwise
+from support import suites
 from support.worlds import FakeWorld
 
 import keras_shardopt as ks
@@ -18,6 +19,8 @@ from keras_shardopt.backends.communicator import GradientState
 eager = pytest.mark.backends("torch")
 pytestmark = pytest.mark.neutral
 ROWS = every_argument.rows()
+THREESOMES = every_argument.threesomes()
+IN_TURN = [row for number, row in enumerate(THREESOMES) if number % 4 in (0, 3)]  # one program, or several
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ def run(row, world):
 
 @eager
 @pytest.mark.filterwarnings("ignore")  # of gradients that do not exist
-@pytest.mark.parametrize("row", ROWS + every_argument.threesomes(), ids=every_argument.told)
+@pytest.mark.parametrize("row", suites.some(ROWS + THREESOMES, ROWS + IN_TURN), ids=every_argument.told)
 def test_replicas_do_what_the_docstring_says(row, world_of):
     world = world_of(row)
     for replica, (mine, optimizer, errors) in enumerate(run(row, world)):
