@@ -1,9 +1,15 @@
-"""Random numbers with which data is drawn: those of process 0, on every process."""
+"""Random numbers with which data is drawn: those of process 0, on every process.
+
+Private names of Keras touched here (a test holds them):
+    `PyDatasetAdapter.enqueuer`, and its `start`, `is_running`, `run_thread`, `shuffle` and `indices` - the workers of a
+        `PyDataset`, the thread that gives them work, and the order of batches that it has drawn.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +54,27 @@ class SharedDraws:
             self._is_drawing = False
             self._states = {name: _GENERATORS[name][0]() for name in before}
             _set({name: self._states[name] if own[name] == before[name] else own[name] for name in before})
+
+
+def draw_before_going_on(adapter: Any) -> None:
+    """Lets who starts the workers of a `PyDataset` wait until their thread has drawn the order of batches.
+
+    Keras may go on with a batch left over, and leave the block in which data is drawn, while the thread draws.
+    """
+    enqueuer = getattr(adapter, "enqueuer", None)
+    if enqueuer is None or not enqueuer.shuffle or adapter.num_batches is None:
+        return
+    start = enqueuer.start
+
+    def start_and_wait() -> None:
+        if enqueuer.is_running():
+            return
+        enqueuer.indices = None
+        start()
+        while enqueuer.indices is None and enqueuer.run_thread.is_alive():
+            time.sleep(0.0005)
+
+    enqueuer.start = start_and_wait
 
 
 def _take_from_first() -> dict[str, Any]:

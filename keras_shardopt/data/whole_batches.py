@@ -10,6 +10,8 @@ import keras
 import numpy as np
 from keras import tree
 
+from keras_shardopt.data.arrays import rows_of
+
 _CHECKED_ELEMENTS = 2**16
 """How many elements of an array its checksum is made of, at most."""
 
@@ -55,6 +57,10 @@ def checksum(batch: Any) -> int:
     """A number that differs where batches differ; of large arrays elements at equal distances are looked at."""
     found = 0
     for leaf in tree.flatten(batch):
+        if hasattr(leaf, "to_numpy"):  # of pandas, whose tables have no `dtype`
+            leaf = leaf.to_numpy()
+        elif hasattr(leaf, "tocsr"):
+            leaf = leaf.toarray()
         if not hasattr(leaf, "dtype"):
             continue
         flat = leaf.reshape(-1) if hasattr(leaf, "reshape") else keras.ops.reshape(leaf, (-1,))
@@ -69,4 +75,4 @@ def first_rows(data: Any) -> Any:
     """Of arrays the first rows, which say more than a batch that each process has drawn; None of other data."""
     if not all(leaf is None or hasattr(leaf, "shape") for leaf in tree.flatten(data)):
         return None
-    return tree.map_structure(lambda leaf: leaf if leaf is None else leaf[:64], data)
+    return rows_of(data, slice(64))

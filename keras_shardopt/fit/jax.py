@@ -47,7 +47,7 @@ from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, pre
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, is_prepared, layers_of, optimizers_of, override_method
 from keras_shardopt.data.own_parts import is_own_part
-from keras_shardopt.data.shared_draws import SharedDraws
+from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
 from keras_shardopt.data.whole_batches import checksum, first_rows
 from keras_shardopt.fit.overrides import (
     call_silently,
@@ -244,6 +244,8 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             self._check_kind(data, is_meant or is_own_part(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
             super().__init__(*data, *args, **kwargs)  # Keras looks at the first batches of a generator
+        if self._is_whole:
+            draw_before_going_on(self.data_adapter)
         self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)  # which draw when a batch is taken
         if self._has_arrays and not kwargs.get("shuffle"):
             self._draws = None

@@ -50,7 +50,7 @@ from keras_shardopt.backends.torch.placement import fingerprints
 from keras_shardopt.backends.torch.process_group import gather_objects, tell
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.data.own_parts import is_own_part
-from keras_shardopt.data.shared_draws import SharedDraws
+from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
 from keras_shardopt.data.whole_batches import checksum, first_rows, part_of_batch, rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import callbacks_of_call, looks_at_batches, running_callbacks
@@ -122,7 +122,7 @@ class _Session:
         self._unused: list[tuple[Any, int]] = []
         """The optimizers that must not update anything, with the number of their updates."""
         self.has_started = False
-        """Whether the ranks have begun the running `fit` with equal weights."""
+        """Whether the ranks have begun the running epoch with equal values."""
         self.rows: list[int] | None = None
         """How many rows each rank has in the batch that comes next; None if they have not exchanged that."""
         self.shares_logs = False
@@ -502,6 +502,8 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             session.check_kind(self._is_whole)
         with self._drawing(hasattr(x, "__next__")):  # Keras looks at the first batches of a generator
             super().__init__(x, y, sample_weight, *args, **kwargs)
+        if self._is_whole:
+            draw_before_going_on(self.data_adapter)
 
     def _session(self) -> _Session | None:
         """The session of the call that runs, if ranks make it together."""
@@ -519,6 +521,9 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._has_ended = False
         self._has_begun = False
         self._step = -1
+        session = self._session()
+        if session is not None and session.call is _Phase.TRAIN_BATCH:
+            session.has_started = False  # callbacks have changed rates or weights, perhaps of some ranks only
         if self._draws is not None:
             self._draws.forget()
         return super().__iter__()
@@ -530,6 +535,8 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             draws = True
         else:
             is_last = self._steps_seen >= self.data_adapter.num_batches
+            if is_last and self._draws is not None:
+                self._draws.forget()  # a callback has predicted, perhaps, which draws
             draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
         with self._drawing(draws):
             return super().__next__()

@@ -83,7 +83,8 @@ def circles(graph):
 
 
 def room(module):
-    return (module.split(".") + ["keras_shardopt"])[1] if module != "keras_shardopt" else module
+    top = ("keras_shardopt", "keras_shardopt.__main__")
+    return "keras_shardopt" if module in top else module.split(".")[1]
 
 
 def upwards(name, source):

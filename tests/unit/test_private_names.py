@@ -412,6 +412,27 @@ def test_arrays_draw_nothing_but_the_order_of_rows():
         assert iterator._steps_seen >= iterator.data_adapter.num_batches
 
 
+def test_a_thread_draws_the_order_of_batches_for_workers():
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return np.zeros((2, 1))
+
+    assert PyDatasetAdapter(Batches(), shuffle=True).enqueuer is None
+    enqueuer = PyDatasetAdapter(Batches(workers=2), shuffle=True).enqueuer
+    assert enqueuer.shuffle and not enqueuer.is_running()
+    enqueuer.indices = None
+    enqueuer.start()
+    assert enqueuer.is_running()
+    enqueuer.run_thread.join(10)
+    assert enqueuer.indices is not None
+    enqueuer.stop()
+
+
 @pytest.mark.backends("torch")
 def test_names_in_the_torch_trainer():
     from keras.src.backend.torch import trainer

@@ -116,6 +116,25 @@ def callbacks_that_watch_decide_as_in_one_process(scope):
 
 
 @check
+def every_epoch_starts_equal(scope):
+    """Also where a callback changes the rate or the weights on one rank only."""
+    mine, alone = compiled(scope), compiled()
+
+    def change(model, on_this_rank):
+        def at_the_end_of(epoch, logs):
+            if on_this_rank and not epoch:
+                model.optimizer.learning_rate = 0.02
+                model.set_weights([weight + 0.1 for weight in model.get_weights()])
+
+        return [keras.callbacks.LambdaCallback(on_epoch_end=at_the_end_of)]
+
+    (words,) = everywhere(warned(lambda: fit(mine, callbacks=change(mine, scope.is_chief))))[0]
+    assert "must begin an epoch equal" in words and "learning_rate" in words and "hidden/kernel" in words, words
+    fit(alone, callbacks=change(alone, True))
+    assert_same(scope, mine, alone)
+
+
+@check
 def every_fit_starts_equal_with_one_line_that_says_so(scope):
     mine, alone = compiled(scope), compiled()
     assert warned(lambda: fit(mine)) == []
@@ -123,7 +142,7 @@ def every_fit_starts_equal_with_one_line_that_says_so(scope):
         mine.set_weights([weight + 1 for weight in mine.get_weights()])
         mine.optimizer.learning_rate = 0.5
     (words,) = everywhere(warned(lambda: fit(mine)))[0]
-    assert "All processes must begin `fit` equal, so all go on with the values of the first one." in words
+    assert "All processes must begin an epoch equal, so all go on with the values of the first one." in words
     assert "learning_rate" in words and "hidden/kernel" in words and "momentum" not in words, words
     assert everywhere(warned(lambda: fit(mine))) == [[]] * scope.num_replicas
     for _ in range(3):

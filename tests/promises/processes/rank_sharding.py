@@ -350,6 +350,23 @@ def predictions_in_the_middle_of_training(scope):
     assert problem.relative_difference(mine.get_weights(), plain.get_weights()) <= problem.TOLERANCE
 
 
+class Evaluates(keras.callbacks.Callback):
+    """Draws from PyTorch's random numbers, as Keras iterates over a `DataLoader`."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.evaluate(X[:7], Y[:7], batch_size=4, verbose=0)
+
+
+@check
+def orders_drawn_behind_what_a_callback_draws(scope):
+    for shuffle in (True, "batch"):
+        train = fit(X, Y, batch_size=BATCH, shuffle=shuffle, callbacks=[Evaluates()])
+        mine, _, _ = trained(scope, train)
+        alone, _, _ = trained(None, train)
+        assert problem.relative_difference(mine.get_weights(), alone.get_weights()) <= problem.TOLERANCE, shuffle
+
+
 @check
 def one_rank_alone_predicts_where_nothing_is_gathered(scope):
     model = ks.prepare(compiled(scope), gather=False)

@@ -1,14 +1,16 @@
 """Parts of batches that every process has whole, and the random numbers with which they are drawn."""
 
 import random
+import time
 
 import keras
 import numpy as np
 import pytest
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from keras_shardopt.data import own_parts, shared_draws
 from keras_shardopt.data.shared_draws import SharedDraws
-from keras_shardopt.data.whole_batches import checksum, part_of_batch, rows_of_parts
+from keras_shardopt.data.whole_batches import checksum, first_rows, part_of_batch, rows_of_parts
 
 pytestmark = pytest.mark.neutral
 
@@ -44,6 +46,38 @@ def test_checksums_differ_where_batches_do():
     before = checksum(large)
     large[500] = 1
     assert checksum(large) != before == checksum(np.zeros((1000, 1000), "float32"))
+
+
+class Table:
+    """As a table of pandas: with positions, and no `dtype`."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.shape = rows.shape
+
+    def __getitem__(self, column):
+        raise KeyError(column)
+
+    def to_numpy(self):
+        return self.rows
+
+    iloc = property(lambda self: Rows(self.rows))
+
+
+class Rows:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __getitem__(self, rows):
+        return Table(self.rows[rows])
+
+
+def test_checksums_of_first_rows_differ_where_tables_and_sparse_matrices_do():
+    sparse = pytest.importorskip("scipy.sparse")
+    x = np.eye(100, 3)
+    for make in (Table, sparse.csr_matrix, sparse.coo_matrix, sparse.csc_array):
+        same, other = (checksum(first_rows((make(rows), None))) for rows in (x, 2 * x))
+        assert other != same == checksum(first_rows((x, None))), make
 
 
 def test_own_parts_are_known_by_identity():
@@ -83,3 +117,27 @@ def test_what_is_drawn_in_a_block_is_what_process_0_draws(monkeypatch, is_same):
         with draws.drawing():
             assert drawn() == expected[1]
         assert drawn() == expected[2]
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return np.full((2, 1), index)
+
+
+def test_the_thread_of_workers_draws_before_anything_goes_on(monkeypatch):
+    """Also where it takes its time: a batch left over from before would let training go on."""
+    drawn = []
+    monkeypatch.setattr(random, "shuffle", lambda order: time.sleep(0.05) or drawn.append(order))
+    adapter = PyDatasetAdapter(Batches(workers=2), shuffle=True)
+    shared_draws.draw_before_going_on(adapter)
+    for epoch in range(2):
+        adapter.on_epoch_begin()
+        assert len(drawn) == epoch + 1
+        adapter.enqueuer.start()  # which starts nothing once more
+        adapter.on_epoch_end()
+    plain = PyDatasetAdapter(Batches(), shuffle=True)
+    shared_draws.draw_before_going_on(plain)
+    assert plain.enqueuer is None
