@@ -583,6 +583,21 @@ def test_where_keras_divides_a_loss_by_the_number_of_replicas():
 
 
 @pytest.mark.backends("tensorflow")
+def test_keras_divides_the_dataset_of_its_adapter_by_the_strategy():
+    from keras.src.backend.tensorflow import trainer
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    kind = next(c for c in trainer.TFEpochIterator.__mro__ if c.__module__ == trainer.__name__)
+    source = inspect.getsource(kind.__init__)
+    assert next(iter(inspect.signature(kind.__init__).parameters)) == "self"
+    assert list(inspect.signature(kind.__init__).parameters)[1] == "distribute_strategy"
+    assert source.count("_distribute_strategy") == 2 and "experimental_distribute_dataset(" in source
+    assert "self.data_adapter.get_tf_dataset()" in source and hasattr(ArrayDataAdapter, "get_tf_dataset")
+    for method in (keras.Model.fit, keras.Model.evaluate, keras.Model.predict):
+        assert "TFEpochIterator(" in inspect.getsource(inspect.unwrap(method))
+
+
+@pytest.mark.backends("tensorflow")
 def test_the_tensorflow_trainer_takes_batches_from_any_iterator():
     source = inspect.getsource(keras.Model._make_function)
     assert list(inspect.signature(keras.Model._make_function).parameters) == ["self", "step_function"]
