@@ -1,4 +1,4 @@
-"""What a micro-step costs: the time of a step with nothing, with Adam, and with CrossShard(Adam) between two updates.
+"""What a micro-batch costs: the time of a step with nothing, with Adam, and with CrossShard(Adam) between two updates.
 
     KERAS_BACKEND=jax python benchmarks/accumulation.py
 
@@ -83,8 +83,8 @@ def main():
     kinds = {
         "forward and backward": lambda: Nothing(0.0),
         "Adam": lambda: keras.optimizers.Adam(),
-        "CrossShard(Adam), micro-step": lambda: ks.CrossShard("adam", gradient_accumulation_steps=10**6),
-        "Adam's own accumulation, micro-step": lambda: keras.optimizers.Adam(gradient_accumulation_steps=10**6),
+        "CrossShard(Adam), micro-batch": lambda: ks.CrossShard("adam", gradient_accumulation_steps=10**6),
+        "Adam's own accumulation, micro-batch": lambda: keras.optimizers.Adam(gradient_accumulation_steps=10**6),
     }
     make_steps = jax_steps if keras.config.backend() == "jax" else other_steps
     with ks.data_parallel(arguments.replicas) as replicas:

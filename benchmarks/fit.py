@@ -1,4 +1,4 @@
-"""What a step of `fit` costs with `CrossShard`, against the same optimizer alone, on the backend of `KERAS_BACKEND`.
+"""What a step of `fit` costs with `CrossShard`, against the optimizer without it, on the backend of `KERAS_BACKEND`.
 
     KERAS_BACKEND=jax python benchmarks/fit.py [--replicas 8] [--write]
 

@@ -25,7 +25,7 @@ GROUND = {"arguments", "numerics"}
 def room_of(parts: tuple[str, ...]) -> str | None:
     """The room of a module below the package; None for the package itself and for the ground."""
     name = parts[0].removesuffix(".py") if parts else "__init__"
-    return None if name == "__init__" or name in GROUND else name
+    return None if name in ("__init__", "__main__") or name in GROUND else name
 
 
 def arrows() -> dict[str, set[str]]:

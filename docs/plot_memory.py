@@ -2,7 +2,7 @@
 
     python docs/plot_memory.py [--output FILE]
 
-The bytes are those that `memory_report()` tells, on eight CPU devices of JAX. Needs matplotlib.
+The bytes are those of `memory_report()`, on eight CPU devices of JAX. Needs matplotlib.
 """
 
 from __future__ import annotations

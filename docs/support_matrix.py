@@ -6,7 +6,7 @@
 
 makes it of pytest's reports of a whole run, which are in FOLDER under names of the backend, the version of Keras, and
 what ran: reports of the same backend and version are one column.
-The tests that stand for the features, and no more, are run in an environment of one's own with
+The tests that stand for the features, and no more, are run in a separate environment with
 
     KERAS_BACKEND=jax python docs/support_matrix.py run FOLDER
 """
@@ -74,15 +74,15 @@ FEATURES = [
         ),
     ),
     Feature(
-        "so do a `train_step` of one's own, `train_on_batch` and a loop by hand",
+        "so do a custom `train_step`, `train_on_batch` and a hand-written loop",
         _on(everywhere=_STYLES),
     ),
     Feature(
-        "clipping, LARC, loss scaling, masters inside see global gradients",
+        "clipping, LARC, loss scaling, master weights inside see global gradients",
         _on(everywhere="promises/test_global_gradients_inside.py::test_inside_cross_shard_it_sees_global_gradients"),
     ),
     Feature(
-        "`prepare`: unequal parts of a batch",
+        "`prepare`: uneven batches",
         _on(
             one_program="promises/test_uneven_batches_devices.py::test_update_and_metrics_are_those_of_one_process",
             torch="promises/test_uneven_batches_ranks.py::test_update_and_metrics_are_those_of_one_process",
@@ -163,7 +163,7 @@ FEATURES = [
         ),
     ),
     Feature(
-        "`MixedPrecision`: float32 masters",
+        "`MixedPrecision`: float32 master weights",
         _on(everywhere="unit/optimizers/test_mixed_precision.py::test_updates_too_small_for_the_weight_add_up"),
     ),
     Feature(
@@ -207,7 +207,7 @@ FEATURES = [
         {"tensorflow": "one process"},
     ),
     Feature(
-        "saving: the chief writes, all enter",
+        "saving: all processes call it, rank 0 writes",
         _on(
             jax="promises/test_several_processes_jax.py::test_what_the_chief_saved_loads_elsewhere",
             tensorflow="promises/test_several_processes_tensorflow.py::test_two_workers_in_a_loop_by_hand",

@@ -1,4 +1,4 @@
-"""A batch in four micro-steps: the update of the whole batch, with one communication instead of four.
+"""A batch in four micro-batches: the update of the whole batch, with one communication instead of four.
 
     python examples/accumulation.py --replicas 4                          # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/accumulation.py --replicas 2
@@ -44,8 +44,7 @@ def main():
             start = model.get_weights()
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(ks.CrossShard(keras.optimizers.SGD(0.2, momentum=0.9), **how), loss)
-        x, y = ks.shard_data(images, labels)
-        model.fit(x, y, batch_size=batch_size // replicas.num_processes, shuffle=False, verbose=0)
+        model.fit(images, labels, batch_size=batch_size, shuffle=False, verbose=0)
         return model, start, replicas
 
     keras.utils.set_random_seed(1)
@@ -58,7 +57,7 @@ def main():
         print(f"backend                    {keras.config.backend()}")
         print(f"replicas                   {replicas.num_replicas}")
         print(f"updates, whole batches     {updates}")
-        print(f"updates, in micro-steps    {int(keras.ops.convert_to_numpy(parts.optimizer.iterations))}")
+        print(f"updates, in micro-batches    {int(keras.ops.convert_to_numpy(parts.optimizer.iterations))}")
         print(f"relative difference        {difference / movement:.1e}")
 
 

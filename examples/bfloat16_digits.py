@@ -1,10 +1,10 @@
-"""Handwritten digits with weights that are really bfloat16: what float32 masters are for.
+"""Handwritten digits with weights that are really bfloat16: what float32 master weights are for.
 
     python examples/bfloat16_digits.py
 
 Trains one model in three ways, each with the same three seeds: in float32; in bfloat16, where updates smaller than
 1/256 of a weight are lost, and Adam's averages stand still, because 0.999 is 1; and in bfloat16 with `MixedPrecision`,
-which keeps float32 masters. Prints the mean accuracy on held-out digits.
+which keeps float32 master weights. Prints the mean accuracy on held-out digits.
 """
 
 import argparse

@@ -20,7 +20,7 @@ import numpy as np
 import keras_shardopt as ks
 
 WINDOW = 32
-ITER_SIZE = 2  # micro-steps of an update
+ITER_SIZE = 2  # micro-batches of an update
 SUMMARIES = ["learning_rate", "loss_scale", "global_gradient_norm", "gradient_norm", "gradients", "variable_norm"]
 SUMMARIES += ["variables", "larc_summaries"]
 
@@ -41,7 +41,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, help="how many; default: all devices, or all torchrun processes")
     parser.add_argument("--steps", type=int, default=600, help="updates")
-    parser.add_argument("--batch-size", type=int, default=64, help="of a micro-step, over all replicas")
+    parser.add_argument("--batch-size", type=int, default=64, help="of a micro-batch, over all replicas")
     parser.add_argument("--larc", action="store_true", help="LARC instead of clipping")
     parser.add_argument("--with-fit", action="store_true", help="compile(build_optimizer(...)) and fit")
     parser.add_argument("--log-dir", help="where TensorBoard's files go")
@@ -70,8 +70,9 @@ def main():
 
     characters = text()
     held_out = characters[-256 * (WINDOW + 1) :].reshape(8, 32, WINDOW + 1)
-    random = np.random.default_rng(replicas.process_id)  # each process feeds rows of its own
-    data = batches(characters[:-20_000], arguments.batch_size // replicas.num_processes, random)
+    # `fit` divides each batch among the processes; a custom step takes rows of this process.
+    parts, part = (1, 0) if arguments.with_fit else (replicas.num_processes, replicas.process_id)
+    data = batches(characters[:-20_000], arguments.batch_size // parts, np.random.default_rng(part))
 
     def tell(update):
         nats = np.mean([float(error(rows[:, 1:], model(rows[:, :-1]))) for rows in held_out])

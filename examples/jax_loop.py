@@ -1,4 +1,4 @@
-"""A training loop of your own on JAX: `CrossShard` inside `shard_map`.
+"""A custom training loop on JAX: `CrossShard` inside `shard_map`.
 
     python examples/jax_loop.py --replicas 4
 

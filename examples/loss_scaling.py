@@ -48,8 +48,8 @@ def main():
             optimizer = ks.CrossShard(ks.LossScaling(keras.optimizers.Adam(5e-3, epsilon=1e-12), loss_scaling))
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(optimizer, loss, loss_weights=[1e-6], metrics=["accuracy"])
-        x, y = ks.shard_data(images[:num_rows], labels[:num_rows])
-        model.fit(x, y, batch_size=BATCH_SIZE // replicas.num_processes, epochs=arguments.epochs, verbose=0)
+        x, y = images[:num_rows], labels[:num_rows]
+        model.fit(x, y, batch_size=BATCH_SIZE, epochs=arguments.epochs, verbose=0)
         return model, replicas
 
     def accuracy(model):

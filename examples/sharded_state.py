@@ -65,9 +65,8 @@ def main():
         if held > arguments.budget:
             raise SystemExit(f"Even divided, the state takes {held:.2f} MiB on each replica. Use more replicas.")
 
-        batch_size = 64 // replicas.num_replicas * replicas.num_replicas
-        x, y = ks.shard_data(*rows(arguments.steps * batch_size))
-        fitting = {"batch_size": batch_size // replicas.num_processes, "shuffle": False}
+        x, y = rows(arguments.steps * 64)
+        fitting = {"batch_size": 64, "shuffle": False}
         model.fit(x, y, **fitting, verbose=2 if replicas.is_chief else 0)
         ks.save_model(model, arguments.file)  # whole arrays, which fit any number of replicas
         model = keras.saving.load_model(arguments.file)

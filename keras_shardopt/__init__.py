@@ -2,7 +2,8 @@
 
 Around an optimizer: `CrossShard` (gradients of all replicas), `LossScaling`, `MixedPrecision`, `GradientClipping`,
 `LARC`, `VariableClipping`, `Tower`. Around `fit`: `data_parallel`, `prepare`, `shard_data`, `save_model`,
-`save_weights`, and the modules `callbacks` and `schedules`. All at once: `build_optimizer`, `optimize_loss`.
+`save_weights`, `synchronize_batch_normalization`, and the modules `callbacks` and `schedules`. All at once:
+`build_optimizer`, `optimize_loss`.
 """
 
 try:
@@ -22,6 +23,7 @@ else:
 from keras_shardopt import callbacks, schedules
 from keras_shardopt.checkpoint.saving import save_model, save_weights
 from keras_shardopt.data import shard_data
+from keras_shardopt.fit.batch_normalization import synchronize_batch_normalization
 from keras_shardopt.fit.prepare import prepare
 from keras_shardopt.fit.scope import data_parallel
 from keras_shardopt.optimizers import (
@@ -43,7 +45,7 @@ from keras_shardopt.steps.optimize_loss import get_regularization_loss, optimize
 from keras_shardopt.update.gradient_noise import GradientNoise
 from keras_shardopt.update.step import Stage
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LARC",
@@ -71,4 +73,9 @@ __all__ = [
     "save_weights",
     "schedules",
     "shard_data",
+    "synchronize_batch_normalization",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__all__", "__doc__", "__version__"]

@@ -4,7 +4,7 @@ A *replica* is one worker that sees its own data. `communicator` says who the re
 them, `runtime` is about tracing and control flow, `placement` about where variables live, `processes` about the
 programs that hold the replicas. `active` has those of the framework that runs Keras. The docstring of each says what a
 new backend writes. What one backend alone has is no part of them: it is a file in the backend's folder, or a function
-beside its classes, which the one caller finds with `for_backend`.
+next to its classes, which the one caller finds with `for_backend`.
 
 What Keras itself does not say is found out here too: `models` knows which models live and which optimizers they hold,
 `keras_callers` who is calling.

@@ -60,7 +60,7 @@ class Placement:
         del variables, optimizers, is_loaded, shards_state
 
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        """A scope, also inside `outside_strategy`, in which variables are made, and processes meet, as for this one."""
+        """A scope, also inside `outside_strategy`, in which variables are made and synchronised as this one is."""
         del variable
         return contextlib.nullcontext()
 
@@ -87,7 +87,7 @@ class Placement:
         return [ops.convert_to_numpy(variable)]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
-        """Assigns an array to each copy in this process, or one to all, outside of a step and in this process alone."""
+        """Assigns an array to each copy in this process, or one to all, outside of a step and in this process only."""
         (array,) = arrays
         variable.assign(array)
 

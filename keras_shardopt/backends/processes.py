@@ -27,7 +27,7 @@ class World:
     """Whether this process is the one that prints and writes files."""
 
     num_processes: int = 1
-    """How many processes feed data. Where there are several, each feeds its own rows."""
+    """How many processes load data."""
 
     process_id: int = 0
     """Which of these processes this is."""

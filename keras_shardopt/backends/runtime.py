@@ -36,14 +36,14 @@ class Runtime:
         """The gradients of a scalar. What the loss assigns (moving statistics, seeds) is assigned once.
 
         Args:
-            loss: returns the scalar, and a tensor or None to return beside the gradients.
+            loss: returns the scalar, and a tensor or None to return with the gradients.
             variables: to differentiate by.
             axis_name: of the replicas, each of which gets gradients of its own loss; None for a loss that is equal on
                 all of them, and variables that need not be trainable.
             before_assign: called before each assignment that reaches its variable only after the loss.
 
         Returns:
-            The gradients, None where the loss does not depend on the variable; and what was returned beside the scalar.
+            The gradients, None where the loss does not depend on the variable; and what was returned with the scalar.
         """
         del loss, variables, axis_name, before_assign
         raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")

@@ -29,7 +29,7 @@ from keras_shardopt.numerics import ReduceOp, Tensor, Variable
 NUM_MARKS = 20
 
 NUM_FLAGS = NUM_MARKS + 2
-"""How many flags there are, beside those that say which gradients a replica has."""
+"""How many flags there are, apart from those that say which gradients a replica has."""
 
 _OF_ALL = [True] * (NUM_MARKS // 2) + [False] * (NUM_MARKS // 2)
 

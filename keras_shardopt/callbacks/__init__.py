@@ -14,3 +14,7 @@ __all__ = [
     "SyncReplicas",
     "TrainingSummaries",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__all__", "__doc__"]

@@ -11,7 +11,7 @@ from keras_shardopt.optimizers.cross_shard import CrossShard, cross_shards
 
 
 class StopOnNonFinite(keras.callbacks.Callback):
-    """Ends training right after the batch in which `CrossShard(..., on_nonfinite="raise")` met a NaN or infinity.
+    """Ends training right after the batch in which `CrossShard(..., on_nonfinite="raise")` found NaN or infinity.
 
     A compiled step cannot raise by itself everywhere: on JAX, and on TensorFlow with `jit_compile=True`, the update is
     left out at once, but without this callback the error comes when `fit` ends on JAX, and not at all on TensorFlow.

@@ -120,7 +120,7 @@ class CheckReplicas(keras.callbacks.Callback):
         >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), callbacks=[check], verbose=0)
         >>> replicas.close()
 
-        In a loop of your own, `check` compares at once:
+        In a custom training loop, `check` compares at once:
 
         >>> check.set_model(model)
         >>> check.check()
@@ -190,7 +190,7 @@ class CheckReplicas(keras.callbacks.Callback):
 
 def _standing_before(callback: keras.callbacks.Callback) -> list[Any]:
     """The callbacks before it in the list whose call is running."""
-    # Keras tells a callback nothing about the list that it is in.
+    # A callback cannot see the list that it is in.
     running = running_instance(keras.callbacks.CallbackList)
     callbacks = [] if running is None else list(running.callbacks)
     places = [i for i, other in enumerate(callbacks) if other is callback]

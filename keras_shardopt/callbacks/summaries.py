@@ -18,7 +18,7 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class TrainingSummaries(keras.callbacks.Callback):
-    """Writes TensorBoard summaries of updates, and shows the learning rate and the loss scale beside the loss.
+    """Writes TensorBoard summaries of updates, and shows the learning rate and the loss scale next to the loss.
 
     What is written, of every `every`-th update, with the number of the update as the step:
 
@@ -53,7 +53,7 @@ class TrainingSummaries(keras.callbacks.Callback):
     next time.
 
     Args:
-        log_dir: path or None. Where the chief of all processes writes event files; None writes none. Needs
+        log_dir: path or None. Where rank 0 writes event files; None writes none. Needs
             `pip install "keras-shardopt[summaries]"`; TensorFlow is not needed.
         summaries: a list of names from the table. None (default) is `["learning_rate", "global_gradient_norm",
             "loss_scale"]`, `[]` is none at all.
@@ -115,7 +115,7 @@ class TrainingSummaries(keras.callbacks.Callback):
                     self.summaries,
                     self.every,
                     prefix=prefix,
-                    beside=next(iter(self._recorders.values()), None),
+                    colocate_with=next(iter(self._recorders.values()), None),
                     looks_inside=self._looks_inside(model, prefix, optimizer),
                 )
                 model.make_train_function(force=True)
@@ -164,7 +164,7 @@ class TrainingSummaries(keras.callbacks.Callback):
         done = self._base + batch
         if len(self._optimizers) == 1:
             (recorder,) = self._recorders.values()
-            # Windows of micro-steps need not end where an epoch does, but one update is in each so many of them.
+            # Windows of micro-batches need not end where an epoch does, but one update is in each so many of them.
             recorder.expect(done % self._period >= self._period - recorder.num_micro_batches)
         else:  # of which each may make more updates than one in a step, or fewer
             for recorder in self._recorders.values():

@@ -1,6 +1,6 @@
 """Files that are whole at any moment: the one before until the new one is complete, and nothing in between.
 
-Hides how: what is written goes into a folder of its own beside the file, is brought to the disk, and takes the file's
+Hides how: what is written goes into a separate folder next to the file, is brought to the disk, and takes the file's
 name, mode and owner in one step. What a killed program leaves of that is found by its name and removed by the next one
 that writes. Who writes holds a lock in its folder, which the kernel releases when the program dies, whatever process
 number or host name a container shows.
@@ -63,7 +63,7 @@ class Unfinished:
         _remove_abandoned(folder)
         self._scratch = os.path.join(folder, f".keras_shardopt-{_KERNEL}-{secrets.token_hex(4)}.unfinished")
         try:
-            # A folder, so that what others write beside the file goes with it, and the file has its own name and mode.
+            # A folder, so that what others write next to the file goes with it, and the file has its own name and mode.
             # For nobody else: the file that is replaced may be private, and gives its mode to the new one at the end.
             os.mkdir(self._scratch, 0o700)
         except OSError as error:

@@ -42,11 +42,11 @@ from keras_shardopt.wrapping.chain import kind_of, shared_variables
 class BackupAndRestore(keras.callbacks.Callback):
     """Lets training that was killed go on where it was, bit for bit, on one process or several.
 
-    At the end of each epoch the chief writes what training needs to go on: the model's variables (weights, moving
+    At the end of each epoch rank 0 writes what training needs to continue: the model's variables (weights, moving
     statistics, seeds of `Dropout` layers), those of the optimizer, the number of epochs, Keras' global seed, and the
     state of the random numbers of Python, NumPy and PyTorch on each process. It writes one file, atomically: after a
     crash at any moment there is a whole backup, the new one or the one before. When a `fit` with the same directory
-    begins, the chief reads it, and all processes go on with the same values from the next epoch. So a job that is
+    begins, rank 0 reads it, and all processes continue with the same values from the next epoch. So a job that is
     started again (`torchrun --max-restarts 3 train.py`) ends with the weights of one that was never interrupted.
 
     `keras.callbacks.BackupAndRestore` has the same arguments and lets every process write the same files.
@@ -54,13 +54,13 @@ class BackupAndRestore(keras.callbacks.Callback):
     Everything that is made anew in a restarted program has to come out the same: model, optimizer, data and arguments
     of `fit`. Data that `fit` shuffles has the same order again on PyTorch and JAX (from arrays); on TensorFlow use
     `shuffle=False` or a data set seeded by epoch. Other callbacks begin anew, as they do in Keras. What each replica
-    keeps for itself, such as moving statistics without `prepare`, becomes that of the chief. And a window of
-    micro-steps (`CrossShard(gradient_accumulation_steps=k)`) that an epoch leaves unfinished begins anew, of which a
+    keeps for itself, such as moving statistics without `prepare`, becomes that of rank 0. And a window of
+    micro-batches (`CrossShard(gradient_accumulation_steps=k)`) that an epoch leaves unfinished begins anew, of which a
     warning tells: have a multiple of k steps per epoch. With `CrossShard(shard_state=True)` a backup fits any number of
     replicas, also one.
 
     Args:
-        backup_dir: str or path: a local directory, which is made if it is not there. Only the chief needs to see it.
+        backup_dir: str or path: a local directory, which is made if it is not there. Only rank 0 needs to see it.
             Not to be shared with another training run.
         save_freq: "epoch" (default). Backups in the middle of an epoch are not possible: Keras can begin a `fit` with
             another epoch, but not with another batch.
@@ -158,9 +158,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not self._warned and any(accumulation.num_taken for accumulation in _accumulating(self.model)):
             self._warned = True
             warnings.warn(
-                f"Epoch {epoch} ended within a window of micro-steps, which no backup holds: training that is restored "
-                "from it will differ from training that was never interrupted. Make the number of steps per epoch a "
-                "multiple of `gradient_accumulation_steps`.",
+                f"Epoch {epoch} ended within a window of micro-batches, which no backup holds: training that is "
+                "restored from it will differ from training that was never interrupted. Make the number of steps per "
+                "epoch a multiple of `gradient_accumulation_steps`.",
                 stacklevel=2,
             )
         random_states = processes.gather_objects(_random_state())
@@ -271,7 +271,7 @@ def _built_on(model: Any) -> list[list[int] | None]:
 
 
 def _build(model: Any, built_on: list[list[int] | None]) -> None:
-    """Builds optimizers that are no `model.optimizer`, on which only a training step of one's own builds them."""
+    """Builds optimizers that are no `model.optimizer`, which only a custom training step builds."""
     variables = model.variables
     for optimizer, places in zip(optimizers_of(model), built_on):
         if places is not None and not optimizer.built:
@@ -291,9 +291,9 @@ def _is_stored_whole(optimizer: Any) -> bool:
 
 
 def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
-    """The chief's arrays, as a store to load from, on every process."""
+    """Rank 0's arrays, as a store to load from, on every process."""
     number = processes.gather_objects(None if arrays is None else len(arrays))[0]
-    # One by one: they are gathered from all, although only the chief has any.
+    # One by one: they are gathered from all, although only rank 0 has any.
     mine = [None] * number if arrays is None else arrays
     return {str(i): processes.gather_objects(array)[0] for i, array in enumerate(mine)}
 

@@ -1,7 +1,7 @@
-"""Saving that all processes enter together and the chief alone writes, so that every file is whole at any moment.
+"""Saving as a call of all processes: rank 0 writes, and every file is whole at any moment.
 
 Hides who has to be there: a state of which each replica holds a part needs all of them, whatever becomes of the file,
-so a chief that fails goes on taking part, and tells the others when all are through.
+so if rank 0 fails it keeps taking part, and reports its error when all are through.
 
 Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model` - writes a checkpoint; called with what `_get_file_path` and `_should_save_model` get.
@@ -38,22 +38,22 @@ _WEIGHTS_SUFFIXES = (".weights.h5",)
 def save_model(model: Any, filepath: str | os.PathLike[str], overwrite: bool = True) -> None:
     """`model.save(filepath)` for several processes, with a file that is whole at any moment.
 
-    Every process calls it, at the same point of the program. What the replicas hold in parts is gathered, the chief
-    (process 0) writes, and all return when the file is there; or all raise, with the chief's words. The file appears
-    in one step: it is written beside `filepath`, brought to the disk (`fsync`) and renamed, so that a program that is
-    killed at any moment leaves the file before or the new one, each whole. What a killed program has left beside it,
-    in a folder `.keras_shardopt-*.unfinished`, goes with the next save into the same folder.
+    Every process calls it, at the same point of the program. Sharded state is gathered, and rank 0 writes. All return
+    when the file is there; if writing fails, all raise rank 0's error. The file appears in one step: it is written
+    next to `filepath`, flushed to disk (`fsync`) and renamed, so a program that is killed at any moment leaves the old
+    file or the new one, each whole. Remains of a killed program (a folder `.keras_shardopt-*.unfinished`) are removed
+    by the next save into the same folder.
 
     With one process it is `model.save` with a file that is whole at any moment. `keras.saving.load_model` reads the
     file, with any number of replicas and on any backend.
 
-    The others wait while the chief writes, so a `data_parallel(timeout=...)` must be longer than that takes. After
-    `close()` of the scope processes know nothing of each other: the others return at once.
+    The other processes wait while rank 0 writes, so `data_parallel(timeout=...)` must be longer than that takes. After
+    `close()` of the scope they return at once.
 
     Args:
         model: a `keras.Model`.
-        filepath: str or path, ending in ".keras", or in ".h5" for Keras' older format. Only the chief's counts, and
-            only it needs to see the file system. Its folder must be there.
+        filepath: str or path, ending in ".keras", or in ".h5" for Keras' older format. Only rank 0's
+            counts, and only rank 0 needs to see the file system. Its folder must exist.
         overwrite: bool. False makes a file that is there already an error; Keras would ask at the terminal.
 
     Raises:
@@ -89,7 +89,7 @@ def save_weights(model: Any, filepath: str | os.PathLike[str], overwrite: bool =
 
     Args:
         model: a `keras.Model` that is built.
-        filepath: str or path, ending in ".weights.h5". Only the chief's counts.
+        filepath: str or path, ending in ".weights.h5". Only rank 0's counts.
         overwrite: bool. False makes a file that is there already an error.
 
     Raises:
@@ -116,8 +116,8 @@ def save_weights(model: Any, filepath: str | os.PathLike[str], overwrite: bool =
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint` for several processes, with files that are whole at any moment.
 
-    Saves with `save_model` or `save_weights`: all processes take part, the chief writes, all go on when the file is
-    there. Whether to save, and under which name, the chief decides by its own logs, for all of them; those of
+    Saves with `save_model` or `save_weights`: all processes take part, rank 0 writes, and all continue when the file
+    is there. Rank 0 decides by its logs, for all of them, whether to save and under which name; those of
     a prepared model are of all processes. The folder is made if it is not there.
 
     Every process needs this callback, with the same `save_freq`.
@@ -126,7 +126,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         filepath: str or path, in which `{epoch}`, `{batch}` and the names of logs are filled in, such as
             "{epoch:02d}-{val_loss:.2f}.keras". Ends in ".keras" or ".h5", or in ".weights.h5" if `save_weights_only`.
         monitor: str. The name of the value to watch.
-        verbose: 0 or 1. 1 lets the chief print what it does.
+        verbose: 0 or 1. 1 lets rank 0 print what it does.
         save_best_only: bool. Only save when the value that is watched is better than ever before.
         save_weights_only: bool. Use `save_weights`, or else `save_model`.
         mode: "auto", "min" or "max". What is better; "auto" goes by the name.
@@ -208,7 +208,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], method: str) -> None:
-    """All processes meet before anything is gathered, and when the file is there; in between they gather alike."""
+    """A barrier before anything is gathered, and one when the file is there; in between all gather alike."""
     file: Unfinished | None = None
     problem: Exception | None = None
     try:
@@ -254,9 +254,9 @@ def _is_read_together(model: Any) -> bool:
 
 
 def _take_part(model: Any, method: str, path: str | None) -> None:
-    """What each process has to do for a file at `path`, which is the chief's; None on the others."""
+    """What each process has to do for a file at `path`, which is rank 0's; None on the others."""
     if _is_read_together(model):
-        # All read in the order in which Keras saves, and into a file of their own: nothing that happens to the chief's
+        # All read in the order in which Keras saves, and into a file of their own: nothing that happens to rank 0's
         # can come in between.
         with tempfile.TemporaryDirectory() as folder:
             own = os.path.join(folder, "model.weights.h5" if method == "save_weights" else "model.keras")
@@ -425,7 +425,7 @@ def raise_together(problem: Exception | None) -> None:
 
 
 def from_chief(function: Callable[[], Any]) -> Any:
-    """What `function()` returns on the chief, or the error that it raises there, on every process."""
+    """What `function()` returns on rank 0, or the error that it raises there, on every process."""
     result, problem = None, None
     if is_chief():
         try:

@@ -25,7 +25,7 @@ def part_of_arrays(
         return BatchesOfArrays(data, num_rows, batch_size, shuffle, seed, part)
     if part.num_parts > 1 or shuffle:
         rows = permutation(num_rows, seed, 0)[part.slice] if shuffle else part.slice
-        data = _rows_of(data, rows)
+        data = rows_of(data, rows)
     return data[0] if len(data) == 1 else data
 
 
@@ -52,7 +52,7 @@ class BatchesOfArrays(keras.utils.PyDataset):
         if not -len(self) <= index < len(self):
             raise IndexError(f"There is no batch {index} of {len(self)}.")
         start = (index % len(self)) * self._batch_size
-        batch: tuple[Any, ...] = _rows_of(self._data, self._rows[start : start + self._batch_size])
+        batch: tuple[Any, ...] = rows_of(self._data, self._rows[start : start + self._batch_size])
         return batch
 
     def on_epoch_end(self) -> None:
@@ -101,7 +101,8 @@ def _advice(leaf: Any) -> str:
     return "Use `numpy.asarray` on a list of rows."
 
 
-def _rows_of(nest: Any, rows: Any) -> Any:
+def rows_of(nest: Any, rows: Any) -> Any:
+    """The rows of each array of a nest, by a slice or by positions."""
     return tree.map_structure(lambda leaf: None if leaf is None else _rows_of_one(leaf, rows), nest)
 
 

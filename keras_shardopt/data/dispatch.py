@@ -17,11 +17,12 @@ from keras import tree
 
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import processes
-from keras_shardopt.data.arrays import BatchesOfArrays, part_of_arrays
+from keras_shardopt.data.arrays import part_of_arrays
+from keras_shardopt.data.own_parts import is_part, noted
 from keras_shardopt.data.part import Part
 from keras_shardopt.data.py_dataset import PartOfPyDataset
 from keras_shardopt.data.tf_dataset import part_of_tf_dataset, steps_of
-from keras_shardopt.data.torch_loader import PartOfSampler, PartOfStream, part_of_loader
+from keras_shardopt.data.torch_loader import part_of_loader
 
 
 def shard_data(
@@ -34,6 +35,10 @@ def shard_data(
     seed: int | None = None,
 ) -> Any:
     r"""Gives this process its part of the data: all processes together see every row once.
+
+    `fit` of a prepared model needs it only where each process should load no more than its part: of the same data on
+    all processes it takes every process's rows of each batch by itself. What this function returns, it takes as the
+    process's own part, and `batch_size` is that of its own batches then. Custom training loops need it always.
 
     Of $N$ processes, process $r$ gets the rows (or, of data that comes in batches, the batches)
     $r,\ r + N,\ r + 2N, \dots$ So with batches of $b$ rows, the $t$-th batches of all processes together are the rows
@@ -119,18 +124,21 @@ def shard_data(
     of_its_own = _splitter(x)
     _check_all_were_given_alike(x, {"batch_size": batch_size, "shuffle": shuffle, "seed": seed})
     if of_its_own is None:
-        return part_of_arrays(x, y, sample_weight, batch_size, shuffle, seed, part)
+        mine = part_of_arrays(x, y, sample_weight, batch_size, shuffle, seed, part)
+        return noted(mine) if part.num_parts > 1 else mine
     for argument, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
         if value is not None:
             raise ValueError(
                 f"`{argument}` is for arrays: other data holds targets, weights and batches itself. "
                 f"Received: `{argument}` with {check.with_article(x)}. Leave it out."
             )
-    if _is_a_part(x):
+    if is_part(x):
         raise ValueError(
             "Data must be split once. Received: what `shard_data` has returned. Use that, or pass the whole data."
         )
-    return x if part.num_parts == 1 and not shuffle else of_its_own(x, shuffle, seed, part)
+    if part.num_parts == 1:
+        return of_its_own(x, shuffle, seed, part) if shuffle else x
+    return noted(of_its_own(x, shuffle, seed, part))
 
 
 def _check_arguments(batch_size: Any, shuffle: Any, seed: Any) -> None:
@@ -173,8 +181,3 @@ def _check_all_were_given_alike(x: Any, arguments: dict[str, Any]) -> None:
                 f"Received on process 0: {facts[0]}, on process {process_id}: {fact}. "
                 "Load the whole data everywhere, and give seeds that do not depend on the process."
             )
-
-
-def _is_a_part(x: Any) -> bool:
-    parts = (BatchesOfArrays, PartOfPyDataset, PartOfSampler, PartOfStream)
-    return any(isinstance(getattr(x, name, x), parts) for name in ("sampler", "batch_sampler", "dataset"))

@@ -27,7 +27,7 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
                 f"{type(found).__name__}, which has split them already, and pads or drops rows where they do not "
                 "divide. Leave that sampler out, and say `shuffle=True` to the `DataLoader` instead."
             )
-    # A copy and not a new loader: every argument stays, also of a class of one's own. DataLoader forbids to assign.
+    # A copy and not a new loader: every argument stays, also of a subclass. DataLoader forbids to assign.
     mine = copy.copy(loader)
     changed = mine.__dict__
     changed["_iterator"] = None

@@ -1,7 +1,7 @@
 """Callbacks of a prepared model on several processes: one decision, one file.
 
 Every process has all callbacks, which see the logs of all replicas and so decide alike. What they write would be there
-once for each process, in the same file. So what only writes is called on the first process alone; and where a callback
+once for each process, in the same file. So what only writes is called on the first process only; and where a callback
 saves the model, all processes take part, as some of the state may be divided among them, and the first one writes.
 
 Private names of Keras touched here (a test holds each of them):
@@ -150,7 +150,7 @@ def _restore_backup(callback: Any, real: Callable[..., None], logs: Any = None) 
         raise ValueError(
             "All processes must find the same backup. Received: training that goes on, by process, with the epochs "
             f"{epochs}. Use a `backup_dir` that all of them see, or `keras_shardopt.callbacks.BackupAndRestore`, which "
-            "reads and writes on the first process alone."
+            "reads and writes on the first process only."
         )
 
 

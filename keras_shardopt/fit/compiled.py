@@ -20,6 +20,7 @@ from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import has_built_in_step, is_prepared
 from keras_shardopt.fit.overrides import reducers_in
 from keras_shardopt.fit.prepare import prepare_for
+from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
 
 # On a model: it is compiled, and what it trains with is not known yet; it is left as it is because somebody said so.
@@ -30,14 +31,16 @@ _IS_LEFT = "_keras_shardopt_left_unprepared"
 class _Block:
     """A block in which models are compiled."""
 
-    def __init__(self, prepares: bool) -> None:
+    def __init__(self, prepares: bool, auto_shard: bool) -> None:
         self.prepares = prepares
+        self._auto_shard = auto_shard
         self.waiting: list[weakref.ref[Any]] = []
         """The models whose optimizers are not known yet."""
 
     def compiled(self, model: Any) -> None:
         """Prepares a model, or warns of its optimizer."""
         object.__setattr__(model, _IS_LEFT, not self.prepares)
+        set_sharing(model, None if self._auto_shard else False, None)
         if not self.prepares or _prepare_if_possible(model):
             return
         if has_built_in_step(model):
@@ -51,9 +54,14 @@ _blocks: list[_Block] = []
 
 
 @contextlib.contextmanager
-def preparing_compiled(wanted: bool) -> Iterator[None]:
-    """Within it, models that are compiled are prepared if that is `wanted`; else they are left alone."""
-    before, block = Trainer.compile, _Block(wanted)
+def preparing_compiled(wanted: bool, auto_shard: bool) -> Iterator[None]:
+    """Within it, models that are compiled are prepared if that is `wanted`; else they are left unchanged.
+
+    Args:
+        wanted: whether they are.
+        auto_shard: what `prepare` is given for them, now or later.
+    """
+    before, block = Trainer.compile, _Block(wanted, auto_shard)
 
     @functools.wraps(before)
     def compile_and_prepare(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -122,7 +130,7 @@ def _warn_of_unprepared(model: Any) -> None:
     object.__setattr__(model, _IS_LEFT, True)  # once is enough
     warnings.warn(
         "A model that several processes train together must be prepared, or each of them has metrics of its own, "
-        "callbacks decide apart, and unequal parts of a batch count alike. "
+        "callbacks decide apart, and uneven parts of a batch count alike. "
         f"Received: `fit` of `{model.name}`, which is not. Compile it inside `with keras_shardopt.data_parallel():`, "
         "or call `keras_shardopt.prepare(model)` after `compile`. If it is meant: `data_parallel(prepare=False)`.",
         stacklevel=4,

@@ -5,13 +5,15 @@ of the whole batch anyway. Two things are missing: a batch that the devices cann
 own gradients for an optimizer that wants to see them. The first is put on every device whole. For the second, forward
 and backward pass run in a `shard_map`, up to the reduced gradients; the update and the metrics stay outside.
 
-With several processes each feeds its own rows. They tell each other how many before every batch: processes with
-different numbers of rows, or of batches, would otherwise wait for each other for ever.
+Several processes go through the same batches, drawn alike, and each puts its part of every batch on its devices; or
+each feeds rows of its own, where its data is a part already. They tell each other how many rows they have before every
+batch: processes with different numbers of rows, or of batches, would otherwise wait for each other for ever.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.jax.trainer._distribute_data` - puts a batch on the devices.
     `keras.src.backend.jax.trainer.JAXEpochIterator` - what `fit` and `evaluate` iterate over.
-    `JAXEpochIterator._get_iterator`, `EpochIterator._num_batches` - its batches, and how many they are.
+    `JAXEpochIterator._get_iterator`, `__next__`, `EpochIterator.__iter__`, `reset`, `_num_batches` - its batches, the
+        beginning and the end of an epoch, and how many batches there are.
     `EpochIterator.data_adapter`, `steps_per_epoch`, and `has_partial_batch`, `partial_batch_size`, `batch_size` and
         `num_batches` of `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - sizes of its batches.
     `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - batches that one
@@ -23,6 +25,7 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,14 +43,26 @@ from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
 from keras_shardopt.backends.jax.placement import placement
-from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects
-from keras_shardopt.backends.models import has_built_in_step, layers_of, optimizers_of, override_method
+from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, predicting_together
+from keras_shardopt.backends.keras_callers import caller_instance
+from keras_shardopt.backends.models import has_built_in_step, is_prepared, layers_of, optimizers_of, override_method
+from keras_shardopt.data.own_parts import is_own_part
+from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
+from keras_shardopt.data.whole_batches import checksum, first_rows
 from keras_shardopt.fit.overrides import (
     call_silently,
     num_rows,
     reducers_in,
     refuse_groups,
     warn_of_unequal_start,
+)
+from keras_shardopt.fit.sharing import (
+    check_alike,
+    check_kinds,
+    check_rows,
+    sharing_of,
+    splits_own_part,
+    warn_of_same_parts,
 )
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses
@@ -62,13 +77,15 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     _take_uneven()
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     reducers = reducers_in(model, reducers_of)
-    # Around it nothing may look at gradients in each micro-step, which would then be one replica's each.
+    # Around it nothing may look at gradients in each micro-batch, which would then be one replica's each.
     if reducers[0].accumulation is not None and reducers[0] is model.optimizer and has_built_in_step(model):
         reducers[0].accumulation.stack()
     override_method(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
         override_method(model, name, _silent_unless_chief)
     override_method(model, "fit", _start_equal)
+    override_method(model, "predict", _predict)
+    override_method(model, "predict_step", _predict_step)
     if hasattr(model, "_maybe_symbolic_build"):
         override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
 
@@ -99,12 +116,37 @@ def _start_equal(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any
                 if jax.process_index() == 0:
                     warn_of_unequal_start([v.path for v, each in zip(variables, differs) if each])
                 placement.broadcast_state(model.variables, state)
-    return real(*args, **kwargs)
+    object.__setattr__(model, _SPLITS_OWN_PART, splits_own_part(args, kwargs))
+    try:
+        return real(*args, **kwargs)
+    finally:
+        object.__delattr__(model, _SPLITS_OWN_PART)
+
+
+def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """On several processes each has all rows in the end, if all have the same data; else Keras' own is refused."""
+    x = kwargs.get("x", args[0] if args else None)
+    sharing = sharing_of(model)
+    if not (sharing.gather and sharing.auto_shard) or is_own_part(x):
+        return real(*args, **kwargs)
+    with predicting_together():
+        return real(*args, **kwargs)
+
+
+def _predict_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
+    del model
+    outputs, others = real(state, data)
+    distribution = keras.distribution.distribution()
+    if jax.process_count() > 1 and _takes_uneven(distribution):
+        everywhere = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
+        outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
+    return outputs, others
 
 
 # -- batches that the devices cannot divide ------------------------------------------------------------------------
 
 _TAKES_UNEVEN = "_keras_shardopt_takes_uneven"
+_SPLITS_OWN_PART = "_keras_shardopt_splits_own_part"
 
 _distribute_in_keras = jax_trainer._distribute_data
 _KerasEpochIterator = jax_trainer.JAXEpochIterator
@@ -159,13 +201,25 @@ def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _on_all_devices(data: Any, distribution: Any) -> Any:
     """Every device gets all rows, and repeats the work of the others: right, and rare."""
-    everywhere = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
+    return _laid_out(data, distribution, PartitionSpec())
+
+
+def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
+    """Each device gets its rows of what every process has."""
+    sharding = NamedSharding(distribution.device_mesh.backend_mesh, layout)
 
     def put(leaf: Any) -> Tensor:
         leaf = np.asarray(leaf)
-        return jax.make_array_from_callback(leaf.shape, everywhere, lambda index: leaf[index])
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
     return jax.tree.map(put, data)
+
+
+def _on_their_devices(data: Any, distribution: Any) -> Any:
+    """Of a batch that all processes have, each device gets its rows; or all where they do not divide."""
+    if num_rows(data) % batch_size_of(distribution):
+        return _on_all_devices(data, distribution)
+    return _laid_out(data, distribution, PartitionSpec(distribution.batch_dim_name))
 
 
 def _joined(data: Any, num_rows: int) -> Any:
@@ -177,10 +231,45 @@ def _joined(data: Any, num_rows: int) -> Any:
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     """Ends on all processes together: one without a batch left goes on with the rows of the others."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
+        model = caller_instance()  # Keras does not say for which one this is
+        data = (x, y, sample_weight)
+        self._is_together = jax.process_count() > 1 and _takes_uneven(keras.distribution.distribution())
+        self._is_whole = self._is_together and _takes_whole(model, *data)
+        self._is_compared = False
+        self._draws = SharedDraws() if self._is_whole else None
+        if self._is_together:
+            # Keras gives class weights, or None, where it trains and nowhere else.
+            is_meant = self._is_whole or "class_weight" not in kwargs or model is None or sharing_of(model).auto_shard
+            self._check_kind(data, is_meant or is_own_part(*data))
+        with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
+            super().__init__(*data, *args, **kwargs)  # Keras looks at the first batches of a generator
+        if self._is_whole:
+            draw_before_going_on(self.data_adapter)
+        self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)  # which draw when a batch is taken
+        if self._has_arrays and not kwargs.get("shuffle"):
+            self._draws = None
         self._check_sizes()
         self._agree_on_length()
+
+    def _check_kind(self, data: Any, is_meant: bool) -> None:
+        """Finds processes of which some have all data and others parts; and parts that are equal, unless meant."""
+        told = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))))
+        check_kinds([is_whole for is_whole, _ in told])
+        if told[0][1] and len(set(told)) == 1 and jax.process_index() == 0:
+            warn_of_same_parts()
+
+    def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._draws is None else self._draws.drawing()
+
+    def __iter__(self) -> Any:
+        if self._draws is not None:
+            self._draws.forget()
+        return super().__iter__()
+
+    def __next__(self) -> Any:
+        with contextlib.nullcontext() if self._has_arrays else self._drawing():
+            return super().__next__()
 
     def _check_sizes(self) -> None:
         """Finds batches that will not divide, where their sizes are known, before Keras takes the weights away."""
@@ -193,18 +282,22 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             _check_divides(adapter.batch_size)
 
     def reset(self) -> None:
-        super().reset()
+        with contextlib.nullcontext() if self._has_arrays else self._drawing():
+            super().reset()
         self._agree_on_length()
 
     def _agree_on_length(self) -> None:
-        if jax.process_count() > 1 and _takes_uneven(keras.distribution.distribution()):
+        if self._is_together and not self._is_whole:
             lengths = gather_objects(self.data_adapter.num_batches)
             self._num_batches = None if None in lengths else max(lengths)
 
     def _get_iterator(self) -> Iterator[Any]:
         if not _takes_uneven(keras.distribution.distribution()):
             return super()._get_iterator()
-        batches = self.batches()
+        batches = self.parts() if self._is_whole else self.batches()
+        if self._is_whole and not self._is_compared:  # now, as in a moment Keras takes the weights out of the model
+            first = next(batches, None)
+            batches = itertools.chain([] if first is None else [first], batches)
         # From 3.16 on Keras takes what comes for as many batches as `steps_per_execution` says, unless it is in a list.
         if self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList"):
             return batches
@@ -217,13 +310,38 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         while (batch := _distribute_data(next(batches, None))) is not None:
             yield batch
 
+    def parts(self) -> Iterator[Any]:
+        """The batches that all processes have."""
+        distribution = keras.distribution.distribution()
+        batches = iter(self.data_adapter.get_jax_iterator())
+        while True:
+            with self._drawing():
+                batch = next(batches, None)
+            if not self._is_compared:
+                self._is_compared = True
+                facts = gather_objects((self.data_adapter.num_batches, 0 if batch is None else checksum(batch)))
+                lengths, first_batches = zip(*facts)
+                check_alike(lengths, first_batches)
+            rows = 0 if batch is None else num_rows(batch)
+            check_rows(multihost_utils.process_allgather(np.array([rows])).reshape(-1).tolist())
+            if not rows:
+                return
+            yield _on_their_devices(batch, distribution)
+
+
+def _takes_whole(model: Any, *data: Any) -> bool:
+    """Whether all processes are given the same data, of which each works on a part of every batch."""
+    if model is None or not is_prepared(model) or not sharing_of(model).auto_shard:
+        return False
+    return not vars(model).get(_SPLITS_OWN_PART, False) and not is_own_part(*data)
+
 
 def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
     """Builds from a batch of all processes, as this one may have none."""
     if isinstance(iterator, _EpochIterator) and _takes_uneven(keras.distribution.distribution()):
         if not any(model._get_unbuilt_components()):
             return
-        data_batch = next(iterator.batches(), None)
+        data_batch = next(iterator.parts() if iterator._is_whole else iterator.batches(), None)
     real(iterator=iterator, data_batch=data_batch)
 
 
@@ -241,9 +359,9 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         return real(state, data)
     if not has_built_in_step(model):
         raise ValueError(
-            "A `train_step` of your own cannot be taken apart to show the optimizer each replica's gradients. "
+            "A custom `train_step` cannot be taken apart to show the optimizer each replica's gradients. "
             f"Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
-            "`optimizer.stateless_apply` inside a `jax.shard_map` of your own."
+            "`optimizer.stateless_apply` inside a `jax.shard_map`."
         )
     if reducers[0].accumulation is not None and not stacks:
         raise ValueError(

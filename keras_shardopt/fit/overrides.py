@@ -51,9 +51,9 @@ def refuse_groups(reducers: Sequence[Any]) -> None:
 
 
 def warn_of_unequal_start(names: Sequence[str]) -> None:
-    """Says, in one line, which variables were not equal on all processes when `fit` began."""
+    """Says, in one line, which variables were not equal on all processes when an epoch began."""
     warnings.warn(
-        "All processes must begin `fit` equal, so all go on with the values of the first one. "
+        "All processes must begin an epoch equal, so all go on with the values of the first one. "
         f"Received: other values of {check.listed(names, ', ')} on some. Change variables on every process alike.",
         stacklevel=2,
     )

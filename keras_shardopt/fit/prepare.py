@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
@@ -13,15 +13,22 @@ from keras_shardopt.backends.models import note_prepared, optimizers_of
 from keras_shardopt.fit import TRAINERS
 from keras_shardopt.fit.callbacks import watch_callbacks
 from keras_shardopt.fit.overrides import reducers_in, refuse_groups
+from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.made import note_made
 
+Model = TypeVar("Model")
 
-def prepare(model: Any) -> Any:
+
+def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = None) -> Model:
     """Makes the model's `fit` do what one process with the whole batch would do, whatever each replica's part of it is.
 
+    On several processes `fit`, `evaluate` and `predict` are given the same data by each of them, and `batch_size` is
+    that of one process: every process goes through all batches, shuffled alike, and works on its rows of each. What
+    has gone through `shard_data` or a `DistributedSampler` is that process's own part, in batches of its own.
+
     `CrossShard` averages gradients, and sees neither batches nor metrics. After `prepare` the calls `fit`, `evaluate`,
-    `train_on_batch` and `test_on_batch` are exact where replicas have unequal parts of a batch: it does not divide by
+    `train_on_batch` and `test_on_batch` are exact for uneven batches: one does not divide by
     the number of replicas, a process has fewer rows or none left, or sample weights, class weights and masks are
     spread unevenly. Losses divide by what all replicas have together (rows, sum of weights, mask), so the update is
     that of one process, and so are losses and metrics.
@@ -36,21 +43,24 @@ def prepare(model: Any) -> Any:
       then run in a `shard_map` over the replicas.
     - PyTorch: before each batch ranks tell each other their numbers of rows, and a rank without a batch left goes
       along. At the end of an epoch metrics and moving statistics are those of all ranks, and so are the logs of a batch
-      where a callback looks at them. Only rank 0 prints. `predict` stays each rank's own affair. The DDP of Keras 3.16
-      stays off.
+      where a callback looks at them. Only rank 0 prints. With `steps_per_execution` steps are made one by one. The DDP
+      of Keras 3.16 stays off.
     - Several processes: at the start of `fit` all take process 0's weights, state and seeds where these differ, and a
       warning says which. Callbacks decide alike everywhere, and what they write is written once, by process 0.
+      `predict` returns all rows on every process. The order of rows is that which one process draws. `train_on_batch`
+      and `test_on_batch` take each process's own rows, and `predict_on_batch` is up to each process.
 
     From then on all processes must make these calls together, with equal `epochs` and validation; where they do not,
     all of them raise. With one replica nothing changes, and doing it twice changes nothing.
 
-    Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a `train_step` of your own, and
+    Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a custom `train_step`, and
     penalties on weights and on activities (where Keras divides these by the number of rows, which 3.12 does not). A
     loss function that returns a scalar, or an `add_loss`, counts by the number of its replica's rows; other arithmetic
-    of your own on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map`, penalties on
+    on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map`, penalties on
     activities, scalar losses and `add_loss` need batches that divide, or raise. A `BatchNormalization` normalises with
-    its own replica's rows, except on JAX without per-replica gradients, where those are all rows. Metrics are combined
-    as their variables' `aggregation` says: "sum" for those of Keras.
+    its own replica's rows, except on JAX without per-replica gradients, where those are all rows; one that is
+    `synchronized` does so with all rows everywhere (`keras_shardopt.synchronize_batch_normalization`). Metrics are
+    combined as their variables' `aggregation` says: "sum" for those of Keras.
 
     A model with a `train_step` of its own may hold several optimizers as attributes, as the GAN of Keras' guide does:
     each of them is a `CrossShard` then, and the one of `compile` may stay unused. TensorFlow and JAX reduce the
@@ -59,15 +69,21 @@ def prepare(model: Any) -> Any:
     Args:
         model: a `keras.Model`, compiled with an optimizer that is or contains a `CrossShard`, or with a `train_step` of
             its own and such optimizers as attributes.
+        auto_shard: bool or None. On several processes, whether all are given the same data. False: each is given its
+            own part, `batch_size` is that of its own batches, and each predicts alone. None (default) leaves what
+            `data_parallel` or an earlier call has set, at first True.
+        gather: bool or None. On several processes, whether `predict` returns the rows of all. False: on PyTorch each
+            process predicts alone, whatever it is given. None (default) leaves what is set, at first True.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: if `model` is not a `keras.Model`.
+        TypeError: if `model` is not a `keras.Model`, or `auto_shard` or `gather` not a bool.
         ValueError: if it is not compiled, or without a `CrossShard`, or with one whose groups train apart. On several
             ranks of PyTorch also if the model holds an optimizer without one. On TensorFlow also if it was made or
-            loaded outside of the scope that was entered last.
+            loaded outside of the scope that was entered last. Later, on every process, if the data of processes differ
+            where they should be the same.
 
     Example:
         >>> import keras, numpy as np, keras_shardopt as ks
@@ -78,6 +94,9 @@ def prepare(model: Any) -> Any:
         >>> history = model.fit(np.ones((7, 4)), np.ones((7, 1)), batch_size=4, verbose=0)
         >>> replicas.close()
     """
+    for name, value in (("auto_shard", auto_shard), ("gather", gather)):
+        if value is not None:
+            check.flag(name, value)
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
     reducers = reducers_in(model, cross_shards)
@@ -93,15 +112,16 @@ def prepare(model: Any) -> Any:
         if is_plain and processes.needs_initial_broadcast and processes.process()[0] > 1:
             raise ValueError(
                 "Where each process trains a copy of the model, every optimizer that the model holds must average the "
-                f"gradients of the ranks. Received: {check.with_article(optimizer)} beside {reducers[0]!r}. "
+                f"gradients of the ranks. Received: {check.with_article(optimizer)} next to {reducers[0]!r}. "
                 f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))` for it, too."
             )
-    prepare_for(model)
+    prepare_for(model, auto_shard, gather)
     return model
 
 
-def prepare_for(model: Any) -> None:
+def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None = None) -> None:
     """Prepares a model that a `CrossShard` updates. Doing it twice changes nothing."""
+    set_sharing(model, auto_shard, gather)
     for optimizer in optimizers_of(model):
         if cross_shards(optimizer):
             note_made(optimizer)

@@ -50,9 +50,10 @@ class data_parallel:
     JAX and PyTorch still need it for `fit`: if a `CrossShard` made inside is alive, the distribution or process
     group stays until `close()`, until the next scope is entered, or until the program ends.
 
-    On PyTorch, and on JAX with several processes, each process feeds its own rows: see `num_processes` and
-    `process_id`. Ranks that do not agree on Keras' random seed take rank 0's, so that models start equal; in its
-    training steps, each then draws random numbers of its own from it.
+    On PyTorch, and on JAX with several processes, each process makes the same calls with the same data: of every batch
+    a prepared model works on the rows of its process, and `batch_size` is that of one process. Data that is divided
+    already comes from `shard_data`, or with `auto_shard=False`. Ranks that do not agree on Keras' random seed take rank
+    0's, so that models start equal; in its training steps, each then draws random numbers of its own from it.
 
     Args:
         num_replicas: int >= 1 or None. How many replicas; None (default) takes all devices. On a machine without
@@ -65,6 +66,8 @@ class data_parallel:
             are started, so there it must be left out with several processes. One process waits for nobody.
         prepare: bool. True (default) prepares each model that is compiled or loaded inside and trains with a
             `CrossShard`, as `keras_shardopt.prepare` does. False leaves that to you.
+        auto_shard: bool. True (default) divides each batch among processes. False takes what a process gives to `fit`,
+            `evaluate` and `predict` as its own part, and `batch_size` as that of its own batches.
 
     Raises:
         ValueError: if `num_replicas` is less than 1, more than there are devices, or not the number of processes; if
@@ -88,12 +91,14 @@ class data_parallel:
         num_replicas: int | None = None,
         timeout: float | datetime.timedelta | None = None,
         prepare: bool = True,
+        auto_shard: bool = True,
     ) -> None:
         if num_replicas is not None:
             num_replicas = check.integer("num_replicas", num_replicas, fix="Leave it out to take all devices.")
         self._requested = num_replicas
         self._timeout = _duration(timeout)
         self._prepare = check.flag("prepare", prepare)
+        self._auto_shard = check.flag("auto_shard", auto_shard)
         self._world: World | None = None
         self._open = contextlib.ExitStack()
         self._watching = contextlib.ExitStack()
@@ -109,7 +114,7 @@ class data_parallel:
             trainer.watch_batches()
         self._made_inside = self._watching.enter_context(collected())
         if self._world.num_replicas > 1:
-            self._watching.enter_context(preparing_compiled(self._prepare))
+            self._watching.enter_context(preparing_compiled(self._prepare, self._auto_shard))
         return self
 
     def __exit__(
@@ -163,7 +168,7 @@ class data_parallel:
 
     @property
     def num_processes(self) -> int:
-        """How many processes feed data. Where there are several, each feeds its own rows."""
+        """How many processes there are. Each loads data: all of it, or a part where you divide it yourself."""
         return self._entered().num_processes
 
     @property

@@ -1,6 +1,8 @@
 """What `prepare(model)` changes in Keras' TensorFlow trainer: parts of a batch need not be equal.
 
 Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.tensorflow.trainer.TFEpochIterator` - what `fit` iterates over; its `distribute_strategy` divides
+        the dataset of its `data_adapter`.
     `Model._maybe_symbolic_build` of the TensorFlow trainer - builds the model from the first batch, before training.
     `Model._make_function` of the TensorFlow trainer - makes a function of an iterator from a step of one batch.
 """
@@ -14,11 +16,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt.backends.models import has_built_in_step, optimizers_of, override_method
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.placement import check_made_inside, check_mirrored, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
+from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
 from keras_shardopt.update.losses import own_additional_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
@@ -32,6 +37,8 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
     # Past Keras' attribute tracking.
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
+    if tensorflow_trainer.TFEpochIterator is _KerasEpochIterator:
+        tensorflow_trainer.TFEpochIterator = _EpochIterator
     override_method(model, "train_step", _step)
     override_method(model, "test_step", _step)
     override_method(model, "compute_loss", _compute_loss)
@@ -39,6 +46,34 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "_make_function", _make_function)
     # Those that were made before do not know of all this.
     model.train_function = model.test_function = None
+
+
+_KerasEpochIterator = tensorflow_trainer.TFEpochIterator
+
+
+class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
+    """Divides copies of the batches. Parts of a batch that lies in NumPy's memory would be overwritten in a step."""
+
+    def __init__(self, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_Dividing(self, distribute_strategy), *args, **kwargs)
+        self._distribute_strategy = distribute_strategy
+
+
+class _Dividing:
+    """What Keras needs of a strategy to divide a dataset."""
+
+    def __init__(self, iterator: _EpochIterator, strategy: tf.distribute.Strategy) -> None:
+        self._iterator, self._strategy = iterator, strategy
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
+        if self._strategy.num_replicas_in_sync > 1 and not isinstance(self._iterator.data_adapter, ArrayDataAdapter):
+            dataset = dataset.map(lambda *batch: tf.nest.map_structure(_copied, batch))
+        return self._strategy.experimental_distribute_dataset(dataset)
+
+
+def _copied(value: Any) -> Any:
+    is_number = isinstance(value, tf.Tensor) and (value.dtype.is_floating or value.dtype.is_integer)
+    return tf.raw_ops.DeepCopy(x=value) if is_number else value
 
 
 def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
@@ -51,7 +86,9 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     mine = tf.convert_to_tensor(num_rows(data))
     (all_rows,) = replicas.all_reduce([mine], "sum")
     # A layer that looks at its batch (BatchNormalization) keeps a NaN from a part without rows.
-    floats = [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
+    shared = synchronized_statistics(model)
+    own = [v for v in model.non_trainable_variables if id(v) not in shared]
+    floats = [v for v in own if keras.backend.is_float_dtype(v.dtype)]
     before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in floats]
     with batch_shared(BatchShare(mine, all_rows, replicas, losses_are_divided=True)):
         logs = real(data)
@@ -68,17 +105,20 @@ def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
-    # Keras takes the mean of the replicas' parts of the first batch to get at their shapes, which fails where the
-    # parts are not equal. Those of one replica tell as much.
+    # Keras takes the mean of the replicas' parts of the first batch to get at their shapes. That fails where the parts
+    # are not equal, and what is drawn for it is missing in training, or changes the order. The dataset knows them, too.
     strategy = model.distribute_strategy
     with strategy.scope():
         check_made_inside(optimizers_of(model))
     if iterator is not None and strategy.num_replicas_in_sync > 1:
-        for _, _, batches in iterator:
-            data_batch = keras.tree.map_structure(
-                lambda value: strategy.experimental_local_results(value)[0], next(batches)
+        dataset = iterator.data_adapter.get_tf_dataset()
+        if isinstance(dataset, tf.distribute.DistributedDataset):
+            local = strategy.experimental_local_results
+            data_batch = keras.tree.map_structure(lambda value: local(value)[0], next(iter(dataset)))
+        else:
+            data_batch = tf.nest.map_structure(
+                lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, dataset.element_spec
             )
-            break
         iterator = None
     real(iterator=iterator, data_batch=data_batch)
     if data_batch is not None and not has_built_in_step(model):
@@ -86,7 +126,7 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
 
 
 def _build_optimizers(model: Any, data_batch: Any) -> None:
-    """Builds optimizers that a training step of one's own uses, before it runs: replicas cannot make variables in it.
+    """Builds optimizers that a custom training step uses, before it runs: replicas cannot make variables in it.
 
     Which variables each is for is known to the step alone, so that it is traced once, and not run.
     """

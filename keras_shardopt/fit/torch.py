@@ -1,14 +1,19 @@
 """What `prepare(model)` changes in Keras' torch trainer, which knows nothing of ranks.
 
-Ranks meet before every batch and tell each other how many rows they have, so that unequal batches weigh what they
-should, and a rank that runs out of batches goes along with empty ones. They meet again at the end of an epoch, for
-the metrics. Every meeting starts with the same message, so ranks that want different things (one stops, others go on)
-notice, and all of them raise.
+All ranks go through the same batches, drawn alike, and each works on its part of every batch; or each has batches of
+its own, where its data is a part already. Before every batch ranks exchange their numbers of rows, so
+that uneven parts get their weights; a rank that runs out of batches of its own takes part with empty ones. At the end
+of an epoch they exchange metrics. Every exchange starts with the same message, so ranks that do different things (one
+stops, others continue) are found, and all of them raise.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over; made in a
         frame where `self` is the model.
-    `EpochIterator.__iter__`, `__next__` - start an epoch; give the first and last step, and their batches.
+    `EpochIterator.__iter__`, `__next__`, `reset` - start an epoch; give the first and last step, and their batches;
+        start anew.
+    `EpochIterator.data_adapter`, `_num_batches`, `_steps_seen`, and the `ArrayDataAdapter` of
+        `keras.src.trainers.data_adapters.array_data_adapter` - where batches come from, how many they are, how many
+        have come; draws nothing but the order of rows, when an epoch begins and when it ends.
     `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
     `Trainer._flatten_metrics_in_order` - the form in which `train_on_batch` returns logs.
@@ -26,13 +31,14 @@ import contextvars
 import enum
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import torch
 from keras.src.backend.torch import trainer as torch_trainer
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.active import runtime
@@ -43,6 +49,10 @@ from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.placement import fingerprints
 from keras_shardopt.backends.torch.process_group import gather_objects, tell
 from keras_shardopt.backends.torch.random_numbers import draw_apart
+from keras_shardopt.data.own_parts import is_own_part
+from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
+from keras_shardopt.data.whole_batches import checksum, first_rows, part_of_batch, rows_of_parts
+from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import callbacks_of_call, looks_at_batches, running_callbacks
 from keras_shardopt.fit.overrides import (
     arguments_of,
@@ -52,24 +62,33 @@ from keras_shardopt.fit.overrides import (
     refuse_groups,
     warn_of_unequal_start,
 )
+from keras_shardopt.fit.sharing import (
+    check_alike,
+    check_kinds,
+    check_rows,
+    sharing_of,
+    splits_own_part,
+    warn_of_same_parts,
+)
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, joining_uneven_inputs
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
-    """Makes `fit`, `evaluate` and the calls on one batch work on all ranks together."""
+    """Makes `fit`, `evaluate`, `predict` and the calls on one batch work on all ranks together."""
     if _SESSION not in vars(model):
         object.__setattr__(model, _SESSION, _Session(model, reducers_of))
     if torch_trainer.TorchEpochIterator is _KerasEpochIterator:
         torch_trainer.TorchEpochIterator = _EpochIterator
     override_method(model, "fit", _fit)
-    override_method(model, "evaluate", _run)
+    override_method(model, "evaluate", _evaluate)
     override_method(model, "predict", _predict)
     override_method(model, "train_on_batch", _train_on_batch)
     override_method(model, "test_on_batch", _test_on_batch)
     override_method(model, "train_step", _train_step)
     override_method(model, "test_step", _step)
+    override_method(model, "predict_step", _predict_step)
     override_method(model, "_symbolic_build", _symbolic_build)
     override_method(model, "_get_metrics_result_or_logs", _metrics_result_or_logs)
     if hasattr(model, "_initialize_ddp"):
@@ -82,11 +101,13 @@ _SESSION = "_keras_shardopt_session"
 
 
 class _Phase(enum.Enum):
-    """What a rank is about to do when it meets the others."""
+    """What a rank is about to do when it communicates."""
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
     TEST_BATCH = "evaluates a prepared model"
+    PREDICT_BATCH = "predicts with a prepared model (`prepare(model, gather=False)` lets each rank do it by itself)"
+    PREDICTED = "gathers predictions"
     END_OF_EPOCH = "ends an epoch of a prepared model"
     END_OF_FIT = "leaves `fit` of a prepared model"
 
@@ -101,15 +122,20 @@ class _Session:
         self._unused: list[tuple[Any, int]] = []
         """The optimizers that must not update anything, with the number of their updates."""
         self.has_started = False
-        """Whether the ranks have begun the running `fit` with equal weights."""
+        """Whether the ranks have begun the running epoch with equal values."""
         self.rows: list[int] | None = None
-        """How many rows each rank has in the batch that comes next; None if they have not met for it."""
+        """How many rows each rank has in the batch that comes next; None if they have not exchanged that."""
         self.shares_logs = False
         """Whether somebody looks at the logs of that batch."""
         self.last_rows = 0
         """How many rows this rank had in the last batch."""
         self.trains = False
         """Whether a `fit` is running."""
+        self.call: _Phase | None = None
+        """What the innermost call that runs does: `fit`, `evaluate` or `predict`."""
+        self.splits_own_part = False
+        """Whether the running `fit` splits validation data off this rank's own part."""
+        self._has_warned = False
         self._phase = _Phase.TRAIN_BATCH
         self._shown: dict[_Phase, dict[str, Any]] = {}
         """What the bar shows: the metrics of all ranks, after some batches."""
@@ -193,6 +219,42 @@ class _Session:
         assert self.ranks is not None
         return tell(phase.value, *map(int, message))
 
+    def takes_whole(self, *data: Any) -> bool:
+        """Whether all ranks are given the same data, of which each works on a part of every batch."""
+        return sharing_of(self.model).auto_shard and not self.splits_own_part and not is_own_part(*data)
+
+    def check_kind(self, is_whole: bool) -> None:
+        """Finds ranks of which some have the whole data and others a part of their own."""
+        assert self.call is not None
+        check_kinds([bool(kind) for kind, _ in tell(f"starts on data: {self.call.value}", int(is_whole))])
+
+    @torch.compiler.disable
+    def compare_first(self, data: Any, num_batches: int | None, is_whole: bool, is_marked: bool) -> None:
+        """Finds ranks whose data differ although they should be alike, or are alike although they should differ."""
+        assert self.call is not None
+        length = -1 if num_batches is None else num_batches
+        told = tell(f"begins: {self.call.value}", length, 0 if data is None else checksum(data))
+        lengths, first_batches = zip(*told)
+        if is_whole:
+            check_alike(lengths, first_batches)
+        elif not is_marked and self.call is _Phase.TRAIN_BATCH and len(set(first_batches)) == 1 and first_batches[0]:
+            if not self._has_warned and self.ranks is not None and self.ranks.replica_id == 0:
+                warn_of_same_parts()
+            self._has_warned = True
+
+    def next_part(self, data: Any, phase: _Phase) -> Any:
+        """This rank's part of the batch `data` that all ranks have (None: no batch left, and None is returned)."""
+        assert self.ranks is not None
+        self._phase = phase
+        num = 0 if data is None else int(num_rows(data))
+        told = self.exchange(phase, num, 2 * (phase is not _Phase.PREDICT_BATCH and self._looks_at_logs(phase)))
+        check_rows([rows for rows, _ in told])
+        if not num:
+            return None
+        self.shares_logs = any(flags for _, flags in told)
+        self.rows = rows_of_parts(num, self.ranks.num_replicas)
+        return part_of_batch(data, self.rows, self.ranks.replica_id)
+
     def next_batch(self, data: Any, phase: _Phase) -> Any:
         """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
         self._phase = phase
@@ -233,6 +295,40 @@ class _Session:
             return self.mean_logs(logs)
         self._shown[self._phase], self._shown_at = metrics, time.monotonic()
         return metrics
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def rows_of_all(self, outputs: Any, rows: Sequence[int]) -> Any:
+        """What the ranks have predicted for their parts of a batch, in the order of its rows."""
+        assert self.ranks is not None
+        mine = rows[self.ranks.replica_id]
+        given = max(mine, 1)  # one to go through the model with
+        tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]
+        # One output may have several rows for each row of the batch.
+        factors = [
+            tensor.shape[0] // given if tensor.dim() and not tensor.shape[0] % given else 0 for tensor in tensors
+        ]
+        kinds = [(tuple(t.shape[1:]), t.dtype, factor) for t, factor in zip(tensors, factors)]
+        told = self.exchange(_Phase.PREDICTED, int(all(factors)), zlib.crc32(repr(kinds).encode()))
+        if any(each != [1, told[0][1]] for each in told):
+            raise ValueError(
+                "The outputs of `predict_step` must have as many rows as the batch, for ranks to gather them. "
+                f"Received: for {given} rows outputs of the shapes {[tuple(t.shape) for t in tensors]}. "
+                "Use `keras_shardopt.prepare(model, gather=False)`, and each rank predicts alone what it is given."
+            )
+        # Of each tensor the bytes of as many rows as the largest part has.
+        sizes = [t[:1].numel() * t.element_size() * factor for t, factor in zip(tensors, factors)]
+        parts = []
+        for tensor, factor, size in zip(tensors, factors, sizes):
+            part = tensor.contiguous()[: mine * factor].reshape(-1).view(torch.uint8)
+            parts.append(torch.nn.functional.pad(part, (0, size * max(rows) - part.numel())))
+        (everyones,) = self.ranks.all_gather([torch.cat(parts)])
+        columns = everyones.view(len(rows), -1).split([size * max(rows) for size in sizes], dim=1)
+        found = []
+        for tensor, size, column in zip(tensors, sizes, columns):
+            joined = torch.cat([part[: size * num] for part, num in zip(column, rows)])
+            found.append(joined.view(tensor.dtype).view(-1, *tensor.shape[1:]))
+        return keras.tree.pack_sequence_as(outputs, found)
 
     @torch.compiler.disable
     def mean_logs(self, logs: Any) -> Any:
@@ -296,27 +392,46 @@ def _run_of(session: _Session | None) -> Iterator[None]:
         _running.reset(token)
 
 
-def _run(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`fit` and `evaluate`: on all ranks together."""
+def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = _session_of(model)
-    if model.steps_per_execution > 1 and session.ranks is not None:  # Keras itself takes it on torch from 3.16 on
-        raise ValueError(
-            "`steps_per_execution` must be 1 after `prepare(model)` on PyTorch, where ranks meet before every batch. "
-            f"Received: steps_per_execution={model.steps_per_execution}. Compile the model without it."
-        )
-    is_outermost = _running.get() is not session
+    return _run(session, session, _Phase.TEST_BATCH, real, *args, **kwargs)
+
+
+def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Each rank predicts its part of every batch; or by itself, what it wants and when it wants."""
+    session, sharing = _session_of(model), sharing_of(model)
+    together = session if sharing.gather and sharing.auto_shard else None
+    return _run(session, together, _Phase.PREDICT_BATCH, real, *args, **kwargs)
+
+
+def _run(
+    session: _Session, together: _Session | None, call: _Phase, real: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A call, perhaps inside another one: on all ranks `together`, or on this one alone (None)."""
+    is_outermost = session.call is None
+    before = session.call, session.rows, session.shares_logs
+    session.call, session.rows = call, None
     try:
-        with _run_of(session), callbacks_of_call(model):
+        with _run_of(together), callbacks_of_call(session.model), _one_by_one(session):
             return _print_on_chief(session, real, *args, **kwargs)
     finally:
+        session.call, session.rows, session.shares_logs = before
         if is_outermost:
             session.forget_batches()
 
 
-def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Each rank predicts by itself, what it wants and when it wants."""
-    with _run_of(None), callbacks_of_call(model):
-        return _print_on_chief(_session_of(model), real, *args, **kwargs)
+@contextlib.contextmanager
+def _one_by_one(session: _Session) -> Iterator[None]:
+    """A call whose steps are made one by one: ranks communicate before each. Keras 3.15 makes no others on torch."""
+    model, steps = session.model, session.model.steps_per_execution
+    if steps == 1 or session.ranks is None:
+        yield
+        return
+    model.steps_per_execution = 1
+    try:
+        yield
+    finally:
+        model.steps_per_execution = steps
 
 
 def _print_on_chief(session: _Session, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -327,11 +442,12 @@ def _print_on_chief(session: _Session, real: Callable[..., Any], *args: Any, **k
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = _session_of(model)
     session.has_started, session.trains = False, True
+    session.splits_own_part = splits_own_part(args, kwargs)
     try:
         with joining_uneven_inputs():
-            history = _run(model, real, *args, **kwargs)
+            history = _run(session, session, _Phase.TRAIN_BATCH, real, *args, **kwargs)
     finally:
-        session.trains = False
+        session.trains = session.splits_own_part = False
     if session.ranks is not None:
         session.exchange(_Phase.END_OF_FIT)
     return history
@@ -356,8 +472,7 @@ def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None,
     try:
         real(iterator=_Asked())
     except _Unbuilt:
-        with _run_of(None):  # it looks at a batch, and trains on none
-            batch = next((batches[0] for _, _, batches in iterator), None)
+        batch = iterator.first_batch()
         real(data_batch=session.any_batch(batch))
 
 
@@ -368,32 +483,91 @@ _metrics_result_in_keras = _KerasTrainer.get_metrics_result
 
 
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Ends on all ranks together: one without a batch left repeats its last one, of which no row counts then."""
+    """Gives this rank its part of the batches that all ranks have, or those of its own together with theirs.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    One without a batch of its own left repeats its last one, whose rows are not counted.
+    """
+
+    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
         # Keras does not say for which model this is: in the middle of one's `fit` a callback may run another.
         self._model = caller_instance()
+        session = self._session()
+        self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
+        self._is_marked = session is not None and (session.splits_own_part or is_own_part(x, y, sample_weight))
+        self._is_compared = False
+        self._first: Any = None if session is None or self._is_whole else first_rows((x, y))
+        self._shuffle = kwargs.get("shuffle", False)
+        self._draws = SharedDraws() if self._is_whole else None
+        if session is not None and session.call is not _Phase.PREDICT_BATCH:
+            session.check_kind(self._is_whole)
+        with self._drawing(hasattr(x, "__next__")):  # Keras looks at the first batches of a generator
+            super().__init__(x, y, sample_weight, *args, **kwargs)
+        if self._is_whole:
+            draw_before_going_on(self.data_adapter)
+
+    def _session(self) -> _Session | None:
+        """The session of the call that runs, if ranks make it together."""
+        session = _running.get()
+        return None if session is None or session.model is not self._model or session.ranks is None else session
+
+    def _drawing(self, draws: bool) -> contextlib.AbstractContextManager[None]:
+        return self._draws.drawing() if self._draws is not None and draws else contextlib.nullcontext()
+
+    def reset(self) -> None:
+        with self._drawing(not isinstance(self.data_adapter, ArrayDataAdapter)):
+            super().reset()
 
     def __iter__(self) -> Any:
         self._has_ended = False
+        self._has_begun = False
         self._step = -1
+        session = self._session()
+        if session is not None and session.call is _Phase.TRAIN_BATCH:
+            session.has_started = False  # callbacks have changed rates or weights, perhaps of some ranks only
+        if self._draws is not None:
+            self._draws.forget()
         return super().__iter__()
 
-    def __next__(self) -> Any:
-        session = _running.get()
-        if session is None or session.model is not self._model or session.ranks is None:
+    def _pull(self) -> Any:
+        """The next batch of this rank's data."""
+        is_first, self._has_begun = not self._has_begun, True
+        if not isinstance(self.data_adapter, ArrayDataAdapter):
+            draws = True
+        else:
+            is_last = self._steps_seen >= self.data_adapter.num_batches
+            if is_last and self._draws is not None:
+                self._draws.forget()  # a callback has predicted, perhaps, which draws
+            draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
+        with self._drawing(draws):
             return super().__next__()
+
+    def first_batch(self) -> Any:
+        """The first batch of an epoch, on which nobody trains; None if there is none."""
+        try:
+            return iter(self)._pull()[2][0]
+        except StopIteration:
+            return None
+
+    def __next__(self) -> Any:
+        session = self._session()
+        if session is None or session.call is None:
+            return self._pull()
+        phase = session.call
+        if phase is _Phase.PREDICT_BATCH and not self._is_whole:
+            return self._pull()
         batches = [None]
         if not self._has_ended:
             try:
-                self._step, _, batches = super().__next__()
+                self._step, _, batches = self._pull()
             except StopIteration:
                 self._has_ended = True
         if self._has_ended:
             self._step += 1
-        phase = _Phase.TRAIN_BATCH if session.model.training else _Phase.TEST_BATCH
-        data = session.next_batch(batches[0], phase)
+        if not self._is_compared:
+            self._is_compared = True
+            first = batches[0] if self._first is None else self._first
+            session.compare_first(first, self.data_adapter.num_batches, self._is_whole, self._is_marked)
+        data = (session.next_part if self._is_whole else session.next_batch)(batches[0], phase)
         if data is None:
             raise StopIteration
         return self._step, self._step, [data]
@@ -418,7 +592,8 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: _Phase, arguments: di
     if batch is None:
         raise ValueError("`x` must have rows on some rank. Received: none on any.")
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    logs = real(x=x, y=y, sample_weight=sample_weight, **arguments, return_dict=True)
+    with _one_by_one(session):
+        logs = real(x=x, y=y, sample_weight=sample_weight, **arguments, return_dict=True)
     with _run_of(session):
         logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
     return logs if return_dict else model._flatten_metrics_in_order(logs)
@@ -456,14 +631,28 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     return session.logs_of_all(logs)
 
 
+@torch.compiler.disable(recursive=False)
+def _predict_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    """What the model predicts for the batch of which this rank has a part."""
+    session = _session_of(model)
+    rows = session.rows
+    outputs = real(data)
+    if session.ranks is None or rows is None or session.call is not _Phase.PREDICT_BATCH:
+        return outputs
+    session.rows = None
+    return session.rows_of_all(outputs, rows)
+
+
 def _counted(model: Any) -> list[Tensor]:
     """What a step without rows must leave as it is. Seeds stay in step, and mean losses know about shares."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
-    return [v.value for v in model.metrics_variables if id(v) not in shared] + _statistics(model)
+    metrics = [v.value for v in model.metrics_variables if id(v) not in shared]
+    return metrics + _statistics(model, apart_from=synchronized_statistics(model))
 
 
-def _statistics(model: Any) -> list[Tensor]:
-    return [v.value for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
+def _statistics(model: Any, apart_from: Collection[int] = ()) -> list[Tensor]:
+    variables = [v for v in model.non_trainable_variables if id(v) not in apart_from]
+    return [v.value for v in variables if keras.backend.is_float_dtype(v.dtype)]
 
 
 def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -> Any:
@@ -473,7 +662,7 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
     if ranks is None or _running.get() is not session:
         return real(logs)
     session.exchange(_Phase.END_OF_EPOCH)
-    if model.training:
+    if session.call is _Phase.TRAIN_BATCH or (session.call is None and model.training):
         with torch.no_grad():
             _average_statistics(model, ranks)
     # As numbers: some metrics return a variable itself.

@@ -49,7 +49,7 @@ def build_optimizer(
         learning_rate_decay_fn: the learning rate: a float, a `LearningRateSchedule`, a function of the number of
             updates so far (a scalar tensor of integers), or None for the one in `optimizer_params`, or the
             optimizer's default.
-        dtype: "mixed" for weights in float16 or bfloat16 of which the optimizer keeps float32 masters. A dtype of
+        dtype: "mixed" for float16 or bfloat16 weights with float32 master weights in the optimizer. A dtype of
             floats (default "float32") says that weights are updated in the dtype that they have. (Keras'
             "mixed_float16" policy has float32 weights, so it is "float32" here.)
         clip_gradients: float > 0 or None. The largest global norm; see `GradientClipping`.
@@ -83,7 +83,7 @@ def build_optimizer(
         ValueError: if a name is unknown; if `clip_gradients` and `larc_params` are both given (which OpenSeq2Seq
             refused too); if a number is out of range; if `larc_params` lack `larc_eta` or hold something else.
         TypeError: if an argument has the wrong type; if `optimizer_params` hold something that the optimizer does not
-            take, lack what it needs, or hold a `learning_rate` beside `learning_rate_decay_fn`.
+            take, lack what it needs, or hold a `learning_rate` next to `learning_rate_decay_fn`.
 
     Example:
         >>> import keras_shardopt as ks
@@ -195,7 +195,7 @@ def _scale(loss_scaling: Any, params: Mapping[str, Any] | None) -> Any:
                 f'`loss_scaling` must be a number, "Backoff" or "LogMax". Received: loss_scaling={loss_scaling!r}'
             )
         return AutomaticLossScaler(loss_scaling, params)
-    # In the original, params beside a number were left unread.
+    # In the original, params next to a number were left unread.
     is_number = isinstance(loss_scaling, Real) and not isinstance(loss_scaling, bool)
     if not is_number and not isinstance(loss_scaling, AutomaticLossScaler):
         raise TypeError(

@@ -48,7 +48,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
             `[[0, 1], [2, 3]]`; None for all together. See [groups](../reduction.md#mean-sum-groups).
         gradients: "auto" (default), "local", "prescaled", "summed" or "global": how a replica's gradients arrive,
             where that cannot be found. See [who reduces gradients](../reduction.md).
-        gradient_accumulation_steps: int >= 1 or None. Micro-steps per update; only the last one communicates, and
+        gradient_accumulation_steps: int >= 1 or None. Micro-batches per update; only the last one communicates, and
             everything counts updates. See [accumulation](../accumulation.md).
         replica_clipnorm: float > 0 or None. The largest global norm of each replica's own gradient, before the mean,
             in units of its mean loss. See [each replica's own gradients](../reduction.md#each-replicas-own-gradients).
@@ -64,8 +64,8 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
             over memory, which changes last digits. See [speed on PyTorch](../torch_speed.md).
         overlap: "auto" (default) or False. PyTorch: whether `fit` sends gradients while others are computed.
         bucket_mib: float > 0, 25 by default. PyTorch: how many MiB of gradients are sent at a time.
-        stages: further `keras_shardopt.Stage` objects, in the order in which gradients meet them. See
-            [stages of your own](../stages.md).
+        stages: further `keras_shardopt.Stage` objects, in the order in which gradients pass through them. See
+            [custom stages](../stages.md).
         axis_name: str, "batch" by default. JAX: the name of the mapped axis over which replicas are laid out.
         name: str or None for one made of the class name.
 
@@ -147,7 +147,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
-        """How many micro-steps make an update; of the innermost optimizer where this one does not accumulate."""
+        """How many micro-batches make an update; of the innermost optimizer where this one does not accumulate."""
         own: int | None = self._options.gradient_accumulation_steps
         return super().gradient_accumulation_steps if own is None else own
 
@@ -199,7 +199,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         return [v for v in self._variables if id(v) not in apart]
 
     def load_own_variables(self, store: Any) -> None:
-        """See `OptimizerWrapper.load_own_variables`. A window of micro-steps starts anew."""
+        """See `OptimizerWrapper.load_own_variables`. A window of micro-batches starts anew."""
         super().load_own_variables(store)
         for stage in self.pipeline.stages if self.built else ():
             stage.reset()
@@ -286,7 +286,7 @@ def _refuse_inside(optimizer: Any) -> None:
         if optimizer.accumulation is not None:
             raise ValueError(
                 "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate "
-                f"in each micro-step. Received: inner_optimizer={optimizer!r}."
+                f"in each micro-batch. Received: inner_optimizer={optimizer!r}."
             )
         if optimizer.group_assignment or optimizer.state_finder.needs_local_gradients:
             raise ValueError(

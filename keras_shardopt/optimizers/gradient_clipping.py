@@ -41,7 +41,7 @@ class GradientClipping(OptimizerWrapper):
 
     Inside `CrossShard` the gradients are global, so the norm is that of the gradient of the whole batch. The limit
     holds for gradients of the loss itself: if the inner optimizer scales the loss, the limit is scaled alike. If the
-    inner optimizer accumulates (its `gradient_accumulation_steps`), each micro-step's gradient is clipped by itself,
+    inner optimizer accumulates (its `gradient_accumulation_steps`), each micro-batch's gradient is clipped by itself,
     before it is added, so that a mean of them is within the limit too, but is not the clipped mean. To clip what was
     accumulated, use `global_clipnorm` of the inner optimizer, or `Tower` around this.
 
@@ -128,7 +128,7 @@ def clip_by_global_norm(
 
     References:
         `clip_by_global_norm` of OpenSeq2Seq's `optimizers.py`, which follows `tf.clip_by_global_norm` but gives zeros
-        instead of NaN beside an infinite element. There None entries and scalars failed, and `use_norm` had to be
+        instead of NaN next to an infinite element. There None entries and scalars failed, and `use_norm` had to be
         given.
     """
     is_list = isinstance(t_list, (list, tuple))

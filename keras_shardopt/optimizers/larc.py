@@ -46,7 +46,7 @@ class LARC(OptimizerWrapper):
     $\lambda$ is that of the innermost optimizer for the variable (also one in a `MultiOptimizer`), read before the
     update, so that a schedule and `LearningRateScheduler` are followed. The gradients should be global: put LARC
     inside `CrossShard`. If the inner optimizer accumulates (its `gradient_accumulation_steps`), the gradient of each
-    micro-step is scaled by itself, before it is added. Before Adam, which divides by the gradient's size, the factor
+    micro-batch is scaled by itself, before it is added. Before Adam, which divides by the gradient's size, the factor
     mostly cancels.
 
     Args:

@@ -58,7 +58,7 @@ class AutomaticLossScaler:
 
     Two bugs of the original LogMax are repaired. On an overflow it took $x = 2^{\text{log\_max}}$, a number where a
     logarithm belongs, which held the scale at `scale_min` for some 11 860 steps: here $x$ = `log_max`. A gradient of
-    zeros made the scale NaN for ever: here it doubles the scale and leaves the means alone, since it may be zero
+    zeros made the scale NaN for ever: here it doubles the scale and leaves the means unchanged, since it may be zero
     because the scale is too small.
 
     `LossScaling` and `MixedPrecision` take one of these and call it. Alone it keeps its state itself, and the calls
@@ -169,10 +169,10 @@ class AutomaticLossScaler:
         if self.faithful:
             return new
         # Zeros tell nothing about the gradient's size. They may come of a scale so small that all of it vanished, and
-        # a larger one cannot make them overflow. (No gradient at all, -inf, tells nothing whatever.)
+        # a larger one cannot make them overflow. (No gradient at all, -inf, says nothing.)
         larger = ops.where(amax == 0, self._bounded(scale * 2), scale)
-        tells = ops.logical_or(overflows, amax > 0)
-        return [ops.where(tells, after, before) for after, before in zip(new, [larger, *state[1:]])]
+        informs = ops.logical_or(overflows, amax > 0)
+        return [ops.where(informs, after, before) for after, before in zip(new, [larger, *state[1:]])]
 
     def _bounded(self, scale: Tensor) -> Tensor:
         # In this order also where the bounds are the wrong way round, which the original does not mind.
@@ -189,7 +189,7 @@ class AutomaticLossScaler:
         """
         if self._variables is not None:
             raise ValueError(
-                "An `AutomaticLossScaler` can be used by one optimizer only, or alone. Received: one that is in use. "
+                "An `AutomaticLossScaler` can be used by one optimizer only. Received: one that is in use. "
                 f"Make a new one: `AutomaticLossScaler({self.algorithm!r}, {self.params!r})`."
             )
         self._variables = [add_variable(*row) for row in self.initial_state()]
@@ -213,7 +213,7 @@ class AutomaticLossScaler:
             variable.assign(value)
 
     def check_grads(self, grads: Gradients) -> tuple[Tensor, Tensor]:
-        """Whether any gradient has a NaN, and the largest absolute value (undefined beside a NaN).
+        """Whether any gradient has a NaN, and the largest absolute value (undefined where there is a NaN).
 
         Args:
             grads: tensors of any shapes and dtypes. None entries are left out; of `tf.IndexedSlices` the listed rows

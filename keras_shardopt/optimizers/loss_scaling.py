@@ -76,7 +76,7 @@ class ScaledUpdate(OptimizerWrapper):
     # -- what callbacks read -------------------------------------------------------------------------------------
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> keras.Variable | float:
         """By what the loss is multiplied now: a scalar variable, or the float that was given.
 
         Where something further inside scales it too, the product: a scalar tensor or a float.
@@ -95,7 +95,7 @@ class ScaledUpdate(OptimizerWrapper):
         return 1.0 if self._static is None else self._static
 
     @property
-    def skipped_steps(self) -> Any:
+    def skipped_steps(self) -> keras.Variable | int:
         """How many updates an overflow has prevented so far: a scalar variable; 0 where none is prevented."""
         return super().skipped_steps if self._skipped is None else self._skipped
 
@@ -218,9 +218,8 @@ class LossScaling(ScaledUpdate):
     needs no `auto_scale_loss=False`. bfloat16 needs no loss scale: its range is that of float32.
 
     `loss_scale` and `skipped_steps` of the outermost wrapper are the scalars of now, for callbacks to read:
-    `float(model.optimizer.loss_scale)`. In files the state of the inner optimizer is stored as it alone would, and the
-    scale beside it: a file of `Adam()` is read by `LossScaling(Adam())`, which keeps its scale, and the other way
-    round.
+    `float(model.optimizer.loss_scale)`. In files the state of the inner optimizer is stored as without the wrapper,
+    and the scale next to it: `LossScaling(Adam())` reads a file of `Adam()` and keeps its scale, and vice versa.
 
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.
@@ -281,7 +280,7 @@ def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
             name = type(outer).__name__
             raise ValueError(
                 f"`{name}` must be inside a `CrossShard` that accumulates, not around it: replicas would have to agree "
-                "on each micro-step whether it overflows, which is the communication that accumulating saves. "
+                "on each micro-batch whether it overflows, which is the communication that accumulating saves. "
                 f"Received: inner_optimizer={outer.inner!r}. "
                 f"Use `CrossShard({name}(inner_optimizer), gradient_accumulation_steps=...)`."
             )

@@ -1,6 +1,6 @@
-"""MixedPrecision: float32 masters of weights that are really float16 or bfloat16.
+"""MixedPrecision: float32 master weights for float16 and bfloat16 weights.
 
-Hides where the masters are, how they stay one with the weights, and how penalties on the weights reach them.
+Hides where the master weights are, how they follow the weights, and how penalties on the weights reach them.
 
 Private names of Keras touched here (a test holds each of them):
     `Optimizer._track_variable` - makes a variable part of the optimizer's state.
@@ -36,12 +36,12 @@ _LOW = ("float16", "bfloat16")
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class MixedPrecision(ScaledUpdate):
-    r"""Trains float16 and bfloat16 weights on float32 copies of them, the *masters*.
+    r"""Trains float16 and bfloat16 weights on float32 copies, the *master weights*.
 
     A float16 number has 11 bits: an update smaller than 1/2048 of a weight is lost, and training stalls. Here, for
     each such weight $v$ with its gradient $g$, the scale $s$ and the regulariser $R$ of $v$, the inner optimizer
     updates the master $m$ with the gradient $\text{float32}(g) / s + \nabla R(m)$, and then $v \leftarrow m$, rounded.
-    Everything inside (slots, clipping, decay, moving averages, constraints) is float32 and works on the masters,
+    Everything inside (slots, clipping, decay, moving averages, constraints) is float32 and works on them,
     which have the names and paths of their weights, so that rules by path hold. float32 weights pass straight through.
 
     These weights are those of models under the "float16" and "bfloat16" policies. Under "mixed_float16" and
@@ -56,11 +56,11 @@ class MixedPrecision(ScaledUpdate):
     - *Penalties.* A regulariser of a low-precision weight is still part of the loss, in float32, but its gradient is
       taken on the master: exactly, and whatever the scale. That holds from the moment the optimizer is built. On
       TensorFlow, where Keras cannot add a bfloat16 penalty to a float32 loss, call `optimizer.build` before `fit`.
-    - *Averages.* With `use_ema` the averages are of masters, and are written to the weights when `fit` ends.
+    - *Averages.* With `use_ema` the averages are of master weights, and are written to the weights when `fit` ends.
       `SwapEMAWeights` rounds them to the weights' dtype, and fails on TensorFlow, which swaps equal dtypes only.
 
     Put it inside `CrossShard` and around what looks at gradients: `CrossShard(MixedPrecision(GradientClipping(...)))`.
-    The masters are state of the optimizer, `get_slot(weight, "master")`. In files they are stored beside the state of
+    Master weights are optimizer state, `get_slot(weight, "master")`. In files they are stored next to the state of
     the inner optimizer; a file without them is read too, and they then begin from the weights.
 
     Args:
@@ -70,8 +70,8 @@ class MixedPrecision(ScaledUpdate):
 
     Raises:
         TypeError: if `loss_scale` is none of these.
-        ValueError: if a number is not finite and > 0; if a `CrossShard` is inside, because masters must be updated
-            with global gradients.
+        ValueError: if a number is not finite and > 0; if a `CrossShard` is inside, because master weights must be
+            updated with global gradients.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -86,8 +86,8 @@ class MixedPrecision(ScaledUpdate):
     References:
         `MixedPrecisionOptimizerWrapper` and `mp_regularizer_wrapper` of OpenSeq2Seq. There an int as `loss_scale`
         failed at the first use, a None gradient always, and penalties were missing from the loss. With a static scale
-        an overflow made masters infinite for ever, and the float16 weights showed 65504: repaired on purpose, such
-        updates are skipped. Micikevicius et al., "Mixed Precision Training", 2018.
+        an overflow made master weights infinite for ever, and the float16 weights showed 65504: repaired on purpose,
+        such updates are skipped. Micikevicius et al., "Mixed Precision Training", 2018.
     """
 
     _needs_global_gradients = True
@@ -96,7 +96,7 @@ class MixedPrecision(ScaledUpdate):
     _scale_argument = "loss_scale"
 
     _masters: Mapping[Any, tuple[Variable, Variable]] = {}
-    """The low-precision variables and their masters, by the key of the variable."""
+    """The low-precision variables and their master weights, by the key of the variable."""
 
     _excluded: tuple[list[Variable] | None, Sequence[str] | None] | None = None
     _loss_came_before_build = False
@@ -113,7 +113,7 @@ class MixedPrecision(ScaledUpdate):
 
     @property
     def _keeps_state(self) -> bool:  # type: ignore[override]
-        """Always: which variables have masters is known when it is built."""
+        """Always: which variables have master weights is known when it is built."""
         return True
 
     @property
@@ -129,7 +129,7 @@ class MixedPrecision(ScaledUpdate):
     # -- building ------------------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Makes the masters, and builds the inner optimizer on them."""
+        """Makes the master weights, and builds the inner optimizer on them."""
         if self.built:
             return
         variables = list(variables)
@@ -166,12 +166,12 @@ class MixedPrecision(ScaledUpdate):
         return master
 
     def _variables_inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """The masters of those that have one."""
+        """The master weights of those that have one."""
         masters = self._masters
         return [masters.get(self._var_key(variable), (None, variable))[1] for variable in variables]
 
     def _own_slots(self) -> Iterator[tuple[Any, str, Variable]]:
-        """The masters."""
+        """The master weights."""
         return ((key, "master", master) for key, (_, master) in self._masters.items())
 
     def exclude_from_weight_decay(
@@ -208,7 +208,7 @@ class MixedPrecision(ScaledUpdate):
         return grad / ops.cast(scale, "float32") if self._scales_loss else grad
 
     def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
-        """Lets masters follow their variables, updates them, and writes them back."""
+        """Lets master weights follow their variables, updates them, and writes them back."""
         pairs = self._masters
         for variable, master in pairs.values():
             master.assign(_followed(master, variable))
@@ -249,8 +249,8 @@ class MixedPrecision(ScaledUpdate):
 def bfloat16_scope() -> Iterator[None]:
     """A scope in which layers compute in bfloat16: they are made with the "mixed_bfloat16" policy.
 
-    Weights stay float32, so no masters are needed, and bfloat16 has the range of float32, so no loss scale is needed:
-    any optimizer will do. The policy that was in force before is restored on leaving.
+    Weights stay float32, so no master weights are needed, and bfloat16 has the range of float32, so no loss scale is
+    needed: any optimizer will do. The policy that was in force before is restored on leaving.
 
     Example:
         >>> import keras, keras_shardopt as ks

@@ -1,9 +1,8 @@
-"""What an optimizer that skips updates tells of them."""
+"""What an optimizer that skips updates reports of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 
@@ -21,7 +20,7 @@ class ReportsNonFinite(OptimizerWrapper):
     _skips_inside: bool
 
     @property
-    def skipped_steps(self) -> Any:
+    def skipped_steps(self) -> keras.Variable | int:
         """How many updates were left out because a gradient was not finite: a scalar variable, or 0."""
         if self._nonfinite is None or self._skips_inside:
             return super().skipped_steps

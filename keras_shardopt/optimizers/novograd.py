@@ -103,7 +103,7 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         flags = {"grad_averaging": grad_averaging, "faithful": faithful, "use_ema": use_ema}
         for argument, given in flags.items():
             check.flag(argument, given)
-        # What Keras takes unseen, and meets in the first update or never.
+        # What Keras accepts unchecked, and fails on in the first update or never.
         limits = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
         for argument, value in limits.items():
             if value is not None:

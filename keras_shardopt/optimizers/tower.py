@@ -176,7 +176,7 @@ class Tower(OptimizerWrapper):
     References:
         `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1. There a loop of numbers of calls that did not match was
         noticed only by their total, so that gradients could be lost in silence, and a sparse gradient before a dense
-        one failed; the loss was divided for the mean, here the gradients are, so that loops of one's own need not
+        one failed; the loss was divided for the mean, here the gradients are, so that custom training loops need not
         call `scale_loss`.
     """
 
@@ -276,7 +276,7 @@ def replicate(
       every backend: as micro-batches, which need the memory for activations of one tower only. On TensorFlow and JAX
       Keras keeps the step that it has compiled: after a first `fit` also call
       `model.make_train_function(force=True)`, or `compile` again before the assignment.
-    - A step of one's own is `step(batch) -> outputs`, or `step(state, batch) -> (outputs, state)`, as Keras' own on
+    - A custom step is `step(batch) -> outputs`, or `step(state, batch) -> (outputs, state)`, as Keras' own on
       JAX; the state goes from tower to tower, whole. Inputs and targets are one batch: `step((x, y))`. Compile
       (`jax.jit`, `tf.function`) what is returned, not the step.
 

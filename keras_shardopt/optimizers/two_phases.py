@@ -38,7 +38,7 @@ class TwoPhases:
         those of the other backends.
 
         Whatever `loss` assigns (moving statistics, seeds) is assigned once. With an inner optimizer that scales the
-        loss, call `scale_loss` before gradients of your own, as ever; it also tells the two kinds apart.
+        loss, call `scale_loss` before custom gradients, as usual; it also distinguishes the two kinds.
 
         Args:
             loss: a function without arguments that returns a scalar tensor.

@@ -26,10 +26,10 @@ class VariableClipping(OptimizerWrapper):
     position in the other dims. Slices within the limit keep every bit, so slices of zeros stay zero.
 
     Only variables that had a gradient are clipped, and where the gradient is sparse (`tf.IndexedSlices`, of an
-    `Embedding` on TensorFlow) only the rows it lists, each once; if dim 0 is among $D$ a row alone has no norm, and
+    `Embedding` on TensorFlow) only the rows it lists, each once; if dim 0 is among $D$ a single row has no norm, and
     all rows are clipped. On JAX and PyTorch gradients are dense. Nothing else is read, so the cost is one pass over
     the variables clipped. With `gradient_accumulation_steps` the variables are clipped on every call, as Keras'
-    constraints are. So they are on a step that an optimizer further inside skips (a `LossScaleOptimizer` that met an
+    constraints are. So they are on a step that an optimizer further inside skips (a `LossScaleOptimizer` that found an
     overflow); one further outside that skips calls nothing in here, and nothing is clipped. The state of the inner
     optimizer is not touched. With its `use_ema` the average has been taken of the weights before they are clipped, so
     that the averaged weights may be longer than `max_norm`; what an `ema_overwrite_frequency` writes into the variables
@@ -42,7 +42,7 @@ class VariableClipping(OptimizerWrapper):
         vars_to_clip_dims: which variables to clip, and the dims $D$ for each: a dict, or a list of (key, dims)
             pairs, since a `keras.Variable` cannot be the key of a dict. A key is a `keras.Variable`, a path, or a
             regular expression that matches whole paths, as in `keras.optimizers.OptimizerMap`. A path wins over
-            expressions. Dims are a list or tuple of ints, which may be negative; `[]` clips each element alone.
+            expressions. Dims are a list or tuple of ints, which may be negative; `[]` clips each element by itself.
         max_norm: float > 0.
         name: str or None. None makes a name of the class name.
 
@@ -190,7 +190,7 @@ def _pairs(vars_to_clip_dims: Any) -> list[tuple[Any, tuple[int, ...]]]:
         if not isinstance(dims, (list, tuple)) or any(isinstance(d, bool) or not isinstance(d, int) for d in dims):
             raise TypeError(
                 "The dims in `vars_to_clip_dims` must be a list or tuple of ints. "
-                f"Received: {dims!r} for {_path(key)!r}. Use for example `[0]`, or `[]` to clip each element alone."
+                f"Received: {dims!r} for {_path(key)!r}. Use for example `[0]`, or `[]` to clip each element by itself."
             )
         pairs.append((key, tuple(dims)))
     return pairs

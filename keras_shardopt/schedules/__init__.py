@@ -26,3 +26,7 @@ __all__ = [
     "Warmup",
     "get",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__all__", "__doc__"]

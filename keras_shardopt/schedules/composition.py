@@ -168,9 +168,9 @@ class ScaledByReplicas(Schedule):
 class PerUpdate(Schedule):
     r"""A schedule that counts updates inside an optimizer of Keras' own that accumulates gradients.
 
-    With `gradient_accumulation_steps` $= k$ Keras hands a schedule the number of micro-steps, so that it runs $k$ times
-    too fast. With the schedule $f$ the rate at micro-step $s$ is $f(\lfloor s / k \rfloor)$: update $n$ happens in
-    micro-step $n k + k - 1$, with the rate $f(n)$.
+    With `gradient_accumulation_steps` $= k$ Keras hands a schedule the number of micro-batches, so that it runs $k$
+    times too fast. With the schedule $f$ the rate at micro-batch $s$ is $f(\lfloor s / k \rfloor)$: update $n$ happens
+    in micro-batch $n k + k - 1$, with the rate $f(n)$.
 
     Args:
         schedule: any Keras schedule, or a number for a fixed rate, or a config.

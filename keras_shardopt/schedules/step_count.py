@@ -5,7 +5,7 @@ are compared, subtracted and divided as integers here, and what becomes a float 
 two parts that a step divides a span into, so that both ends of a span are resolved.
 
 Steps that come as Python or NumPy integers are counted with NumPy, since JAX and Keras on PyTorch would cut them to
-32 bits. For the same reason tensors meet operators and `ops.where` here: `ops.minimum`, `ops.maximum`,
+32 bits. For the same reason tensors only see operators and `ops.where` here: `ops.minimum`, `ops.maximum`,
 `ops.floor_divide` and `ops.prod` turn int64 into int32 and float64 into float32 on PyTorch.
 """
 

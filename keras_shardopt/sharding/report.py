@@ -15,8 +15,8 @@ from keras_shardopt.numerics import Variable, dtype_of
 class MemoryReport:
     """How much optimizer state the replicas hold, in bytes. `print` shows it in words.
 
-    What is counted is the state of the optimizers inside, and their masters; not gradients that are accumulated, of
-    which each replica has its own.
+    What is counted is the state of the optimizers inside, and their master weights; not accumulated gradients, of which
+    each replica has its own.
     """
 
     held: list[int | None]

@@ -1,8 +1,8 @@
 """Into what an optimizer's update may be divided: found by trying, on a fresh optimizer of the same kind.
 
 Three runs on small variables say it. One updates each of them whole; one updates each cut in two; two more update only
-every other one, beside empty variables. Where the parts get what the whole gets, a variable may be cut. Where each gets
-the same without the others, whole variables may be given to different replicas. Otherwise neither is right.
+every other one, with empty ones in between. Where the parts get what the whole gets, a variable may be cut. Where each
+gets the same without the others, whole variables may be given to different replicas. Otherwise neither is right.
 
 Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, before the optimizer is built.
@@ -42,7 +42,7 @@ def are_elementwise(optimizer: Any, variables: Sequence[Variable]) -> list[bool]
     """
     molds = [_Probe(v, i) for i, v in enumerate(variables) if not overwrites_variable(v)]
     whole = _Run(optimizer, [[mold.whole] for mold in molds])
-    # Alone: beside one more, which is large, so that a single variable is tried together with another, too.
+    # By itself: next to one more, which is large, so that a single variable is tried together with another, too.
     more = _Probe(variables[0], len(variables), scale=50.0)
     crowd = _Run(optimizer, [[mold.whole] for mold in [*molds, more]])
     apart = [

@@ -159,7 +159,7 @@ class ShardedState(OptimizerWrapper):
         return self._shards is not None or is_laid_out
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the state just as the inner optimizer alone would. With divided state all replicas call it together.
+        """Writes the state as the inner optimizer would without a wrapper. With divided state all replicas call it.
 
         Raises:
             RuntimeError: with divided state, if another replica does not call it within the `timeout` of the

@@ -1,4 +1,4 @@
-"""One replica's share of the optimizer state: slices of variables that it alone updates, and the way back.
+"""One replica's share of the optimizer state: slices of variables that only it updates, and the way back.
 
 Hides where slices lie in what replicas send each other. The inner optimizer is built on a stand-in for each trainable
 variable: this replica's slice of it, the variable itself where the replica owns it whole, or one without elements
@@ -42,7 +42,7 @@ BARRIER_SECONDS = 60.0
 """For how long a replica that saves waits for the others to save too."""
 
 _SENT_TOGETHER = 2**22
-"""How many elements of a state travel at once when it is put together, beside the whole of which one array is held."""
+"""How many elements of a state travel at once when it is put together; one array is held whole besides."""
 
 _MAX_IMBALANCE = 1.25
 """How much longer than a mean share the longest may be, before shares are no longer sent in chunks of one length."""
@@ -132,7 +132,7 @@ class FlatShards(Shards):
 
         Raises:
             ValueError: on all replicas, if they have made different numbers of updates, or hold other weights where
-                the state must fit them. What one of them alone has loaded, others cannot take from it.
+                the state must fit them. What only one of them has loaded, others cannot take from it.
         """
         everyones = processes.gather_objects(iterations)
         fits = len(set(everyones)) == 1

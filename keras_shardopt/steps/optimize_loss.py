@@ -86,14 +86,14 @@ def optimize_loss(
         loss_scaling: see `build_optimizer`.
         loss_scaling_params: see `build_optimizer`.
         on_horovod: bool. Whether to average over replicas: `build_optimizer(cross_shard=True)`.
-        iter_size: int >= 1. How many micro-steps make an update; see `skip_update_ph`. On several replicas of JAX each
-            micro-step communicates all the same, of which a warning tells; there `model.fit` after `prepare` does not.
+        iter_size: int >= 1. Micro-batches per update; see `skip_update_ph`. On several replicas of JAX each
+            micro-batch communicates all the same, and a warning says so; there `model.fit` after `prepare` does not.
         skip_update_ph: None: the step counts, and updates after every `iter_size`-th call. True: each call says so:
             `step(*batch, skip_update=True)` adds to the gradients, `skip_update=False` adds and updates. Either way
             each gradient counts 1 / `iter_size`.
         model: a built `keras.Model` or None. Its regularisers and `add_loss` are added to the loss.
         tf1_defaults: see `build_optimizer`.
-        log_dir: path or None. Where the chief writes TensorBoard event files, of every `every`-th update.
+        log_dir: path or None. Where rank 0 writes TensorBoard event files, of every `every`-th update.
         every: int >= 1. In updates.
         jit_compile: None (default) as above; True for XLA on TensorFlow and `torch.compile` on PyTorch; False to run
             line by line everywhere.
@@ -119,7 +119,7 @@ def optimize_loss(
 
     References:
         `optimize_loss` of OpenSeq2Seq's `optimizers.py`, which built a graph. There the training loop updated with the
-        very first micro-step alone, whose gradient counted 1 / `iter_size` then: not repeated. `iter_size` without
+        very first micro-batch alone, whose gradient counted 1 / `iter_size` then: not repeated. `iter_size` without
         Horovod was ignored, and variables without a gradient failed in most settings; both work.
     """
     if not callable(loss):
@@ -208,7 +208,7 @@ class TrainingStep:
         self._run = compile_step(self._micro_step, list({id(v): v for v in known}.values()), jit_compile)
 
     def __call__(self, *batch: Any, skip_update: bool | None = None) -> Tensor:
-        """Makes a micro-step.
+        """Runs one micro-batch.
 
         Args:
             *batch: what `loss` takes: arrays, tensors, or nested structures of them, with equally many rows.

@@ -244,7 +244,7 @@ class Observer:
 
 
 def _note(shape: Sequence[int], dtype: str = "float32") -> Variable:
-    # Each replica of TensorFlow keeps its own, equal ones: where an update happens, replicas cannot always meet.
+    # Each replica of TensorFlow keeps its own, equal ones: where an update happens, replicas cannot always communicate.
     return keras.Variable(
         ops.zeros(tuple(shape), dtype),
         dtype=dtype,

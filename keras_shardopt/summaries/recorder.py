@@ -24,11 +24,11 @@ class Recorder:
     Args:
         optimizer: a `keras.optimizers.Optimizer` that is built. Of one that no wrapper of this package is around, only
             the learning rate can be seen.
-        log_dir: path or None. The chief of all processes writes event files there; None writes nothing.
+        log_dir: path or None. Rank 0 writes event files there; None writes nothing.
         summaries: names out of `SUMMARIES`, or None.
         every: int >= 1, in updates.
         prefix: what all tags of this optimizer begin with.
-        beside: another recorder, into whose files this one writes.
+        colocate_with: another recorder, into whose files this one writes.
         looks_inside: bool. Whether the updates themselves can be seen; else only what can be read between them.
 
     Raises:
@@ -44,7 +44,7 @@ class Recorder:
         every: int,
         *,
         prefix: str = "",
-        beside: Recorder | None = None,
+        colocate_with: Recorder | None = None,
         looks_inside: bool = True,
     ) -> None:
         names = checked_summaries(summaries)
@@ -62,11 +62,11 @@ class Recorder:
             raise ValueError(
                 "`summaries` of gradients can be had of the optimizers of this package only. Received: "
                 f"summaries={list(names)}, with {type(optimizer).__name__}. "
-                f"Put it into a `CrossShard`, which alone changes nothing: `CrossShard({type(optimizer).__name__}())`."
+                f"Use `CrossShard({type(optimizer).__name__}())`, which changes nothing with one replica."
             )
         self._write: Callable[[dict[str, Any] | None, int], None] | None = None
-        if beside is not None:
-            self._write = beside._write
+        if colocate_with is not None:
+            self._write = colocate_with._write
         elif log_dir is not None and not processes.process()[1]:
             self._write = event_writer(log_dir)
         self._last_step = -1

@@ -1,6 +1,6 @@
-"""The gradients of several micro-steps, added up by each replica for itself until there is an update.
+"""The gradients of several micro-batches, added up by each replica for itself until there is an update.
 
-Hides what is kept between micro-steps, and in which form: who communicates, and when, is decided elsewhere.
+Hides what is kept between micro-batches, and in which form: who communicates, and when, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NONE_YET = float("-inf")
 
 
 class Accumulation(Stage):
-    """Lets only the last micro-step of each *window* proceed, with the means of the window.
+    """Lets only the last micro-batch of each *window* proceed, with the means of the window.
 
     Args:
-        num_steps: int >= 2. How many micro-steps a window has.
+        num_steps: int >= 2. How many micro-batches a window has.
         counts_rows: bool. Whether to keep the replica's share of the rows too.
         optimizer: the `CrossShard`.
     """
@@ -35,7 +35,7 @@ class Accumulation(Stage):
     def __init__(self, num_steps: int, counts_rows: bool, optimizer: Any) -> None:
         self.num_steps = num_steps
         self._optimizer = optimizer
-        # How the gradients of the latest micro-step arrived, if they were reduced: asked again, DDP would not know.
+        # How the gradients of the latest micro-batch arrived, if they were reduced: asked again, DDP would not know.
         self._came_reduced: GradientState | None = None
         self._stacks = False
         self.stacked_along: str | None = None
@@ -44,11 +44,11 @@ class Accumulation(Stage):
         """What forward passes change, as it was when the window began."""
         self._counts_rows = counts_rows
         self.counter: Variable = None
-        """How many micro-steps of the window there were."""
+        """How many micro-batches of the window there were."""
         self.starts: Any = None
-        """Whether the latest micro-step was the first of its window: a bool, or a tensor of the trace it is in."""
+        """Whether the latest micro-batch was the first of its window: a bool, or a tensor of the trace it is in."""
         self.is_complete: Any = None
-        """Whether the latest micro-step was the last of its window."""
+        """Whether the latest micro-batch was the last of its window."""
         self._share: Variable | None = None
         self._sums: list[Variable] = []
         self._variables: list[Variable] = []
@@ -57,7 +57,7 @@ class Accumulation(Stage):
         self._given: set[int] = set()
         self._present: set[int] = set()
         self._given_last: set[int] = set()
-        # Whether the next micro-step is the last of its window, where somebody else says so.
+        # Whether the next micro-batch is the last of its window, where somebody else says so.
         self._ends: bool | None = None
         # What the counter was set to last, and which version of it that was.
         self._count = 0
@@ -115,7 +115,7 @@ class Accumulation(Stage):
         stacked = None if step.is_reduced else self.stacked_along
         if not step.is_reduced and stacked is None:
             step = self.own(step)
-        # The counter is the same on all replicas, so that all of them meet in the branch.
+        # The counter is the same on all replicas, so that all of them take the same branch.
         is_complete, sums = self.add(step.grads, [self._optimizer._position(v) for v in step.variables], step.row_share)
 
         def end(sums: Sequence[Tensor]) -> None:
@@ -124,7 +124,7 @@ class Accumulation(Stage):
             whole = Step(means, [self._variables[i] for i in positions], arrived, step.is_reduced, row_share=share)
             proceed(whole.replace(replica_axis=stacked))
 
-        # Not the sums, or JAX would copy them in each micro-step.
+        # Not the sums, or JAX would copy them in each micro-batch.
         runtime.cond(is_complete, end, sums, self._optimizer._written())
 
     def own(self, step: Step) -> Step:
@@ -149,7 +149,7 @@ class Accumulation(Stage):
         return [*self.of_this_replica, *self.snapshots] if self.is_built else []
 
     def add(self, grads: Gradients, positions: Sequence[int], share: Any) -> tuple[Any, list[Tensor]]:
-        """Adds the gradients of one micro-step.
+        """Adds the gradients of one micro-batch.
 
         Args:
             grads: one tensor or None for each of the positions.
@@ -183,7 +183,7 @@ class Accumulation(Stage):
         return is_complete, [ops.convert_to_tensor(v) for v in self.of_this_replica]
 
     def _count_up(self) -> tuple[Any, Any]:
-        """Counts a micro-step. Returns whether it is the first of its window, and whether the last."""
+        """Counts a micro-batch. Returns whether it is the first of its window, and whether the last."""
         is_known = runtime.version(self.counter) is not None
         if not is_known:
             before: Any = ops.copy(ops.convert_to_tensor(self.counter))
@@ -204,11 +204,11 @@ class Accumulation(Stage):
 
     @property
     def num_taken(self) -> int:
-        """How many micro-steps of the window there were."""
+        """How many micro-batches of the window there were."""
         return int(ops.convert_to_numpy(self.counter)) if self.is_built else 0
 
     def decide(self, ends: bool) -> None:
-        """Lets the next micro-step complete the window, or not, however many there were."""
+        """Lets the next micro-batch complete the window, or not, however many there were."""
         self._ends = ends
 
     def _is_trained(self, i: int) -> bool:
@@ -219,10 +219,10 @@ class Accumulation(Stage):
         if others:
             names = [getattr(self._variables[i], "path", str(i)) for i in others]
             warnings.warn(
-                "Micro-steps that are compiled should all have the same variables: which of them a window had is not "
+                "Micro-batches that are compiled should all have the same variables: which of them a window had is not "
                 "known there, so that those which had none are updated with a gradient of 0, which momentum and decay "
-                f"turn into a change. Received: micro-steps without {names}, after others with them. Use an optimizer "
-                "for each set of variables.",
+                f"turn into a change. Received: micro-batches without {names}, after others with them. Use an "
+                "optimizer for each set of variables.",
                 stacklevel=2,
             )
 
@@ -248,12 +248,12 @@ class Accumulation(Stage):
     def _mean(self, i: int, total: Tensor) -> Tensor:
         variable = self._variables[i]
         if overwrites_variable(variable):
-            # None, where which micro-steps had one is not known: then it stays.
+            # None, where which micro-batches had one is not known: then it stays.
             return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
         return ops.cast(total / self.num_steps, dtype_of(variable))
 
     def reset(self) -> None:
-        """Forgets the window so far: the first micro-step of one overwrites what there is."""
+        """Forgets the window so far: the first micro-batch of one overwrites what there is."""
         if self.is_built:
             self.counter.assign(ops.zeros(self.counter.shape, self.counter.dtype))
 

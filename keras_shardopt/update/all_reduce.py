@@ -200,5 +200,5 @@ def join_uneven_inputs(variables: Sequence[Variable], replicas: Communicator, nu
 
 
 def _scaled(grad: Tensor, factor: float) -> Tensor:
-    # Not `grad * 1`: alone, a replica must cost nothing and change no bit.
+    # Not `grad * 1`: a single replica must cost nothing and change no bit.
     return grad if factor == 1 else map_values(lambda value: ops.multiply(value, factor), grad)

@@ -12,12 +12,12 @@ from keras_shardopt.update.step import Step
 
 _SUMMED_ADVICE = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, axis_name, to='varying')` on weights."
 _GLOBAL_ADVICE = (
-    "Call `keras_shardopt.prepare(model)` after `compile` and before `fit`; in a loop of your own use "
+    "Call `keras_shardopt.prepare(model)` after `compile` and before `fit`; in a custom training loop use "
     "`jax.shard_map(..., check_vma=False)` or `jax.pmap` on JAX, and no `DistributedDataParallel` on PyTorch."
 )
 _GROUPS_ADVICE = (
     # One program with replicated weights cannot hold weights that differ between groups.
-    "The weights of groups drift apart, so on JAX give each replica its own in a loop of your own "
+    "The weights of groups drift apart, so on JAX give each replica its own in a custom training loop "
     "inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`; `model.fit` has one copy for all. "
     "On PyTorch train without `DistributedDataParallel`."
 )
@@ -43,7 +43,7 @@ class GradientStateFinder:
 
     Args:
         options: those of the `CrossShard`.
-        accumulates: whether micro-steps are added up.
+        accumulates: whether micro-batches are added up.
         optimizer: the `CrossShard`, as warnings name it.
     """
 
@@ -84,7 +84,7 @@ class GradientStateFinder:
         if is_reduced and self._accumulates:
             self._warn_once(
                 f"{self._optimizer!r} accumulates gradients that are reduced already, so that updates are right, but "
-                f"each micro-step communicates. {_SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE}",
+                f"each micro-batch communicates. {_SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE}",
                 "accumulates",
             )
         if is_reduced and self._needing:

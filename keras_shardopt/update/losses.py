@@ -178,7 +178,7 @@ _own_losses: contextvars.ContextVar[tuple[int, Iterator[Tensor]] | None] = conte
 def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
     """Makes these a model's additional losses for the block, whatever its layers hold by the time it asks them.
 
-    It may ask for all of them several times: a `compute_loss` of one's own may call Keras' twice.
+    It may ask for all of them several times: a custom `compute_loss` may call Keras' twice.
     """
     token = _own_losses.set((len(losses), itertools.cycle(losses)))
     try:

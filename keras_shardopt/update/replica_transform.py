@@ -88,7 +88,7 @@ def transformed_gradients(
     Args:
         grads: one tensor or None per variable: this replica's own, so `gradient_state` is local or
             prescaled unless there is one replica only.
-        variables: the variables of `grads`. The next values of those with `overwrite_with_gradient` are left alone.
+        variables: the variables of `grads`. The next values of those with `overwrite_with_gradient` are left unchanged.
         num_replicas: the $N$ that prescaled gradients are divided by.
         gradient_state: how the gradients arrive.
         loss_scale: a number or scalar tensor, by which the loss was multiplied.

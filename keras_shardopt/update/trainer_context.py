@@ -1,4 +1,4 @@
-"""What a trainer tells the optimizer about the batch: this replica's rows, and who ends training."""
+"""What the optimizer learns from a trainer about the batch: this replica's rows, and who ends training."""
 
 from __future__ import annotations
 

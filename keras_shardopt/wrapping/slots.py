@@ -1,6 +1,6 @@
 """The state of an optimizer by variable and name, as TensorFlow 1's optimizers gave it.
 
-Hides that a slot is found by its name alone: `add_variable_from_reference` makes it of the variable's path.
+Hides that a slot is found by its name only: `add_variable_from_reference` makes it of the variable's path.
 
 Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer._trainable_variables`, `_var_key` - what the optimizer was built on.

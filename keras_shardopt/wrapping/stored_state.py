@@ -1,7 +1,7 @@
 """The state of a wrapper and of what is inside it, as files have it.
 
-State is stored once, as the innermost optimizer alone would store it, so that files move between `Adam()` and wrappers
-around it. What the wrappers keep themselves is in a group of its own.
+State is stored once, as the innermost optimizer would store it without wrappers, so that files move between `Adam()`
+and wrappers around it. What the wrappers keep themselves is in a group of its own.
 
 Private names of Keras touched here (a test holds each of them):
     `H5IOStore._h5_entry_group` - the group of an HDF5 file in which an optimizer's arrays are.
@@ -181,7 +181,7 @@ class _Notes(NamedTuple):
 
 
 class _Named:
-    """A store that notes beside arrays what they are, in an HDF5 file, as attributes that others ignore."""
+    """A store that notes next to arrays what they are, in an HDF5 file, as attributes that others ignore."""
 
     def __init__(self, store: Any, slots: dict[str, str], kind: str | None) -> None:
         self._store = store
@@ -242,7 +242,7 @@ class WrapperState(KerasSaveable):
             store[str(i)] = stored_value(self._optimizer, variable)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads them. A file of the inner optimizer alone has none, and changes nothing here."""
+        """Reads them. A file of the plain inner optimizer has none, and changes nothing here."""
         optimizer = self._optimizer
         arrays = {key: np.array(store[key]) for key in list(store.keys())}
         if not arrays:

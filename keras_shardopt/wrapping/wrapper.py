@@ -228,7 +228,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Variable]:
-        """The state of the innermost optimizer, as it alone would have it, then that of the wrappers around it."""
+        """The state of the innermost optimizer, as without wrappers, then that of the wrappers around it."""
         if not self._inner:
             return self._variables[:]
         own = [v for wrapper in self._wrappers for v in wrapper._variables]
@@ -398,7 +398,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         Keras asks that of the outermost optimizer only: `compile` under the "mixed_float16" policy, which would else
         put one more `LossScaleOptimizer` around, and `MultiOptimizer`, which cannot hold one. (`isinstance` looks at
         the type first, and then at `__class__`.) Should Keras ask elsewhere one day, `_on_outer_loss_scaling` is
-        called as ever, and refuses.
+        called as usual, and refuses.
         """
         asks = caller_module() in _ASK_FOR_LOSS_SCALING and any(self._inner)
         is_scaled = asks and any(map(scales_loss, [self, *descendants(self)]))
@@ -431,11 +431,11 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         assign_all(self, {str(i): weight for i, weight in enumerate(weights)}, self.variables)
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the state just as the inner optimizer alone would, with a name beside each slot, and its class."""
+        """Writes the state as the inner optimizer would without a wrapper, with its class and a name for each slot."""
         self.inner.save_own_variables(named_store(self, store))
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads a state that this wrapper, or its inner optimizer alone, has written.
+        """Reads a state that this wrapper, or its plain inner optimizer, has written.
 
         Before the optimizer is built the arrays are kept, and assigned when it is. Where there are none, as in a file
         of a model that was not compiled, the optimizer stays as it is, with a warning, as in Keras.

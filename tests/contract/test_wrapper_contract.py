@@ -376,7 +376,7 @@ def test_stateless_apply_takes_arrays_or_variables_and_leaves_no_trace(wrapper, 
 
 @functools.cache
 def trained_by_tensorflow(wrapper, **compile_arguments):
-    """The weights after a few steps; without a wrapper those of the inner optimizer alone, once for all."""
+    """The weights after a few steps; without a wrapper those of the plain inner optimizer, once for all."""
     x, y = problem.data(num_steps=3)
     model = problem.model()
     optimizer = catalogue.plain("Adam") if wrapper is None else catalogue.make(wrapper, "Adam")
@@ -393,7 +393,7 @@ def test_tensorflow_traced_and_compiled(wrapper, compile_arguments):
 
 
 @pytest.mark.backends("torch")
-@pytest.mark.parametrize("wrapper", some(catalogue.WRAPPERS, ["CrossShard", "LARC", "Tower"]))
+@pytest.mark.parametrize("wrapper", some(catalogue.WRAPPERS, ["CrossShard", "LARC"]))
 def test_torch_compile(wrapper):
     # Updates alone, and without PyTorch's generator of code, which takes most of the time. Whole steps of `fit` are
     # compiled in test_fused.py, test_skipped_updates_leave_nothing.py (those that check) and on ranks, and with that

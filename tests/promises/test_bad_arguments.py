@@ -83,6 +83,7 @@ VALID = {
     "schedules.Warmup": in_schedules(schedule=schedule, warmup_steps=4),
     "schedules.get": in_schedules(identifier=0.1),
     "shard_data": lambda: {"x": np.ones((4, 2))},
+    "synchronize_batch_normalization": lambda: {"model": keras.layers.BatchNormalization()},
 }
 
 

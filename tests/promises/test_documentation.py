@@ -212,3 +212,29 @@ def test_the_support_matrix_counts_what_passed_and_says_what_failed(tmp_path):
     (tmp_path / "jax-3.15.1.xml").unlink()
     title, _, first, *_ = script.page(tmp_path).removeprefix(script.HEAD).splitlines()
     assert title == "| | JAX, Keras 3.15.1 |" and first == f"| {feature.name} | 3 |"
+
+
+@pytest.mark.neutral
+def test_the_picture_of_the_readme_is_that_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(pages.DOCS)
+    import draw_readme
+
+    assert draw_readme.PICTURE.read_text(encoding="utf-8") == draw_readme.picture(), "run `python docs/draw_readme.py`"
+    assert "CrossShard" in draw_readme.picture()
+
+
+@pytest.mark.neutral
+def test_the_readme_is_short():
+    assert len(pages.README.read_text(encoding="utf-8").splitlines()) <= 100
+
+
+@pytest.mark.neutral
+def test_messages_that_troubleshooting_quotes_are_in_the_package():
+    package = pages.ROOT / "keras_shardopt"
+    sources = "".join(re.sub(r'"\s*\n\s*f?"', "", f.read_text(encoding="utf-8")) for f in package.rglob("*.py"))
+    page = (pages.DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\|[^|\"]*\"([^|]+?)\"[^|\"]*\|", page, re.MULTILINE)
+    assert len(quoted) >= 8
+    for message in quoted:
+        for part in message.split(" ... "):
+            assert part in sources, part

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from promises.problems import every_argument, pairwise
+from support import suites
 from support.worlds import FakeWorld
 
 import keras_shardopt as ks
@@ -18,6 +19,8 @@ from keras_shardopt.backends.communicator import GradientState
 eager = pytest.mark.backends("torch")
 pytestmark = pytest.mark.neutral
 ROWS = every_argument.rows()
+THREESOMES = every_argument.threesomes()
+IN_TURN = [row for number, row in enumerate(THREESOMES) if number % 4 in (0, 3)]  # one program, or several
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ def run(row, world):
 
 @eager
 @pytest.mark.filterwarnings("ignore")  # of gradients that do not exist
-@pytest.mark.parametrize("row", ROWS + every_argument.threesomes(), ids=every_argument.told)
+@pytest.mark.parametrize("row", suites.some(ROWS + THREESOMES, ROWS + IN_TURN), ids=every_argument.told)
 def test_replicas_do_what_the_docstring_says(row, world_of):
     world = world_of(row)
     for replica, (mine, optimizer, errors) in enumerate(run(row, world)):
@@ -132,5 +135,5 @@ def test_a_pair_that_is_missing_is_found_and_a_rule_is_kept():
     assert set.union(*map(pairwise.pairs_of, rows)) == pairwise.possible_pairs(levels, rules)
     assert len(pairwise.possible_pairs(levels, rules)) == 4 - 1 + 6 + 6
     assert not any(pairwise.is_forbidden(row, rules) for row in rows)
-    with pytest.raises(ValueError, match="No row"):  # no level of b is left beside these
+    with pytest.raises(ValueError, match="No row"):  # no level of b is left next to these
         pairwise.covering_rows(levels, [{"a": [1], "b": [0]}, {"c": [1], "b": [1]}, {"c": [0, 2], "b": [1], "a": [1]}])

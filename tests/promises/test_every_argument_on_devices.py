@@ -43,13 +43,13 @@ def each_row(backend, **limits):
 
 
 def of_all(row):
-    """`(rows, gradients)` of each micro-step: of the gradients an array of all replicas', or None."""
+    """`(rows, gradients)` of each micro-batch: of the gradients an array of all replicas', or None."""
     for rows, step in zip(every_argument.num_rows(row), every_argument.before_transform(row)):
         yield rows, [None if column[0] is None else np.stack(column).astype("float32") for column in zip(*step)]
 
 
 def applied(row, optimizer, mine, own, rows):
-    """One micro-step with the gradients and the number of rows of this replica."""
+    """One micro-batch with the gradients and the number of rows of this replica."""
     scale = optimizer.scale_loss(ops.ones(()))
     own = [None if g is None else ops.cast(ops.multiply(g, scale), v.dtype) for g, v in zip(own, mine)]
     if row["rows"] == "even":
@@ -96,7 +96,7 @@ def test_under_a_strategy(row):
 
 
 def scanned(row, optimizer, mine):
-    """A function of state, weights, gradients and rows for all micro-steps."""
+    """A function of state, weights, gradients and rows for all micro-batches."""
     import jax
 
     def step(carry, given):
@@ -116,7 +116,7 @@ def scanned(row, optimizer, mine):
 
 
 def stacked(row):
-    """Gradients and rows of all micro-steps, `[micro-step, replica, ...]`."""
+    """Gradients and rows of all micro-batches, `[micro-batch, replica, ...]`."""
     steps = list(of_all(row))
     grads = [np.stack(column) for column in zip(*[grads for _, grads in steps]) if column[0] is not None]
     return grads, np.array([rows for rows, _ in steps], "int32")

@@ -78,7 +78,7 @@ def test_a_window_goes_on_in_the_next_epoch():
 
 @pytest.mark.backends("jax")
 def test_without_prepare_it_is_right_and_says_what_is_not_saved():
-    with pytest.warns(UserWarning, match=r"each micro-step communicates. Call `keras_shardopt.prepare\(model\)`"):
+    with pytest.warns(UserWarning, match=r"each micro-batch communicates. Call `keras_shardopt.prepare\(model\)`"):
         found = trained("momentum", 2, 3, prepared=False)
     accumulating.check("momentum", 3, *found)
 
@@ -86,7 +86,7 @@ def test_without_prepare_it_is_right_and_says_what_is_not_saved():
 @in_one_process
 @pytest.mark.parametrize("num_replicas", some([1, 2, 4], [2]))
 def test_batches_that_do_not_divide_are_a_mean_over_micro_steps(num_replicas):
-    """After `prepare` each micro-step is exact, and the window is the mean of them."""
+    """After `prepare` each micro-batch is exact, and the window is the mean of them."""
     x, y = (a[:61] for a in problem.data(4))  # 16, 16, 16, 13 rows
 
     with ks.data_parallel(num_replicas) as replicas:

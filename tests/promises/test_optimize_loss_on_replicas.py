@@ -54,7 +54,7 @@ def test_replicas_are_identical_and_equal_one_process(world, config):
     warns = contextlib.nullcontext()
     if BACKEND == "jax" and "iter_size" in steps.CONFIGS[config]:
         # One program, in which gradients are global as soon as they are there.
-        warns = pytest.warns(UserWarning, match="each micro-step communicates")
+        warns = pytest.warns(UserWarning, match="each micro-batch communicates")
     with warns:
         difference, found, their_losses, theirs_seen = world.run(steps.on_replicas, 2, config, of=steps.ON_REPLICAS)
     if world.kind == "devices":  # others are the losses of one rank

@@ -246,7 +246,7 @@ def test_the_sum_in_fit_is_that_of_numpy(case):
     assert problem.relative_difference(model.get_weights(), expected) <= tolerance
 
 
-# With micro-steps `pmap` alone: each replica's own sums do not leave a `shard_map` that returns one copy for all.
+# With micro-batches `pmap` alone: each replica's own sums do not leave a `shard_map` that returns one copy for all.
 LOCAL_SUMS = [("shard_map, local", 1), ("shard_map, cast to varying", 1), ("pmap", 1), ("pmap", 2)]
 LOCAL_SUMS = [(way, compression, num_steps) for way, num_steps in LOCAL_SUMS for compression in (None, "bfloat16")]
 

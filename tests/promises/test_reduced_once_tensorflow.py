@@ -1,4 +1,4 @@
-"""TensorFlow: what `MirroredStrategy` does with CrossShard, counted and in loops of one's own."""
+"""TensorFlow: what `MirroredStrategy` does with CrossShard, counted and in custom training loops."""
 
 import functools
 import itertools

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.backends("tensorflow"), pytest.mark.timeout(300), pyte
 
 def test_two_workers_in_a_loop_by_hand(tmp_path):
     file = tmp_path / "results.npz"
-    with pytest.raises(launch.WorkersFailed, match="the chief has noticed") as failure:
+    with pytest.raises(launch.WorkersFailed, match="worker 0 has noticed") as failure:
         launch.tensorflow_workers("tf_worker.py", 2, file, timeout=200, grace=30)
     # The one that was to be killed, and no other.
     assert "worker 0, exit status 0\n" in str(failure.value) and "worker 1, exit status -9\n" in str(failure.value)

@@ -276,7 +276,7 @@ def test_files_of_ordinary_models(tmp_path, name):
         other.optimizer.set_weights([np.zeros(v.shape, v.dtype) for v in other.optimizer.variables])
         other.load_weights(tmp_path / file)
         assert corpus.numbers(other) == corpus.expected(num_arrays), file
-    loaded.load_weights(tmp_path / "a.weights.h5")  # names from a file beside names from this program
+    loaded.load_weights(tmp_path / "a.weights.h5")  # names from a file next to names from this program
     assert corpus.numbers(loaded) == corpus.expected(num_arrays)
 
 

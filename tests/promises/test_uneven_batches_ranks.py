@@ -1,4 +1,4 @@
-"""PyTorch: after `prepare(model)` ranks with unequal parts of a batch train like one process with the whole batch."""
+"""PyTorch: after `prepare(model)` ranks with uneven parts of a batch train like one process with the whole batch."""
 
 import functools
 

@@ -101,12 +101,14 @@ IN_FILES_WITH_EVERY_INNER = ("CrossShard",) if IS_QUICK else ()
 if os.environ.get("ONE_OF_EACH_KIND"):
     WITH_EVERY_INNER = IN_FILES_WITH_EVERY_INNER = ()
 ALL_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w in WITH_EVERY_INNER else REPRESENTATIVE)]
-# What runs by default: the wrapper that everybody uses around each kind of inner optimizer, the others of each class
-# around one of them, another each time. PyTorch, which compiles nothing, has time for each kind in each.
+# What runs by default: the wrapper that everybody uses around each kind of inner optimizer, the others around one of
+# them, another each time; on PyTorch, which compiles nothing, the wrapper with an update path of its own around each
+# kind too.
+IN_FULL = ("CrossShard", "LossScaling") if IS_QUICK else ("CrossShard",)
 DEFAULT_PAIRS = [
     (w, i)
     for number, w in enumerate(WRAPPERS if IS_QUICK else ONE_OF_EACH_CLASS)
-    for i in (REPRESENTATIVE if IS_QUICK or w == "CrossShard" else [REPRESENTATIVE[number % len(REPRESENTATIVE)]])
+    for i in (REPRESENTATIVE if w in IN_FULL else [REPRESENTATIVE[number % len(REPRESENTATIVE)]])
 ]
 LONG_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w in IN_FILES_WITH_EVERY_INNER else REPRESENTATIVE)]
 
@@ -143,7 +145,7 @@ def state_of(optimizer):
 
 
 def inner_state(wrapper, state):
-    """The part of a wrapper's state that the inner optimizer alone would have."""
+    """The part of a wrapper's state that the plain inner optimizer would have."""
     return state[: len(state) - len(OWN_STATE.get(wrapper, []))]
 
 

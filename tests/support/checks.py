@@ -35,7 +35,7 @@ def make(scope, names, after_each):
 
 
 def main(data_parallel, after_each):
-    """What a worker does. Arguments: the file to which the chief writes the names that passed, and the names to run."""
+    """What a worker does. Arguments: the file to which rank 0 writes the names that passed, and the names to run."""
     file, *names = sys.argv[1:]
     with data_parallel(prepare=False) as scope:
         make(scope, names, after_each)

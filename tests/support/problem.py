@@ -78,7 +78,7 @@ class InOneLayer(keras.Model):
 
 @contextlib.contextmanager
 def without_generated_code():
-    """A block in which `torch.compile` traces as ever and runs what it has traced as it is."""
+    """A block in which `torch.compile` traces as usual and runs what it has traced as it is."""
     import torch
 
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):

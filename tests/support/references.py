@@ -45,11 +45,11 @@ def trained(
 
     Args:
         start: the weights.
-        gradients: `[micro-step][replica][variable]`, each of the replica's own mean loss; None for none.
-        shares: `[micro-step][replica]`, rows in units of an equal part of the batch.
+        gradients: `[micro-batch][replica][variable]`, each of the replica's own mean loss; None for none.
+        shares: `[micro-batch][replica]`, rows in units of an equal part of the batch.
         inner: a function that makes an inner optimizer, with `update(weights, grads)`.
         first_weights: by what each replica's very first gradient counts more or less, and not at all with 0.
-        num_steps: how many micro-steps make an update.
+        num_steps: how many micro-batches make an update.
         transform: of an array.
         names_replicas: whether gradients arrive before they are reduced, so that it is known whose they were.
         inner_skips: None; "together" or "in groups" if the inner optimizer leaves out updates by itself.

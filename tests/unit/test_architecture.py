@@ -1,6 +1,7 @@
 """The layout holds: who may import a framework, who may ask for the backend, and imports go round in no circle."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -32,12 +33,17 @@ ROOMS = [
     "arguments",
 ]
 
-each_module = pytest.mark.parametrize("name", MODULES)
+SOURCES = {name: file.read_text() for name, file in MODULES.items()}
+
+
+@functools.cache
+def nodes(source):
+    return list(ast.walk(ast.parse(source)))
 
 
 def imports(source):
     """Every module that a source text imports, at any depth, with the names taken from it."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, None
@@ -59,7 +65,7 @@ def may_import(name):
 def asks_for_the_backend(source):
     return any(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backend"
-        for node in ast.walk(ast.parse(source))
+        for node in nodes(source)
     ) or any(name == "backend" and module.startswith("keras") for module, name in imports(source))
 
 
@@ -77,7 +83,8 @@ def circles(graph):
 
 
 def room(module):
-    return (module.split(".") + ["keras_shardopt"])[1] if module != "keras_shardopt" else module
+    top = ("keras_shardopt", "keras_shardopt.__main__")
+    return "keras_shardopt" if module in top else module.split(".")[1]
 
 
 def upwards(name, source):
@@ -85,41 +92,39 @@ def upwards(name, source):
     return {m for m in modules_imported(source) if ROOMS.index(room(m)) < ROOMS.index(room(name))}
 
 
-@each_module
 @pytest.mark.neutral
-def test_only_what_is_named_after_a_framework_imports_it(name):
-    assert frameworks_of(MODULES[name].read_text()) <= may_import(name)
+def test_only_what_is_named_after_a_framework_imports_it():
+    found = {name: frameworks_of(source) - may_import(name) for name, source in SOURCES.items()}
+    assert not {name: frameworks for name, frameworks in found.items() if frameworks}
 
 
-@each_module
 @pytest.mark.neutral
-def test_only_backends_asks_which_backend_runs(name):
-    assert asks_for_the_backend(MODULES[name].read_text()) == (name == "keras_shardopt.backends")
+def test_only_backends_asks_which_backend_runs():
+    assert [name for name, source in SOURCES.items() if asks_for_the_backend(source)] == ["keras_shardopt.backends"]
 
 
 @pytest.mark.neutral
 def test_no_imports_go_in_a_circle():
-    graph = {name: modules_imported(file.read_text()) - {name} for name, file in MODULES.items()}
-    assert not circles(graph)
+    assert not circles({name: modules_imported(source) - {name} for name, source in SOURCES.items()})
 
 
-@each_module
 @pytest.mark.neutral
-def test_rooms_import_from_rooms_below(name):
-    assert not upwards(name, MODULES[name].read_text())
+def test_rooms_import_from_rooms_below():
+    found = {name: upwards(name, source) for name, source in SOURCES.items()}
+    assert not {name: modules for name, modules in found.items() if modules}
 
 
-@each_module
 @pytest.mark.neutral
-def test_only_one_file_looks_at_the_call_stack(name):
-    looks = any(word in MODULES[name].read_text() for word in ("_getframe", "currentframe", "inspect.stack"))
-    assert looks == (name == "keras_shardopt.backends.keras_callers")
+def test_only_one_file_looks_at_the_call_stack():
+    words = ("_getframe", "currentframe", "inspect.stack")
+    looks = [name for name, source in SOURCES.items() if any(word in source for word in words)]
+    assert looks == ["keras_shardopt.backends.keras_callers"]
 
 
-@each_module
 @pytest.mark.neutral
-def test_no_module_is_named_after_nothing(name):
-    assert not {"utils", "util", "helpers", "common", "misc"} & set(name.split("."))
+def test_no_module_is_named_after_nothing():
+    nothing = {"utils", "util", "helpers", "common", "misc"}
+    assert not [name for name in MODULES if nothing & set(name.split("."))]
 
 
 @pytest.mark.neutral

@@ -1,4 +1,4 @@
-"""Faults that are planted in a copy of the package, one at a time: the tests named beside each must see it.
+"""Faults that are planted in a copy of the package, one at a time: the tests named with each must see it.
 
 A row of `FAULTS` is a file, the text there that the fault replaces and that must occur once, what stands there instead,
 and the tests (without their parameters, if any case may see it) that must fail, on one backend. The same tests pass
@@ -41,7 +41,9 @@ def fault(file, old, new, *tests, backend="torch"):
 REDUCTION = "unit/update/test_reduction.py::test_every_gradient_state_leads_to_the_same_global_gradient"
 LOCAL = "unit/update/test_local_gradients.py"
 SHARDS = "unit/sharding/test_sharding.py::test_replicas_update_as_one_does"
+NORMALIZED = "promises/test_synchronized_batch_normalization.py::test_update_is_that_of_one_process"
 WHOLE_BATCH = "unit/update/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
+WHOLE_DATA = "unit/data/test_whole_batches.py"
 
 FAULTS = [
     # The way through the stages.
@@ -106,7 +108,7 @@ FAULTS = [
         'replicas.all_reduce([grads[i] for i in next_values], "mean")',
         "unit/update/test_reduction.py::test_next_values_take_the_largest_and_are_never_averaged",
     ),
-    # Windows of micro-steps.
+    # Windows of micro-batches.
     fault(
         "update/accumulation.py",
         "return ops.cast(total / self.num_steps, dtype_of(variable))",
@@ -340,6 +342,19 @@ FAULTS = [
         WHOLE_BATCH,
         backend="tensorflow",
     ),
+    # Statistics of the whole batch.
+    fault(
+        "fit/batch_normalization.py",
+        "mean = ops.sum(counts * means, axis=0) / total",
+        "mean = ops.mean(means, axis=0)",
+        f"{NORMALIZED}[branches-3]",
+    ),
+    fault(
+        "backends/torch/summed.py",
+        "return _Summed.apply(grad if ctx.counts else torch.zeros_like(grad), True), None",
+        "return grad, None",
+        f"{NORMALIZED}[branches-3]",
+    ),
     # Data.
     fault(
         "data/py_dataset.py",
@@ -408,6 +423,25 @@ FAULTS = [
         "return sum(values) / len(values)",
         "return max(values)",
         "promises/test_replicas_stay_equal.py::test_logs_are_averaged_for_what_comes_after_and_for_the_history",
+    ),
+    # Data that every process has whole.
+    fault(
+        "data/whole_batches.py",
+        "return [rows + 1] * rest + [rows] * (num_parts - rest)",
+        "return [rows] * (num_parts - rest) + [rows + 1] * rest",
+        f"{WHOLE_DATA}::test_parts_are_those_of_array_split",
+    ),
+    fault(
+        "data/whole_batches.py",
+        "zlib.crc32(repr((tuple(leaf.shape), str(values.dtype))).encode(), found)",
+        "found",
+        f"{WHOLE_DATA}::test_checksums_differ_where_batches_do",
+    ),
+    fault(
+        "data/shared_draws.py",
+        "self._states[name] if own[name] == before[name] else own[name]",
+        "own[name]",
+        f"{WHOLE_DATA}::test_what_is_drawn_in_a_block_is_what_process_0_draws",
     ),
     # Where gradients are traced.
     fault(

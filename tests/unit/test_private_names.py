@@ -378,7 +378,59 @@ def test_what_prepare_stands_in_for():
     iterator = EpochIterator(x, y, batch_size=problem.BATCH_SIZE)
     begin, end, (batch,) = next(iter(iterator))
     assert (begin, end, len(batch)) == (0, 0, 2)
-    assert iterator._num_batches == 2
+    assert (iterator._num_batches, iterator._steps_seen) == (2, 1)
+    iterator.reset()
+    assert iterator._steps_seen == 0
+
+
+def test_arrays_draw_nothing_but_the_order_of_rows():
+    """At the beginning of an epoch and at its end, so that nothing need be shared in between."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    from keras_shardopt.data import shared_draws
+
+    def states():
+        return {name: get() for name, (get, _) in shared_draws._GENERATORS.items()}
+
+    class Torch(EpochIterator):
+        def _get_iterator(self):
+            torch = keras.config.backend() == "torch"
+            return iter(self.data_adapter.get_torch_dataloader()) if torch else self.data_adapter.get_numpy_iterator()
+
+    for shuffle in (True, False):
+        iterator = Torch(np.zeros((13, 1)), batch_size=3, shuffle=shuffle)
+        assert isinstance(iterator.data_adapter, ArrayDataAdapter)
+        iterator.reset()
+        iter(iterator)
+        drawn = []
+        for _ in range(5):
+            before = states()
+            next(iterator)
+            drawn.append([name for name, state in states().items() if state != before[name]])
+        assert drawn[1:] == [[]] * 4 and (shuffle or drawn[0] in ([], ["torch"])), drawn
+        assert iterator._steps_seen >= iterator.data_adapter.num_batches
+
+
+def test_a_thread_draws_the_order_of_batches_for_workers():
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return np.zeros((2, 1))
+
+    assert PyDatasetAdapter(Batches(), shuffle=True).enqueuer is None
+    enqueuer = PyDatasetAdapter(Batches(workers=2), shuffle=True).enqueuer
+    assert enqueuer.shuffle and not enqueuer.is_running()
+    enqueuer.indices = None
+    enqueuer.start()
+    assert enqueuer.is_running()
+    enqueuer.run_thread.join(10)
+    assert enqueuer.indices is not None
+    enqueuer.stop()
 
 
 @pytest.mark.backends("torch")
@@ -531,6 +583,21 @@ def test_where_keras_divides_a_loss_by_the_number_of_replicas():
 
 
 @pytest.mark.backends("tensorflow")
+def test_keras_divides_the_dataset_of_its_adapter_by_the_strategy():
+    from keras.src.backend.tensorflow import trainer
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    kind = next(c for c in trainer.TFEpochIterator.__mro__ if c.__module__ == trainer.__name__)
+    source = inspect.getsource(kind.__init__)
+    assert next(iter(inspect.signature(kind.__init__).parameters)) == "self"
+    assert list(inspect.signature(kind.__init__).parameters)[1] == "distribute_strategy"
+    assert source.count("_distribute_strategy") == 2 and "experimental_distribute_dataset(" in source
+    assert "self.data_adapter.get_tf_dataset()" in source and hasattr(ArrayDataAdapter, "get_tf_dataset")
+    for method in (keras.Model.fit, keras.Model.evaluate, keras.Model.predict):
+        assert "TFEpochIterator(" in inspect.getsource(inspect.unwrap(method))
+
+
+@pytest.mark.backends("tensorflow")
 def test_the_tensorflow_trainer_takes_batches_from_any_iterator():
     source = inspect.getsource(keras.Model._make_function)
     assert list(inspect.signature(keras.Model._make_function).parameters) == ["self", "step_function"]
@@ -575,3 +642,29 @@ def test_a_frozen_weight_is_not_among_those_that_were_made_as_not_trainable():
     layer = keras.layers.Dense(1, trainable=False)
     layer.build((None, 1))
     assert layer.non_trainable_variables and not layer._non_trainable_variables
+
+
+def test_what_a_batch_normalization_takes_its_statistics_with(monkeypatch):
+    from keras.src import backend
+    from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+    from keras_shardopt.fit import batch_normalization
+
+    kind = keras.layers.BatchNormalization
+    in_keras = inspect.getsource(batch_normalization._init_in_keras)
+    assert 'if synchronized and backend.backend() != "tensorflow":' in in_keras and "self.synchronized =" in in_keras
+    assert list(inspect.signature(batch_normalization._moments_in_keras).parameters) == ["self", "inputs", "mask"]
+    source = inspect.getsource(kind.call)
+    assert source.count("self._moments(inputs, mask)") == 1 and "if training and self.trainable:" in source
+    layer = kind(axis=1)
+    layer.build((None, 2, 3))
+    assert list(layer._reduction_axes) == [0, 2]
+    seen = []
+
+    def moments(layer, inputs, mask):
+        seen.append(in_symbolic_scope())
+        return keras.ops.zeros(2), keras.ops.ones(2)
+
+    monkeypatch.setattr(kind, "_moments", moments)
+    backend.compute_output_spec(lambda x: layer(x, training=True), keras.KerasTensor((4, 2, 3)))
+    assert seen and all(seen) and not in_symbolic_scope()

@@ -85,7 +85,7 @@ class MappedAxis(Communicator):
 
 def spans_processes(num_replicas: int) -> bool:
     """Whether these are the replicas of all processes together."""
-    # One axis over the devices of this process alone would have fewer.
+    # One axis over the devices of this process only would have fewer.
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 
 

@@ -9,6 +9,7 @@ Of JAX: `jax._src.distributed.global_state.client` - the store of a job of sever
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import datetime
 import os
 import re
@@ -139,18 +140,33 @@ def _meet(purpose: str, seconds: float, advice: str) -> None:
     _num_barriers[purpose] = number + 1
 
 
+_predicts_together: contextvars.ContextVar[bool] = contextvars.ContextVar("predicts_together", default=False)
+
+
+@contextlib.contextmanager
+def predicting_together() -> Iterator[None]:
+    """A block in which `predict` gives every process the outputs of all."""
+    token = _predicts_together.set(True)
+    try:
+        yield
+    finally:
+        _predicts_together.reset(token)
+
+
 class _OverProcesses(keras.distribution.DataParallel):
     """Several processes; says what Keras cannot do there before Keras fails."""
 
     @property
     def auto_shard_dataset(self) -> bool:
         # The first thing that `predict` asks; later it has taken the weights out of the model.
-        if is_running("predict", _KERAS_TRAINER):
+        if is_running("predict", _KERAS_TRAINER) and not _predicts_together.get():
             raise RuntimeError(
-                "`predict` cannot run over several processes: Keras would read outputs on devices of other "
-                f"processes. Received: a distribution over {jax.process_count()} processes. Use a copy of the "
-                "model in one process: `weights = model.get_weights()`, close `data_parallel()`, then "
-                "`copy = keras.models.clone_model(model)`, `copy.set_weights(weights)` and `copy.predict(x)`."
+                "`predict` must be that of a prepared model to run over several processes, with the same data on all "
+                f"of them. Received: a distribution over {jax.process_count()} processes, and a model that is not "
+                "prepared, a part of the data, `auto_shard=False` or `gather=False`. Call "
+                "`keras_shardopt.prepare(model)`; or predict with a copy in one process: `weights = "
+                "model.get_weights()`, close `data_parallel()`, then `copy = keras.models.clone_model(model)`, "
+                "`copy.set_weights(weights)` and `copy.predict(x)`."
             )
         return False  # each process feeds its own rows
 

@@ -116,7 +116,7 @@ def _meeting() -> Iterator[None]:
 
 _MIXTURE = (
     "All losses of a step must be divided by the number of replicas, or none. Received: a loss function that "
-    "returns a scalar, which Keras does not divide, beside losses or penalties that it divides, so that the "
+    "returns a scalar, which Keras does not divide, next to losses or penalties that it divides, so that the "
     "scalar counts as many times as there are replicas. Let the loss function return one value for each row, "
     "or call `keras_shardopt.prepare(model)`."
 )
@@ -165,7 +165,7 @@ def _doubts(seen: set[str]) -> list[str]:
     if tf_losses.BARE_TERM in seen:
         doubts.append(
             "All terms of a loss must be divided by the number of replicas, or none. Received: a loss with a term that "
-            "is not, such as a bare mean, beside one that Keras divides, so that it counts as many times as there are "
+            "is not, such as a bare mean, next to one that Keras divides, so that it counts as many times as there are "
             "replicas. Divide it, too: `term / tf.distribute.get_strategy().num_replicas_in_sync`."
         )
     is_mean = tf_losses.IN_MODEL in seen and tf_losses.SUM not in seen

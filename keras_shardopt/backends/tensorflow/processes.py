@@ -123,7 +123,7 @@ def _refuse_trainer(strategy: tf.distribute.Strategy) -> None:
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or "reduce" in vars(strategy):
         return
     # Nothing of ours is called before Keras fails, except what Keras fails in: it hands this strategy per-replica
-    # batches (`fit`, `evaluate`) and scalars (`train_on_batch`) to reduce that it cannot. Others may reduce as ever.
+    # batches (`fit`, `evaluate`) and scalars (`train_on_batch`) to reduce that it cannot. Others may reduce as usual.
     strategy.reduce = types.MethodType(_reduce_unless_for_trainer, strategy)
 
 

@@ -3,7 +3,7 @@
 Each replica has a copy of a seed generator's state, and all copies are equal, so that replicas would draw the same
 dropout mask and the same noise for the first row of each. So inside a replica a multiple of its number is added to
 every seed that is drawn from a generator. States stay as they are: files hold what one device would have. Replica 0
-draws what a single device draws. A seed that is a number is left alone.
+draws what a single device draws. A seed that is a number is left unchanged.
 
 Private names of Keras touched here (a test holds each of them):
     `draw_seed` in `keras.src.backend.tensorflow.random` and `.image` - gives them the seed of what they draw.

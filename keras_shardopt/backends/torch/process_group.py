@@ -2,7 +2,7 @@
 
 When a rank dies or stalls, the collective that needs it fails on some of the others, at once or when the time is up,
 with an error that names a socket. So the first rank that notices closes its connections, which makes the collectives
-of all others fail too; then each leaves a sign in the store in which the ranks met, and looks for those of the others.
+of all others fail too; then each leaves a sign in the store that the ranks share, and looks for those of the others.
 
 Ranks that make different calls must not send each other tensors of different sizes, as "gloo" then ends the process. So
 before ranks begin something together, each tells the others what, in a message of one size and in a group of their own
@@ -21,6 +21,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +57,9 @@ _num_groups = 0
 # What messages travel in: None for the default group. Nothing else may hold it, as it must end with that.
 _messages: Any = None
 
+# What layers exchange statistics in. Held weakly, as it must end with the default group.
+_statistics: weakref.ref[Any] | None = None
+
 
 def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta | None) -> None:
     """Opens the default process group of the ranks that torchrun started.
@@ -63,7 +67,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
     Args:
         backend: "gloo" or "nccl".
         rank: of this process, among `size`. Fewer ranks may meet the second time.
-        size: how many processes meet.
+        size: how many processes there are.
         timeout: after how long a collective fails; None for PyTorch's own limit.
 
     Raises:
@@ -92,10 +96,25 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
         ) from error
 
 
+def statistics_group() -> Any:
+    """A process group of all ranks in which layers exchange statistics; all ranks make the first call together.
+
+    A group of its own: which of its collectives come before which gradients is each rank's own affair then.
+    """
+    global _statistics
+    group = None if _statistics is None else _statistics()
+    if group is None:
+        limit = {} if _open is None or _open.timeout is None else {"timeout": _open.timeout}
+        with explaining_failures():
+            group = dist.new_group(**limit)
+        _statistics = weakref.ref(group)
+    return group
+
+
 def close_group() -> None:
     """Closes the default process group, if it is still open."""
-    global _open, _messages
-    group, _open, _messages = _open, None, None
+    global _open, _messages, _statistics
+    group, _open, _messages, _statistics = _open, None, None, None
     _num_barriers.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -101,6 +101,7 @@ _CALLS = {  # of functions that ask for objects
     "largest_difference": "compares weights",
     "check_agreement": "compares what it trains before its first update",
     "_check_all_were_given_alike": "calls `shard_data`",
+    "_take_from_first": "begins to draw batches",
 }
 
 

@@ -11,7 +11,7 @@ Rank 0 draws what a single process draws.
 PyTorch's own generator, from which Keras' dropout without a seed draws, has another seed on each rank from then on,
 in training steps and elsewhere.
 
-A seed that is a number is left alone, as that is what initializers of weights have.
+A seed that is a number is left unchanged, as that is what initializers of weights have.
 
 Private names of Keras touched here (a test holds each of them):
     `draw_seed` in `keras.src.backend.torch.random` and `.image` - gives them the seed of what they draw.

@@ -1,4 +1,4 @@
-"""Training in windows of micro-steps, and the same training on batches that are that many times larger."""
+"""Training in windows of micro-batches, and the same training on batches that are that many times larger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support import problem
 import keras_shardopt as ks
 
 NUM_MICRO_STEPS = 12
-NUMBERS = [(1, 2), (2, 3), (4, 2)]  # of replicas, and of micro-steps
+NUMBERS = [(1, 2), (2, 3), (4, 2)]  # of replicas, and of micro-batches
 CLIPNORM = 0.3  # between the norms of the replicas' gradients of a window
 
 

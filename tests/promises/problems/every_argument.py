@@ -1,6 +1,6 @@
 """All arguments of `CrossShard`, what is trained with them, and the reference to compare with.
 
-Gradients are small multiples of 1/128, and of 3 where three micro-steps are one update: means, sums and shares of them
+Gradients are small multiples of 1/128, and of 3 where three micro-batches are an update: means, sums and shares of them
 are exact in float32, in float16 and in bfloat16. So compression must not cost a bit, except where clipping comes
 before it.
 """
@@ -118,7 +118,7 @@ LEVELS = {
     # Not arguments: what is trained, and where.
     "program": ["one", "several"],
     "dtypes": ["float32", "and float64", "and float16"],
-    # "some idle": replica 3 has no rows, and in every second micro-step replica 2 has none either. "other start":
+    # "some idle": replica 3 has no rows, and in every second micro-batch replica 2 has none either. "other start":
     # replicas 2 and 3 have computed their first gradients with weights that nobody has any more.
     "rows": ["even", "uneven", "some idle", "other start"],
     "missing": ["none", "sometimes", "always"],
@@ -238,7 +238,7 @@ def variables(row):
 
 
 def num_rows(row):
-    """`[micro-step][replica]`."""
+    """`[micro-batch][replica]`."""
     rows = {"uneven": [[8, 4, 2, 2]], "some idle": [[8, 4, 4, 0], [8, 8, 0, 0]]}.get(row["rows"], [[4, 4, 4, 4]])
     return [rows[s % len(rows)] for s in range(NUM_UPDATES * num_steps(row))]
 
@@ -248,7 +248,7 @@ def first_weights(row):
 
 
 def gradients(row):
-    """`[micro-step][replica][variable]` of each replica's own mean loss."""
+    """`[micro-batch][replica][variable]` of each replica's own mean loss."""
     random = np.random.default_rng(5)
     found = [
         [[size * random.integers(-7, 8, size=s) * 3.0 / 64 for s in SHAPES] for size in (1, 0.5, 2, 1)]
@@ -276,7 +276,7 @@ def gradients(row):
 
 
 def _is_missing(row, step, replica):
-    """In the second update on one replica, in the third on all, in the last in the first of several micro-steps."""
+    """In the second update on one replica, in the third on all, in the last in the first of several micro-batches."""
     update, micro_step = divmod(step, num_steps(row))
     here = update == 1 or (update == 3 and micro_step == 0 and num_steps(row) > 1)
     return update == 2 or (here and (replica == 1 or row["program"] == "one"))

@@ -13,7 +13,7 @@ from keras_shardopt.summaries.tags import SUMMARIES
 # Losses that come divided by the number of replicas on TensorFlow, and such that do not.
 CONFIGS = {
     "keras.losses": {"loss": "object"},
-    "a mean of one's own": {"loss": "mean", "jit_compile": None},
+    "a custom mean": {"loss": "mean", "jit_compile": None},
     "told when": {"loss": "object", "iter_size": 4, "skip_update_ph": True},
     "everything": {
         "loss": "mean",

@@ -30,10 +30,7 @@ def compiled(arguments):
 def train(model, replicas, first, last):
     """The steps from `first` to `last`, of batches that are the same for any number of replicas."""
     x, y = (a[first * problem.BATCH_SIZE : last * problem.BATCH_SIZE] for a in problem.data(STEPS_BEFORE + STEPS_AFTER))
-    if replicas.num_processes > 1:
-        x, y = (problem.rows_of_replica(a, replicas.process_id, replicas.num_processes) for a in (x, y))
-    rows = problem.BATCH_SIZE // replicas.num_processes
-    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
 
 
 def state(model):

@@ -1,6 +1,6 @@
 """One process of a `jax.distributed` job: `fit`, `evaluate`, saving, callbacks, and what Keras cannot do there.
 
-Argument: a folder, to which the chief writes what came of it.
+Argument: a folder, to which process 0 writes what came of it.
 """
 
 import pathlib
@@ -85,7 +85,7 @@ def main():
         assert all((a == b).all() for a, b in zip(theirs, arrays))
     assert scope.largest_difference(model) == 0
 
-    # Saving: all enter, the chief alone writes.
+    # Saving: all enter, process 0 writes.
     own = folder if scope.is_chief else folder / "others"
     ks.save_model(model, own / "model.keras")
     ks.save_weights(model, own / "model.weights.h5")
@@ -136,10 +136,10 @@ def main():
     logs = {"loss": 0.0} if scope.is_chief else {"loss": 0.0, "mae": 0.0}
     refused(lambda: sync.on_epoch_end(0, logs), ValueError, "on process 0, ['loss', 'mae'] on process 1")
 
-    # Unequal parts of each batch, a process without a batch left, one without any.
+    # Uneven parts of each batch, a process without a batch left, one without any.
     unequal = {}
     case = uneven.CASES["divided by weights"]
-    other = ks.prepare(uneven.compiled(**case))  # one, whose steps are compiled once
+    other = ks.prepare(uneven.compiled(**case), auto_shard=False)  # one, whose steps are compiled once
     other.optimizer.build(other.trainable_variables)
     start = [(v, keras.ops.convert_to_numpy(v)) for v in [*other.variables, *other.optimizer.variables]]
     for division in (uneven.divided, uneven.some_without, uneven.all_on_the_last):
@@ -168,7 +168,7 @@ def main():
             log = keras.callbacks.CSVLogger(folder / "log.csv")
             other.fit(parts, shuffle=False, verbose=0, callbacks=[kept, log])
         assert (log.csv_file is not None) == scope.is_chief
-        said.append([str(each.message) for each in caught if "must begin `fit` equal" in str(each.message)])
+        said.append([str(each.message) for each in caught if "must begin an epoch equal" in str(each.message)])
         check.check()
     assert [len(words) for words in said] == [int(scope.is_chief), 0], said
     assert not scope.is_chief or other.trainable_variables[0].path in said[0][0]
@@ -195,7 +195,7 @@ def main():
     keras.distribution.set_distribution(distribution)
 
     # `predict` would gather outputs from devices that other processes have; a local copy of the model predicts.
-    refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` cannot run over several processes")
+    refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` must be that of a prepared model")
     weights = model.get_weights()
     scope.close()
     copy = keras.models.clone_model(model)

@@ -34,7 +34,7 @@ def train(scope, callbacks):
         inner = ks.LossScaling(restarting.adam())
         optimizer = ks.CrossShard(inner, gradient_accumulation_steps=2)
         model.compile(optimizer, "mse")
-    ks.prepare(model)
+    ks.prepare(model, auto_shard=False)
     x, y = (problem.rows_of_replica(a, scope.process_id, scope.num_processes) for a in problem.data(2 * STEPS))
     model.fit(x, y, batch_size=len(x) // (2 * STEPS), epochs=EPOCHS, verbose=0, callbacks=callbacks)
     return restarting.values([*model.variables, *optimizer._shared_variables])

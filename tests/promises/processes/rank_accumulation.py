@@ -1,4 +1,4 @@
-"""Trains in windows of micro-steps on the ranks that torchrun started, and writes what came of it.
+"""Trains in windows of micro-batches on the ranks that torchrun started, and writes what came of it.
 
 Argument: the file to write.
 """

@@ -288,7 +288,7 @@ def all_enter_and_the_chief_saves(scope):
     for one, other in zip(before, model.optimizer.variables):
         np.testing.assert_array_equal(one, other.numpy())
     assert scope.is_chief or not any(mine.iterdir())
-    # What fails on the chief fails on all.
+    # What fails on rank 0 fails on all.
     words = f"`{folder}/nowhere/model.keras` cannot"
     refused(lambda: ks.save_model(model, mine / "nowhere" / "model.keras"), FileNotFoundError, words)
     with contextlib.ExitStack() as stack:
@@ -379,7 +379,7 @@ def buckets_and_dtypes(scope):
     for result, tensor in zip(found, tensors):
         assert result.shape == tensor.shape and result.dtype == tensor.dtype
         np.testing.assert_allclose(result.double().numpy(), mean)
-        assert float(tensor[0]) == scope.replica_id + 1  # the argument is left alone
+        assert float(tensor[0]) == scope.replica_id + 1  # the argument is left unchanged
     scalar = replicas.all_reduce([torch.tensor(float(scope.replica_id))], "max")[0]
     assert float(scalar) == scope.num_replicas - 1 and scalar.shape == ()
 
@@ -493,7 +493,7 @@ def a_loss_that_adds_up_is_warned_of_once_where_the_mean_is_wrong(scope):
         model = problem.model()
         model.compile(ks.CrossShard("sgd", reduction=reduction), loss)
         if prepared:
-            ks.prepare(model)
+            ks.prepare(model, auto_shard=False)
         x, y = my_rows(scope, num_steps=2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -533,7 +533,7 @@ def noise_of(way, layer):
     model = keras.Sequential([keras.Input((5,)), noise, keras.layers.Dense(3)])
     model.compile("sgd" if way == "alone" else ks.CrossShard("sgd"), "mse")
     if way == "prepared":
-        ks.prepare(model)
+        ks.prepare(model, auto_shard=False)
     for _ in range(2):
         model.fit(np.ones((6, 5)), np.ones((6, 3)), batch_size=2, shuffle=False, verbose=0)
     return list(noise.seen), model

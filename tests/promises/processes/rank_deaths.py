@@ -75,7 +75,7 @@ def train(rank, case, report):
             model = problem.model()
             model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
         if case["prepared"]:
-            ks.prepare(model)
+            ks.prepare(model, auto_shard=False)
         x, y = (problem.rows_of_replica(a, rank % 2, 2) for a in problem.data(40))
         callbacks = [Dying(case["batch"], case["place"], end)] if rank == case["victim"] else []
         model.fit(x, y, batch_size=2, epochs=1000, shuffle=False, verbose=0, callbacks=callbacks)

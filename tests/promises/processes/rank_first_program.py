@@ -25,6 +25,7 @@ from keras_shardopt.fit import torch as torch_fit
 
 warnings.filterwarnings("ignore")
 NUM_ROWS, ROWS_OF_RANK = 61, 5
+BATCH_SIZE = 3 * ROWS_OF_RANK
 X, Y = (rows[:NUM_ROWS] for rows in problem.data(6))
 VALIDATION = tuple(rows[NUM_ROWS : NUM_ROWS + 31] for rows in problem.data(6))
 
@@ -38,13 +39,10 @@ def compiled(scope=None, model=None, **more):
     return model
 
 
-def fit(model, scope=None, x=X, y=Y, validation=VALIDATION, **more):
-    """On the rows of this rank, or on all."""
+def fit(model, x=X, y=Y, validation=VALIDATION, **more):
+    """The same call on all ranks as in one process."""
     given = {"epochs": 4, "shuffle": False, "verbose": 0, **more}
-    if scope is None:
-        return model.fit(x, y, batch_size=ROWS_OF_RANK * dist.get_world_size(), validation_data=validation, **given)
-    x, y = ks.shard_data(x, y)
-    return model.fit(x, y, batch_size=ROWS_OF_RANK, validation_data=ks.shard_data(*validation), **given)
+    return model.fit(x, y, batch_size=BATCH_SIZE, validation_data=validation, **given)
 
 
 def assert_same(scope, mine, alone, weights=None):
@@ -106,7 +104,7 @@ def callbacks_that_watch_decide_as_in_one_process(scope):
     for name, make in WATCHING.items():
         more = {"optimizer": {"use_ema": True, "ema_momentum": 0.5}} if name == "swaps averages" else {}
         mine, alone = compiled(scope, **more), compiled(**more)
-        history = fit(mine, scope, epochs=6, callbacks=make())
+        history = fit(mine, epochs=6, callbacks=make())
         ours = (ks.callbacks.SyncReplicas, ks.callbacks.CheckReplicas)
         expected = fit(alone, epochs=6, callbacks=[each for each in make() if not isinstance(each, ours)])
         assert_same(scope, mine, alone)
@@ -118,16 +116,35 @@ def callbacks_that_watch_decide_as_in_one_process(scope):
 
 
 @check
+def every_epoch_starts_equal(scope):
+    """Also where a callback changes the rate or the weights on one rank only."""
+    mine, alone = compiled(scope), compiled()
+
+    def change(model, on_this_rank):
+        def at_the_end_of(epoch, logs):
+            if on_this_rank and not epoch:
+                model.optimizer.learning_rate = 0.02
+                model.set_weights([weight + 0.1 for weight in model.get_weights()])
+
+        return [keras.callbacks.LambdaCallback(on_epoch_end=at_the_end_of)]
+
+    (words,) = everywhere(warned(lambda: fit(mine, callbacks=change(mine, scope.is_chief))))[0]
+    assert "must begin an epoch equal" in words and "learning_rate" in words and "hidden/kernel" in words, words
+    fit(alone, callbacks=change(alone, True))
+    assert_same(scope, mine, alone)
+
+
+@check
 def every_fit_starts_equal_with_one_line_that_says_so(scope):
     mine, alone = compiled(scope), compiled()
-    assert warned(lambda: fit(mine, scope)) == []
+    assert warned(lambda: fit(mine)) == []
     if scope.replica_id == 1:
         mine.set_weights([weight + 1 for weight in mine.get_weights()])
         mine.optimizer.learning_rate = 0.5
-    (words,) = everywhere(warned(lambda: fit(mine, scope)))[0]
-    assert "All processes must begin `fit` equal, so all go on with the values of the first one." in words
+    (words,) = everywhere(warned(lambda: fit(mine)))[0]
+    assert "All processes must begin an epoch equal, so all go on with the values of the first one." in words
     assert "learning_rate" in words and "hidden/kernel" in words and "momentum" not in words, words
-    assert everywhere(warned(lambda: fit(mine, scope))) == [[]] * scope.num_replicas
+    assert everywhere(warned(lambda: fit(mine))) == [[]] * scope.num_replicas
     for _ in range(3):
         fit(alone)
     assert_same(scope, mine, alone)
@@ -136,14 +153,14 @@ def every_fit_starts_equal_with_one_line_that_says_so(scope):
 @check
 def values_that_are_equal_are_not_sent_again(scope):
     model, sent = compiled(scope), []
-    fit(model, scope, epochs=1)
+    fit(model, epochs=1)
     real = dist.broadcast
     dist.broadcast = lambda tensor, *args, **more: (sent.append(tensor.numel()), real(tensor, *args, **more))[1]
-    fit(model, scope, epochs=1, validation=VALIDATION)
+    fit(model, epochs=1, validation=VALIDATION)
     first, sent[:] = list(sent), []
     if scope.replica_id == 1:
         model.set_weights([weight + 1 for weight in model.get_weights()])
-    fit(model, scope, epochs=1)
+    fit(model, epochs=1)
     dist.broadcast = real
     num_bytes = 4 * sum(weight.size for weight in model.get_weights())
     assert max(first, default=0) < num_bytes <= max(sent), (first, sent)
@@ -161,10 +178,10 @@ def logs_of_batches_are_those_of_all_ranks_where_somebody_looks(scope):
                 looks(batch, logs)
 
         model = compiled(scope if is_mine else None)
-        fit(model, scope if is_mine else None, callbacks=[*hooks, Tests()], epochs=2)
+        fit(model, callbacks=[*hooks, Tests()], epochs=2)
     if scope.replica_id != 1:  # which looks at tests only
         assert len(seen[True]) == len(seen[False]) > 8
-        for mine, alone in zip(seen[True][:5], seen[False][:5]):  # batches of training; those of tests are divided so
+        for mine, alone in zip(seen[True], seen[False]):
             assert_same_logs(mine, alone)
     logs = everywhere(seen[True][-1])
     assert all(other == logs[0] for other in logs)
@@ -175,7 +192,7 @@ def the_bar_shows_what_all_ranks_have(scope):
     printed = {}
     for is_mine in (True, False):
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            fit(compiled(scope if is_mine else None), scope if is_mine else None, epochs=1, verbose=1)
+            fit(compiled(scope if is_mine else None), epochs=1, verbose=1)
         lines = output.getvalue().replace("\x08", "").replace("\r", "\n").split("\n")
         shown = [line for line in lines if "loss:" in line]
         printed[is_mine] = [line.split(" - ", 1)[1].split("step - ")[-1].strip() for line in shown]
@@ -198,11 +215,11 @@ def nobody_pays_for_logs_that_nobody_looks_at(scope):
         torch_fit._BAR_SECONDS = bar_seconds or 0.0
         dist.all_reduce = lambda *args, sent=sent, **more: (sent.append(1), real(*args, **more))[1]
         with contextlib.redirect_stdout(io.StringIO()):
-            fit(model, scope, epochs=1, callbacks=callbacks, verbose=int(bar_seconds is not None))
+            fit(model, epochs=1, callbacks=callbacks, verbose=int(bar_seconds is not None))
         dist.all_reduce = real
         counts.append(len(sent))
     torch_fit._BAR_SECONDS = before
-    num_batches = -(-NUM_ROWS // (ROWS_OF_RANK * scope.num_replicas))
+    num_batches = -(-NUM_ROWS // BATCH_SIZE)
     more = [count - counts[0] for count in counts]
     assert more == [0, 0, num_batches, 1, num_batches], (counts, num_batches)
 
@@ -210,11 +227,11 @@ def nobody_pays_for_logs_that_nobody_looks_at(scope):
 @check
 def a_nan_on_one_rank_ends_training_on_all_after_the_same_batch(scope):
     x = X.copy()
-    x[ROWS_OF_RANK * scope.num_replicas + 1] = np.nan  # in the second batch, on rank 1
+    x[BATCH_SIZE + ROWS_OF_RANK + 1] = np.nan  # in the second batch, on rank 1
     mine, alone = compiled(scope), compiled()
     with contextlib.redirect_stdout(io.StringIO()):
-        for model, where in ((mine, scope), (alone, None)):
-            fit(model, where, x=x, callbacks=[keras.callbacks.TerminateOnNaN()])
+        for model in (mine, alone):
+            fit(model, x=x, callbacks=[keras.callbacks.TerminateOnNaN()])
     assert (
         everywhere(int(mine.optimizer.iterations)) == [int(alone.optimizer.iterations)] * scope.num_replicas == [2] * 3
     )
@@ -237,8 +254,8 @@ def one_file_written_by_rank_0(scope):
             ]
             model = compiled(scope if is_mine else None)
             with contextlib.redirect_stdout(io.StringIO()) as output, calls_of_saving() as calls:
-                fit(model, scope if is_mine else None, callbacks=callbacks, epochs=5)
-                fit(model, scope if is_mine else None, callbacks=callbacks, epochs=1)  # the same callbacks again
+                fit(model, callbacks=callbacks, epochs=5)
+                fit(model, callbacks=callbacks, epochs=1)  # the same callbacks again
             writes = scope.is_chief or not is_mine
             assert bool(output.getvalue()) == bool(calls) == (callbacks[2].csv_file is not None) == writes
             dist.barrier()
@@ -282,14 +299,14 @@ def state_in_parts_is_saved_by_keras_callbacks(scope):
 
     with folder_of_all() as folder:
         path = os.path.join(folder, "model.keras")
-        fit(divided(), scope, callbacks=[keras.callbacks.ModelCheckpoint(path)], epochs=2)
+        fit(divided(), callbacks=[keras.callbacks.ModelCheckpoint(path)], epochs=2)
         loaded = keras.saving.load_model(path)
         alone = problem.model()
         alone.compile(keras.optimizers.Adam(0.1), "mse")
         fit(alone, epochs=2)
         assert problem.relative_difference(loaded.get_weights(), alone.get_weights()) <= problem.TOLERANCE
         assert is_prepared(loaded)
-        fit(loaded, scope, epochs=1)
+        fit(loaded, epochs=1)
         fit(alone, epochs=1)
         assert_same(scope, loaded, alone)
 
@@ -307,12 +324,12 @@ def keras_own_backup_goes_on_where_training_was(scope):
     with folder_of_all() as folder:
         path = os.path.join(folder, "backup")
         with contextlib.suppress(KeyboardInterrupt):
-            fit(compiled(scope), scope, callbacks=[keras.callbacks.BackupAndRestore(path), Stops()])
+            fit(compiled(scope), callbacks=[keras.callbacks.BackupAndRestore(path), Stops()])
         dist.barrier()
         assert sorted(os.listdir(path)) == ["latest.weights.h5", "training_metadata.json"]
         mine = compiled(scope)
         callbacks = [keras.callbacks.BackupAndRestore(path, double_checkpoint=True)]
-        words = everywhere(warned(lambda: fit(mine, scope, epochs=4, callbacks=callbacks)))
+        words = everywhere(warned(lambda: fit(mine, epochs=4, callbacks=callbacks)))
         assert words == [[]] * scope.num_replicas, words
         assert mine.history.epoch == [2, 3]
         assert_same(scope, mine, alone)
@@ -322,7 +339,7 @@ def keras_own_backup_goes_on_where_training_was(scope):
             path = os.path.join(folder, "other")
             os.makedirs(path)
             pathlib.Path(path, "training_metadata.json").write_text('{"epoch": 1, "batch": 0}')
-        again = lambda: fit(compiled(scope), scope, callbacks=[keras.callbacks.BackupAndRestore(path)])  # noqa: E731
+        again = lambda: fit(compiled(scope), callbacks=[keras.callbacks.BackupAndRestore(path)])  # noqa: E731
         refused(again, ValueError, "All processes must find the same backup. Received: training that goes on")
 
 
@@ -333,7 +350,7 @@ def a_file_that_cannot_be_written_is_an_error_on_every_rank(scope):
         path = os.path.join(folder, "0.keras")
         dist.barrier()
         saves = [keras.callbacks.ModelCheckpoint(path)]
-        refused(lambda: fit(compiled(scope), scope, callbacks=saves), OSError, "ModelCheckpoint")
+        refused(lambda: fit(compiled(scope), callbacks=saves), OSError, "ModelCheckpoint")
 
 
 class Steps(keras.Model):
@@ -353,9 +370,7 @@ def logs_of_a_step_of_ones_own_are_the_mean_over_rows(scope):
     mine = compiled(scope, Steps(model.inputs, model.outputs))
     batches = []
     looks = lambda_callback("on_train_batch_end", lambda batch, logs: batches.append(logs["rows"]))
-    history = fit(
-        mine, scope, callbacks=[looks, keras.callbacks.ReduceLROnPlateau("val_own", mode="min")], epochs=2
-    ).history
+    history = fit(mine, callbacks=[looks, keras.callbacks.ReduceLROnPlateau("val_own", mode="min")], epochs=2).history
     assert everywhere(history) == [history] * scope.num_replicas
     assert {"own", "val_own", "rows", "learning_rate", "text"} == set(history)
     assert batches[0] == ROWS_OF_RANK and batches[4] == history["rows"][0] == 1  # one row in the last batch, on rank 0
@@ -385,7 +400,7 @@ def compiled_after_the_block(scope):
     other = problem.model()
     other.compile(ks.CrossShard("sgd"), "mse")
     ks.prepare(other)
-    assert warned(lambda: fit(other, scope)) == []
+    assert warned(lambda: fit(other)) == []
 
 
 def main():

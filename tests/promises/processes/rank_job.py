@@ -16,7 +16,7 @@ warnings.filterwarnings("ignore")
 file, job, *names = sys.argv[1:]
 module, function = job.split(":")
 job = getattr(importlib.import_module(module), function)
-with ks.data_parallel() as replicas:
+with ks.data_parallel(auto_shard=False) as replicas:
     found = {name: job(replicas, name) for name in names}
     if replicas.is_chief:
         pathlib.Path(file).write_bytes(pickle.dumps(found))

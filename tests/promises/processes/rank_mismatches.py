@@ -161,8 +161,8 @@ def fit_and_fit_prepared(model):
 TRAINS = "trains a prepared model"
 BEGINS = "compares what it trains before its first update"
 CALLS = {
-    "prepare on one rank": (fit, fit_prepared, (BEGINS, "builds a prepared model")),
-    "prepare on all but one": (fit_prepared, fit, ("builds a prepared model", BEGINS)),
+    "prepare on one rank": (fit, fit_prepared, (BEGINS, TRAINS)),
+    "prepare on all but one": (fit_prepared, fit, (TRAINS, BEGINS)),
     "evaluate on one rank": (
         fit_prepared,
         evaluate_prepared,

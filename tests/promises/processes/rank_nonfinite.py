@@ -92,7 +92,7 @@ def normalized(optimizer, prepared=True):
     ]
     model = keras.Sequential(layers)
     model.compile(optimizer, "mse")
-    return ks.prepare(model) if prepared else model
+    return ks.prepare(model, auto_shard=False) if prepared else model
 
 
 def rows_of(rank, num_rows):
@@ -162,7 +162,7 @@ def moving_statistics_are_those_of_each_ranks_rows(scope):
 
 @check
 def nan_on_a_rank_without_rows(scope):
-    """A rank that has no batch left goes along with its last one, in which a NaN counts no more."""
+    """A rank that has no batch left takes part with its last one, whose NaN no longer counts."""
     rank, num_ranks = scope.replica_id, scope.num_replicas
     for size in (1, 2):
         optimizer = ks.CrossShard("sgd", on_nonfinite="skip", gradient_accumulation_steps=size)

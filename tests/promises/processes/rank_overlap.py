@@ -342,7 +342,7 @@ def a_layer_that_one_rank_freezes_is_named_on_every_rank(scope):
         for prepared in (False, True) if way in ("overlap", "at the end") else (False,):
             model = trained(scope, arguments, num_steps=2)
             if prepared:
-                ks.prepare(model)
+                ks.prepare(model, auto_shard=False)
             (x, y), size = my_rows(scope, 2)
             names = [v.path for v in model.layers[1].trainable_variables]
             if scope.replica_id == frozen_on:
@@ -389,7 +389,7 @@ def parts_of_unequal_sizes(scope):
     for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
         model = make_model()
         model.compile(ks.CrossShard(problem.sgd_momentum(), **arguments), "mse")
-        ks.prepare(model)
+        ks.prepare(model, auto_shard=False)
         x, y = problem.data(4)
         mine = slice(0, 9) if scope.replica_id else slice(9, None)  # the others run out of rows
         with recorded() as calls:

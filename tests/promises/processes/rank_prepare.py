@@ -1,4 +1,4 @@
-"""Trains on unequal parts of each batch after `prepare(model)`, on the ranks that torchrun started.
+"""Trains on uneven parts of each batch after `prepare(model)`, on the ranks that torchrun started.
 
 Argument: the file to write.
 """
@@ -35,7 +35,7 @@ def train(replicas, case, division, **fit):
     model = uneven.compiled(**case)
     if replicas.replica_id:
         model.set_weights([w + 1 for w in model.get_weights()])  # rank 0's are taken
-    ks.prepare(ks.prepare(model))
+    ks.prepare(ks.prepare(model, auto_shard=False))
     given = {"verbose": 0, "shuffle": False, **case.get("fit", {}), **fit}
     history = model.fit(uneven.Batches(case, rows), validation_data=uneven.Batches(case, rows), **given)
     return model, history.history
@@ -104,7 +104,7 @@ def main():
             results[f"clipped/weight{i}"] = weight
 
         # One batch at a time, the last rank without rows.
-        model = ks.prepare(uneven.compiled())
+        model = ks.prepare(uneven.compiled(), auto_shard=False)
         logs = []
         for batch in uneven.batches():
             x, y = uneven.rows_of({}, batch if rank == 0 else batch[:0])

@@ -293,7 +293,7 @@ def masters_are_saved_by_all_together(scope):
     keras.saving.load_model(folder / "masters.keras").optimizer.wrapper_state.save_own_variables(loaded)
     assert len(masters) == 4 and all((loaded[key] == array).all() for key, array in masters.items())
 
-    # A disk that is full before or within the masters: the others are waiting for these all the same.
+    # A disk that is full before or within the master weights: the others are waiting for these all the same.
     write = H5IOStore.__setitem__
     for place in ("optimizer/4", "optimizer/wrapper_state/2"):
 
@@ -486,7 +486,7 @@ def a_rank_that_saves_alone_is_told_so_in_time(scope):
         dist.barrier()
     divided_state.BARRIER_SECONDS = real
     store = {} if scope.is_chief else NullStore()
-    optimizer.save_own_variables(store)  # together it works as ever
+    optimizer.save_own_variables(store)  # together it works as usual
     assert len(store) == (len(optimizer.variables) if scope.is_chief else 0)
 
 
@@ -580,7 +580,7 @@ def a_rank_that_loads_alone_between_two_fits_is_noticed(scope):
     for prepares, callbacks in ((False, [ks.callbacks.SyncReplicas()]), (True, [])):
         model = small_model(ks.CrossShard(ELEMENTWISE["adam"](), shard_state=True))
         if prepares:
-            ks.prepare(model)
+            ks.prepare(model, auto_shard=False)
 
         def fit(model=model, callbacks=callbacks):
             model.fit(*rows(scope), verbose=0, callbacks=callbacks)
@@ -608,7 +608,7 @@ def fit_trains_as_one_process_does(scope):
         assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= problem.TOLERANCE
         prepared = problem.model()
         prepared.compile(ks.CrossShard(problem.sgd_momentum(), shard_state=True, on_nonfinite="skip"), "mse")
-        ks.prepare(prepared)
+        ks.prepare(prepared, auto_shard=False)
         prepared.fit(*mine, batch_size=rows, shuffle=False, verbose=0)
         assert problem.relative_difference(prepared.get_weights(), reference.get_weights()) <= problem.TOLERANCE
         # One that ends early takes the others with it, as without divided state.
@@ -625,7 +625,7 @@ def a_model_with_two_optimizers_of_its_own(scope):
     folder = pathlib.Path(sys.argv[1]).parent
     size, rank = scope.num_replicas, scope.replica_id
     alone = gan.fit(gan.compiled())
-    model = ks.prepare(gan.compiled(gan.one_divided))
+    model = ks.prepare(gan.compiled(gan.one_divided), auto_shard=False)
     rows = np.array_split(np.arange(gan.BATCH_SIZE), [2] + [gan.BATCH_SIZE // size] * (size - 2))[rank]  # uneven, too
     gan.fit(model, rows=rows, callbacks=[ks.callbacks.CheckReplicas(every=2), ks.callbacks.StopOnNonFinite()])
     assert gan.difference(model, alone) <= problem.TOLERANCE, gan.difference(model, alone)
@@ -635,7 +635,7 @@ def a_model_with_two_optimizers_of_its_own(scope):
     for one in (gan.built(gan.compiled(gan.one_divided)), gan.built(gan.compiled())):
         one.load_weights(path)
         assert gan.difference(one, model) == 0
-    # One that averages nothing, beside one that does.
+    # One that averages nothing, next to one that does.
     mixed = gan.compiled(lambda inner, first: ks.CrossShard(inner) if first else inner)
     refused(lambda: ks.prepare(mixed), ValueError, "every optimizer")
 

@@ -1,8 +1,8 @@
 """One worker of a `MultiWorkerMirroredStrategy`: a loop by hand, callbacks, and what Keras cannot do there.
 
-In the end worker 1 kills itself, and the chief looks how that reaches it.
+In the end worker 1 kills itself, and worker 0 looks how that reaches it.
 
-Argument: the file to which the chief writes weights and optimizer state.
+Argument: the file to which worker 0 writes weights and optimizer state.
 """
 
 import os
@@ -65,7 +65,7 @@ def main():
 
     @tf.function
     def step(x, y):
-        return strategy.reduce("SUM", strategy.run(on_replica, args=(x, y)), axis=None)  # reduces as ever
+        return strategy.reduce("SUM", strategy.run(on_replica, args=(x, y)), axis=None)  # reduces as usual
 
     batches = strategy.distribute_datasets_from_function(
         lambda context: tf.data.Dataset.from_tensor_slices(tuple(mine)).batch(problem.BATCH_SIZE // 2)
@@ -157,7 +157,7 @@ def main():
             assert "task:1" in str(error), str(error)
             seconds = time.time() - float(died.read_text())
             assert seconds < patient(15), seconds  # 0.1 s, unless it is TensorFlow's heartbeats (10 s) that tell
-            print("the chief has noticed", flush=True)
+            print("worker 0 has noticed", flush=True)
             os._exit(0)  # past what TensorFlow wants to tell the other at the end
 
 

@@ -39,7 +39,7 @@ def test_digits(backend, replicas):
     assert float(printed(output, "accuracy on held-out digits")) >= 0.95
     assert float(printed(output, "largest weight difference")) == 0
     assert float(printed(output, "steps per second")) > 0
-    # The chief prints the progress bar, and nobody else does.
+    # Rank 0 prints the progress bar, and nobody else does.
     assert len(re.findall(r"Epoch 1/15", output)) == 1
 
 

@@ -1,4 +1,4 @@
-"""Accumulation, loss scaling, and loops of one's own: what each example is to show, with a few steps."""
+"""Accumulation, loss scaling, and custom training loops: what each example is to show, with a few steps."""
 
 import re
 import sys
@@ -36,7 +36,7 @@ def test_examples_show_what_they_say(backend, start, replicas, loop):
 
     found = printed(output, "accumulation.py")
     assert (found["backend"], found["replicas"]) == (backend, number)
-    assert found["updates, whole batches"] == found["updates, in micro-steps"] == "2"
+    assert found["updates, whole batches"] == found["updates, in micro-batches"] == "2"
     assert float(found["relative difference"]) <= 1e-5
 
     found = printed(output, "loss_scaling.py")

@@ -30,4 +30,4 @@ def test_commands_start_replicas(backend, tmp_path):
     first, last, difference = re.search(r"loss (\S+) to (\S+), largest difference (\S+)", output).groups()
     assert float(last) < float(first) and difference == "0"
     assert (tmp_path / ("model.weights.h5" if backend == "tensorflow" else "model.keras")).is_file()
-    assert len(re.findall("2 replicas", output)) == 1, "the chief prints, and nobody else"
+    assert len(re.findall("2 replicas", output)) == 1, "rank 0 prints, and nobody else"

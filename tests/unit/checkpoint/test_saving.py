@@ -20,6 +20,7 @@ from support.worlds import InParts, Processes
 import keras_shardopt as ks
 from keras_shardopt.checkpoint import atomic_file as atomic
 from keras_shardopt.checkpoint import saving
+from keras_shardopt.fit import callbacks
 
 
 def trained(optimizer=None, seed=1):
@@ -225,8 +226,56 @@ def test_state_in_parts_is_gathered(tmp_path, monkeypatch, name, wrap):
             assert_same(values(model), before)
 
 
+@same
+def test_two_optimizers_with_state_in_parts_are_gathered_in_the_order_of_the_saver(tmp_path, monkeypatch):
+    processes = Processes(monkeypatch, 2)
+    models, whole = models_in_parts(processes)
+    for rank, model in enumerate(models):
+        model.a_second = ks.CrossShard(InParts(keras.optimizers.Adam(0.01)))  # which the saver comes to first
+        model.a_second.build(model.trainable_variables)
+        for variable in model.a_second.variables:
+            variable.assign(keras.ops.full(variable.shape, 7, variable.dtype))
+        with processes.being(rank):
+            model.a_second.inner.forget()
+    path = tmp_path / "model.weights.h5"
+    assert processes.run(lambda rank: ks.save_weights(models[rank], path)) == [None] * 2
+    plain = trained(seed=99)
+    plain.a_second = ks.CrossShard(keras.optimizers.Adam(0.01))
+    plain.a_second.build(plain.trainable_variables)
+    plain.load_weights(path)
+    assert_same(values(plain), whole)
+    assert all(np.all(keras.ops.convert_to_numpy(variable) == 7) for variable in plain.a_second.variables)
+
+
+@same
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_keras_writes_to_another_machine_is_written_by_the_chief_alone(monkeypatch, fails):
+    """Where Keras can write, and no file be replaced: its own `ModelCheckpoint` may have such a path."""
+    models = [trained(seed=rank) for rank in range(2)]
+    processes = Processes(monkeypatch, 2)
+    written = []
+
+    def save(model, filepath):
+        written.append((models.index(model), filepath))
+        if fails:
+            raise OSError("no such bucket")
+
+    monkeypatch.setattr(keras.Model, "save", save)
+
+    def save_here(rank):
+        with callbacks._saving_together(models[rank]):
+            models[rank].save("gs://bucket/model.keras")
+
+    results = processes.run(save_here)
+    assert written == [(0, "gs://bucket/model.keras")]
+    if fails:
+        assert [(type(error), str(error)) for error in results] == [(OSError, "no such bucket")] * 2
+    else:
+        assert results == [None, None]
+
+
 def failing(place, monkeypatch, model):
-    """Makes saving fail on the chief at some place; returns the words of the error."""
+    """Makes saving fail on rank 0 at some place; returns the words of the error."""
     if place == "in the description of the model":
         monkeypatch.setattr(model, "get_config", lambda: (_ for _ in ()).throw(ValueError("no description")))
         return ValueError, "no description"

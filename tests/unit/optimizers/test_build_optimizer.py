@@ -155,7 +155,7 @@ def test_a_scale_may_be_any_number():
 
 
 # What differs from the original, on purpose: names in any case are those of Keras; a scale may be an int; and who
-# counts the micro-steps need not be told.
+# counts the micro-batches need not be told.
 ALLOWED_HERE = ("bad/unknown_optimizer", "bad/int_loss_scaling_mixed", "bad/iter_size_without_skip_ph")
 
 

@@ -263,7 +263,7 @@ def test_files_hold_the_scale_beside_the_state_of_the_inner_optimizer(tmp_path, 
     inner = catalogue.state_of(model.optimizer)[:10]
     for a, b in zip(catalogue.state_of(plain.optimizer), inner):
         np.testing.assert_array_equal(a, b)
-    # And a file of the inner optimizer alone: the scale stays what it is.
+    # And a file of the plain inner optimizer: the scale stays what it is.
     plain.save_weights(path)
     back = loaded(ks.LossScaling(o.Adam(0.01), "Backoff", {"scale_max": 8.0}), path, build_first)
     for a, b in zip(catalogue.state_of(back.optimizer), inner):

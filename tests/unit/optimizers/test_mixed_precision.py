@@ -227,7 +227,7 @@ def test_rules_by_path_and_wrappers_inside_see_the_weights_names():
     ),
 )
 def test_the_gradient_of_a_penalty_is_exact_in_float32(scale, arguments):
-    """1e-4 times 1e-4 vanishes in float16, also when it is scaled by 128 beside a gradient of 0."""
+    """1e-4 times 1e-4 vanishes in float16, also when it is scaled by 128 next to a gradient of 0."""
     keras.config.set_dtype_policy("float16")
     penalty = keras.regularizers.L2(0.5e-4)
     layers = [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_regularizer=penalty)]

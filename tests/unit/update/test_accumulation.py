@@ -1,4 +1,4 @@
-"""Windows of micro-steps on one replica, and what is refused."""
+"""Windows of micro-batches on one replica, and what is refused."""
 
 import keras
 import numpy as np

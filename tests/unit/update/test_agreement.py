@@ -253,7 +253,7 @@ def test_right_programs_agree():
     model, one = given(1)
     larger = keras.Model(
         model.inputs, layers.Dense(1)(model(model.inputs)[0])
-    )  # of one process alone, say to look at something
+    )  # of one process only, say to look at something
     assert differing(one, described(model.optimizer, model.trainable_variables)) == []
     assert differing(one, given(2, before=3)[1]) == []
     del larger

@@ -1,6 +1,7 @@
 """PyTorch: updates in one pass over memory are those of Keras' own arithmetic."""
 
 import copy
+import functools
 import pickle
 import warnings
 
@@ -58,8 +59,13 @@ def weights(dtype="float32"):
 def grads(step, dtype="float32"):
     import torch
 
+    return [torch.tensor(grad, dtype=getattr(torch, dtype)) for grad in random_grads(step)]
+
+
+@functools.cache
+def random_grads(step):
     random = np.random.default_rng(100 + step)
-    return [torch.tensor(0.1 * random.normal(size=s), dtype=getattr(torch, dtype)) for s in SHAPES]
+    return [0.1 * random.normal(size=s) for s in SHAPES]
 
 
 def trained(optimizer, num_steps=NUM_STEPS, dtype="float32", grads_of=None, prepare=None):

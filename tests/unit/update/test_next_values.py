@@ -129,7 +129,7 @@ def test_next_values_beside_state_that_is_laid_out(case):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_window_forgets_those_of_the_one_before(num_replicas, compiled, monkeypatch):
-    """Also one whose first micro-step has none; and one that has none at all leaves the variable as it is."""
+    """Also one whose first micro-batch has none; and one that has none at all leaves the variable as it is."""
     if compiled and (BACKEND == "torch" or num_replicas > 1):
         pytest.skip("nothing else is compiled here")
     windows = [(5.0, 4.0), (None, 2.0), (3.0, None), (None, None), (1.0, 2.0), (None, None), (None, 1.0)]

@@ -1,4 +1,4 @@
-"""What `print(optimizer)` shows: the chain, with what was given and what is not as ever."""
+"""What `print(optimizer)` shows: the chain, with what was given and what is not as usual."""
 
 import keras
 import pytest

@@ -1,0 +1,516 @@
+"""`fit`, `evaluate` and `predict` on ranks that are all given the same data, as in one process.
+
+Arguments: the file to which rank 0 writes the names of the checks that passed, and their names.
+"""
+
+import functools
+import json
+import pathlib
+import random
+import sys
+import warnings
+
+import keras
+import numpy as np
+import torch
+import torch.distributed as dist
+from support import checks, problem
+from support.checks import check, refused
+from torch.utils import data as torch_data
+
+import keras_shardopt as ks
+
+warnings.filterwarnings("ignore")
+BATCH = 15
+X, Y = (rows[:61] for rows in problem.data(6))  # the last batch has one row
+CLASSES = (np.arange(61) % 3).astype("int32")
+WEIGHTS = np.linspace(0.1, 2, 61, dtype="float32")
+VALIDATION = tuple(rows[61:92] for rows in problem.data(6))
+
+
+def compiled(scope, make=problem.model, loss="mse", **more):
+    """Of all ranks, or where there is no scope of this process."""
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model = make()
+    metrics = {"mse": {"metrics": ["mae"], "weighted_metrics": ["mse"]}, "mae": {}}.get(loss, {"metrics": ["accuracy"]})
+    model.compile(ks.CrossShard(optimizer) if scope else optimizer, loss, **metrics, **more)
+    return model
+
+
+def trained(scope, train, make=problem.model, **more):
+    """A model, what `train(model)` returns, and what random numbers come next."""
+    keras.utils.set_random_seed(3)
+    model = compiled(scope, make, **more)
+    returned = train(model)
+    return model, returned, (random.random(), np.random.random(), float(torch.rand(())))
+
+
+def assert_as_one_process(scope, train, make=problem.model, alone=None, **more):
+    """That the ranks end with the weights, logs and random numbers of one process. Returns the ranks' model."""
+    mine, history, drawn = trained(scope, train, make, **more)
+    expected, of_one, drawn_by_one = trained(None, alone or train, make, **more)
+    assert scope.largest_difference(mine) == 0
+    keras.utils.set_random_seed(3)
+    start = make()
+    start = start.get_weights() if start.built else [0 * weight for weight in mine.get_weights()]
+    difference = problem.relative_difference(mine.get_weights(), expected.get_weights(), start)
+    assert difference <= problem.TOLERANCE, difference
+    assert_same_logs(history, of_one)
+    # Rank 0 goes on as one process, and the others do in all but what must differ between ranks.
+    assert drawn[:2] == drawn_by_one[:2], (drawn, drawn_by_one)
+    assert scope.replica_id or drawn == drawn_by_one, (drawn, drawn_by_one)
+    return mine
+
+
+def assert_same_logs(history, of_one):
+    assert history.keys() == of_one.keys(), (history, of_one)
+    for name in of_one:
+        np.testing.assert_allclose(history[name], of_one[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def fit(*data, **more):
+    """A function that trains a model; what is callable is made for each."""
+    given = {"epochs": 3, "verbose": 0, **more}
+
+    def train(model):
+        return model.fit(*[each() if callable(each) else each for each in data], **given).history
+
+    return train
+
+
+def everywhere(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def warned(function):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+
+
+def with_classes():
+    layers = [keras.Input((problem.NUM_FEATURES,)), keras.layers.Dense(3, activation="softmax")]
+    return keras.Sequential(layers)
+
+
+def with_dicts():
+    inputs = {"a": keras.Input((2,)), "b": keras.Input((3,))}
+    hidden = keras.layers.Dense(4, activation="tanh")(keras.layers.Concatenate()([inputs["a"], inputs["b"]]))
+    return keras.Model(inputs, {"out": keras.layers.Dense(3)(hidden), "hidden": hidden})
+
+
+def unbuilt():
+    """Keras builds it from the first batch."""
+    return keras.Sequential([keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(problem.NUM_OUTPUTS)])
+
+
+@check
+def arrays(scope):
+    for more in (
+        {"validation_data": VALIDATION},
+        {"validation_split": 0.2, "sample_weight": WEIGHTS},
+        {"shuffle": False, "validation_data": VALIDATION, "validation_batch_size": 7, "validation_freq": 2},
+        {"shuffle": "batch"},
+        {"steps_per_epoch": 3, "validation_data": VALIDATION, "validation_steps": 1},
+        {"initial_epoch": 1},
+    ):
+        assert_as_one_process(scope, fit(X, Y, batch_size=BATCH, **more))
+    assert_as_one_process(scope, fit(torch.tensor(X), torch.tensor(Y), epochs=1))  # in batches of 32
+
+
+@check
+def batches_with_fewer_rows_than_ranks(scope):
+    assert_as_one_process(scope, fit(X[:7], Y[:7], batch_size=2, epochs=2, validation_data=(X[:1], Y[:1])))
+
+
+@check
+def class_weights(scope):
+    loss = "sparse_categorical_crossentropy"
+    weights = {0: 0.2, 1: 3.0, 2: 1.0}
+    train = fit(X, CLASSES, batch_size=BATCH, class_weight=weights, validation_split=0.1)
+    assert_as_one_process(scope, train, with_classes, loss=loss)
+
+
+@check
+def nested_inputs_and_outputs(scope):
+    x, y = {"a": X[:, :2], "b": X[:, 2:]}, {"out": Y, "hidden": Y[:, :1]}
+    train = fit(x, y, batch_size=BATCH, validation_split=0.3)
+    model = assert_as_one_process(scope, train, with_dicts, loss="mae")
+    found = model.predict(x, batch_size=BATCH, verbose=0)
+    alone = keras.models.clone_model(model)
+    alone.set_weights(model.get_weights())
+    expected = alone.predict(x, batch_size=BATCH, verbose=0)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+@check
+def a_second_fit_draws_other_orders(scope):
+    def train(model):
+        first = fit(X, Y, batch_size=BATCH, epochs=2)(model)
+        keras.utils.set_random_seed(8)
+        between = fit(X[:30], Y[:30], batch_size=4, epochs=1)(model)
+        second = fit(X, Y, batch_size=BATCH, epochs=2, validation_data=VALIDATION)(model)
+        return {f"{i}{name}": of for i, logs in enumerate((first, between, second)) for name, of in logs.items()}
+
+    assert_as_one_process(scope, train)
+
+
+@check
+def a_model_that_the_first_batch_builds(scope):
+    assert_as_one_process(scope, fit(X, Y, batch_size=BATCH), unbuilt)
+
+
+@check
+def dropout_leaves_the_order_of_rows_alike(scope):
+    """Whose masks are drawn, on each rank, from the numbers that one process draws orders from, too."""
+
+    class Seen(keras.Model):
+        def train_step(self, data):
+            self.rows += data[0][:, 0].tolist()
+            return super().train_step(data)
+
+    layers = [keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+    for shuffle in (True, "batch"):
+        plain = keras.Sequential(layers)
+        model = compiled(scope, lambda plain=plain: Seen(plain.inputs, plain.outputs))
+        model.rows = []
+        model.fit(X[:60], Y[:60], batch_size=BATCH, epochs=2, shuffle=shuffle, verbose=0)
+        rows = [row for of_rank in everywhere(list(model.rows)) for row in of_rank]
+        assert sorted(rows) == sorted(2 * X[:60, 0].tolist()), shuffle
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches that draw what they can draw."""
+
+    def __init__(self, draws=True, **more):
+        super().__init__(**more)
+        self.draws = draws
+        self.order = np.random.permutation(61) if draws else np.arange(61)
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        rows = self.order[index * BATCH : (index + 1) * BATCH]
+        noise = np.random.normal(size=(len(rows), 5)) * 0.1 if self.draws else 0.0
+        return (X[rows] + noise).astype("float32"), Y[rows]
+
+    def on_epoch_begin(self):
+        if self.draws:
+            random.shuffle(self.order)
+
+    def on_epoch_end(self):
+        if self.draws:
+            np.random.shuffle(self.order)
+
+
+@check
+def py_datasets(scope):
+    assert_as_one_process(scope, fit(Batches, validation_data=Batches(False)))
+    assert_as_one_process(scope, fit(Batches, shuffle=False, steps_per_epoch=2, class_weight=None))
+    assert_as_one_process(scope, fit(Batches, epochs=2), unbuilt)
+
+
+@check
+def a_py_dataset_with_workers(scope):
+    # It draws in a thread of its own.
+    mine, history, _ = trained(scope, fit(lambda: Batches(False, workers=2)))
+    expected, of_one, _ = trained(None, fit(lambda: Batches(False, workers=2)))
+    assert problem.relative_difference(mine.get_weights(), expected.get_weights()) <= problem.TOLERANCE
+    assert_same_logs(history, of_one)
+
+
+DATASET = torch_data.TensorDataset(torch.tensor(X), torch.tensor(Y), torch.tensor(WEIGHTS))
+
+
+class Noisy(torch_data.Dataset):
+    def __len__(self):
+        return 61
+
+    def __getitem__(self, index):
+        return torch.tensor(X[index]) + 0.1 * torch.randn(5), Y[index]
+
+
+class Stream(torch_data.IterableDataset):
+    def __iter__(self):
+        for row in torch.randperm(61).tolist():
+            yield X[row], Y[row]
+
+
+def weighted_sampler():
+    return torch_data.WeightedRandomSampler(torch.tensor(WEIGHTS), 50)
+
+
+@check
+def data_loaders(scope):
+    for make in (
+        lambda: torch_data.DataLoader(DATASET, BATCH, shuffle=True),
+        lambda: torch_data.DataLoader(DATASET, BATCH, shuffle=True, generator=torch.Generator().manual_seed(5)),
+        lambda: torch_data.DataLoader(DATASET, BATCH, sampler=weighted_sampler(), drop_last=True),
+        lambda: torch_data.DataLoader(Noisy(), BATCH, shuffle=True),
+        lambda: torch_data.DataLoader(Stream(), BATCH),
+    ):
+        more = {"shuffle": False, "validation_data": torch_data.DataLoader(DATASET, 8)}
+        assert_as_one_process(scope, fit(make, epochs=2, **more))
+
+
+@check
+def a_data_loader_with_workers(scope):
+    make = lambda: torch_data.DataLoader(Noisy(), BATCH, shuffle=True, num_workers=1)  # noqa: E731
+    assert_as_one_process(scope, fit(make, epochs=2, shuffle=False))
+
+
+def endless(draws=True):
+    while True:
+        rows = np.random.randint(0, 61, 13) if draws else np.arange(13)
+        yield X[rows], Y[rows], WEIGHTS[rows]
+
+
+@check
+def generators(scope):
+    more = {"steps_per_epoch": 4, "validation_steps": 2, "epochs": 2}
+    assert_as_one_process(scope, lambda model: fit(endless, **more, validation_data=endless(False))(model))
+
+
+@check
+def evaluate_and_predict(scope):
+    model = compiled(scope)
+    alone = compiled(None)
+    for data, more in (
+        ((X, Y), {"batch_size": BATCH}),
+        ((X, Y), {"sample_weight": WEIGHTS}),
+        ((Batches(False),), {}),
+    ):
+        found = model.evaluate(*data, return_dict=True, verbose=0, **more)
+        assert_same_logs(found, alone.evaluate(*data, return_dict=True, verbose=0, **more))
+    loader = torch_data.DataLoader(torch_data.TensorDataset(torch.tensor(X)), BATCH)
+    for data, more in ((X, {"batch_size": BATCH}), (X[:1], {}), (X, {"batch_size": 2, "steps": 5}), (loader, {})):
+        found, expected = (each.predict(data, verbose=0, **more) for each in (model, alone))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert found.dtype == expected.dtype and all(np.array_equal(found, each) for each in everywhere(found))
+    np.testing.assert_array_equal(model.predict_on_batch(X[:4]), alone.predict_on_batch(X[:4]))
+    seen = []
+    hook = keras.callbacks.LambdaCallback(on_predict_batch_end=lambda batch, logs: seen.append(len(logs["outputs"])))
+    model.predict(X, batch_size=BATCH, verbose=0, callbacks=[hook])
+    assert seen == [15, 15, 15, 15, 1]
+
+
+class OtherOutputs(keras.Model):
+    """What it predicts has several rows for a row, half precision, or too many rows."""
+
+    how = "several"
+
+    def predict_step(self, data):
+        found = super().predict_step(data)
+        several = keras.ops.reshape(found, (-1, 1))
+        if self.how == "several":
+            return {"half": keras.ops.cast(found, "bfloat16"), "several": several, "is": found > 0}
+        return several[:2]
+
+
+@check
+def outputs_of_other_kinds(scope):
+    def make():
+        model = problem.model()
+        return OtherOutputs(model.inputs, model.outputs)
+
+    model, alone = compiled(scope, make), compiled(None, make)
+    found, expected = (each.predict(X, batch_size=BATCH, verbose=0) for each in (model, alone))
+    assert found["several"].shape == (183, 1) and found["is"].dtype == bool
+    for name in ("half", "several", "is"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-2 if name == "half" else 1e-5, atol=1e-6)
+    model.how = "too few"
+    refused(lambda: model.predict(X[:10], verbose=0), ValueError, "must have as many rows as the batch")
+    ks.prepare(model, gather=False)
+    assert model.predict(X[:10], verbose=0).shape == (2, 1)
+
+
+class Calls(keras.callbacks.Callback):
+    """Predicts and evaluates in the middle of training."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.predict(X[:7], batch_size=4, verbose=0)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        assert len(self.model.predict(X, verbose=0)) == 61
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.predict_on_batch(X[:2])
+
+
+@check
+def predictions_in_the_middle_of_training(scope):
+    mine, _, _ = trained(scope, fit(X, Y, batch_size=BATCH, shuffle=False, callbacks=[Calls()]))
+    plain, _, _ = trained(None, fit(X, Y, batch_size=BATCH, shuffle=False))
+    assert problem.relative_difference(mine.get_weights(), plain.get_weights()) <= problem.TOLERANCE
+
+
+class Evaluates(keras.callbacks.Callback):
+    """Draws from PyTorch's random numbers, as Keras iterates over a `DataLoader`."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.evaluate(X[:7], Y[:7], batch_size=4, verbose=0)
+
+
+@check
+def orders_drawn_behind_what_a_callback_draws(scope):
+    for shuffle in (True, "batch"):
+        train = fit(X, Y, batch_size=BATCH, shuffle=shuffle, callbacks=[Evaluates()])
+        mine, _, _ = trained(scope, train)
+        alone, _, _ = trained(None, train)
+        assert problem.relative_difference(mine.get_weights(), alone.get_weights()) <= problem.TOLERANCE, shuffle
+
+
+@check
+def one_rank_alone_predicts_where_nothing_is_gathered(scope):
+    model = ks.prepare(compiled(scope), gather=False)
+    if scope.is_chief:
+        assert len(model.predict(X, verbose=0)) == 61
+    other = compiled(scope)
+    call = (lambda: other.predict(X, verbose=0)) if scope.is_chief else (lambda: other.evaluate(X, Y, verbose=0))
+    refused(call, ValueError, "`prepare(model, gather=False)` lets each rank do it by itself")
+
+
+@check
+def several_steps_per_execution(scope):
+    train = fit(X, Y, batch_size=BATCH, validation_data=VALIDATION)
+    mine, history, _ = trained(scope, train, steps_per_execution=4)
+    alone, of_one, _ = trained(None, train)
+    assert problem.relative_difference(mine.get_weights(), alone.get_weights()) <= problem.TOLERANCE
+    assert_same_logs(history, of_one)
+    assert mine.steps_per_execution == 4 and len(mine.predict(X, batch_size=BATCH, verbose=0)) == 61
+    mine.train_on_batch(X, Y)
+
+
+@check
+def parts_of_its_own(scope):
+    number = scope.num_processes
+    order = {"shuffle": False, "epochs": 2}
+    alone = fit(X, Y, batch_size=BATCH, validation_data=VALIDATION, **order)
+
+    def sharded(model):
+        validation = ks.shard_data(*VALIDATION)
+        return model.fit(
+            *ks.shard_data(X, Y), batch_size=BATCH // number, validation_data=validation, verbose=0, **order
+        ).history
+
+    assert_as_one_process(scope, sharded, alone=alone)
+
+    def with_whole_validation(model):  # each is judged by itself
+        x, y = ks.shard_data(X, Y)
+        more = {"batch_size": BATCH // number, "validation_data": VALIDATION, "verbose": 0, **order}
+        return model.fit(x, y, **more).history
+
+    assert_as_one_process(scope, with_whole_validation, alone=alone)
+
+    def with_split(model):
+        x, y = ks.shard_data(X[:60], Y[:60])
+        return model.fit(x, y, batch_size=5, validation_split=0.2, verbose=0, **order).history
+
+    rows = slice(0, 48)
+    assert_as_one_process(
+        scope, with_split, alone=fit(X[rows], Y[rows], batch_size=BATCH, validation_data=(X[48:60], Y[48:60]), **order)
+    )
+    loaders = (
+        torch_data.DataLoader(DATASET, 5, sampler=torch_data.DistributedSampler(DATASET, shuffle=False)),
+        ks.shard_data(torch_data.DataLoader(DATASET, 5)),
+        ks.shard_data(Batches(False)),
+        ks.shard_data(X, Y, batch_size=5),
+    )
+    for loader in loaders:
+        model = compiled(scope)
+        assert warned(functools.partial(fit(loader, shuffle=False), model)) == []
+        assert scope.largest_difference(model) == 0
+        predicted = model.predict(loader, verbose=0)
+        assert sum(everywhere(len(predicted))) in (61, 63)
+    mine = ks.shard_data(X)
+    assert len(compiled(scope).predict(mine, verbose=0)) == len(mine) < 61
+
+
+@check
+def parts_that_each_rank_loads(scope):
+    rows = slice(scope.replica_id, None, scope.num_replicas)
+    order = {"shuffle": False, "epochs": 2}
+    alone = fit(X, Y, batch_size=BATCH, **order)
+    mine = fit(X[rows], Y[rows], batch_size=5, **order)
+    set_so = lambda model: mine(ks.prepare(model, auto_shard=False))  # noqa: E731
+    model = assert_as_one_process(scope, set_so, alone=alone)
+    assert len(model.predict(X[rows], verbose=0)) == len(X[rows])
+    assert warned(lambda: mine(model)) == []
+    said = everywhere(warned(lambda: [fit(X, Y, batch_size=BATCH)(model) for _ in range(2)]))
+    assert [len(words) for words in said] == [1] + [0] * (scope.num_replicas - 1), said
+    assert "the same first batch on all of them, which then repeat each other's work" in said[0][0]
+    with ks.data_parallel(auto_shard=False) as other:
+        assert_as_one_process(other, mine, alone=alone)
+
+
+@check
+def data_that_differ_are_refused_on_every_rank(scope):
+    odd = scope.replica_id == 1
+    words = "than process 0 on process 1. Load the same data on every process"
+    train = lambda *data, **more: lambda: fit(*data, batch_size=BATCH, **more)(compiled(scope))  # noqa: E731
+    refused(train(X + odd, Y), ValueError, f"other first batches {words}")
+    fewer = 61 - 15 * odd
+    refused(train(X[:fewer], Y[:fewer], shuffle=False), ValueError, f"other numbers of batches {words}")
+    refused(train(X[: 60 - odd], Y[: 60 - odd], shuffle=False), ValueError, "batches of [15, 14, 15] rows, by process")
+    refused(lambda: compiled(scope).evaluate(X[odd:], Y[odd:], verbose=0), ValueError, "other first batches")
+    refused(lambda: compiled(scope).predict(X[odd:], verbose=0), ValueError, "`keras_shardopt.shard_data(...)`, or `")
+    x, y = ks.shard_data(X, Y)
+    some = train(x, y) if odd else train(X, Y)
+    refused(some, ValueError, "process 0: the whole data, process 1: a part of its own, process 2: the whole data")
+
+    class Loses(Batches):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return (x[1:], y[1:]) if odd and index == 2 else (x, y)
+
+    refused(train(Loses(False)), ValueError, "Received: batches of [")
+    several = compiled(scope, with_dicts, loss="mae")
+    ragged = ({"a": X[:4, :2], "b": X[: 4 - short, 2:]} for short in (1, 0))
+    refused(
+        lambda: several.predict(((x,) for x in ragged), verbose=0), ValueError, "as many rows in each of its arrays"
+    )
+
+
+@check
+def what_is_drawn_elsewhere_stays_as_it_is(scope):
+    """Processes that are seeded apart, as far as data goes, have the same data and numbers of their own."""
+    model = compiled(scope)
+    seed = scope.replica_id
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    own = random.Random(seed).random(), np.random.RandomState(seed).rand()
+    model.fit(Noise(), epochs=2, verbose=0)
+    drawn = random.random(), np.random.random()
+    assert (drawn == own) == bool(seed)  # rank 0 goes on behind what it has drawn
+    assert scope.largest_difference(model) == 0
+
+
+class Noise(keras.utils.PyDataset):
+    """The same everywhere although the processes are seeded apart."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return (X[:9] + np.random.normal() + random.random() + float(torch.rand(()))).astype("float32"), Y[:9]
+
+
+def main():
+    file, *names = sys.argv[1:]
+    with ks.data_parallel() as scope:
+        checks.make(scope, [name for name in names if name in checks.CHECKS], dist.barrier)
+    if scope.is_chief:
+        pathlib.Path(file).write_text(json.dumps(names))
+    scope.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The text of a user's script, unchanged on every backend, does on 2 and 4 replicas what it does on one."""
+
+import csv
+import json
+import pathlib
+import runpy
+import sys
+
+import keras
+import numpy as np
+import pytest
+from conftest import BACKEND
+from support import launch, problem
+from support.suites import some
+
+import keras_shardopt  # noqa: F401 - with it files of synchronised layers load on every backend
+
+pytestmark = pytest.mark.timeout(400)
+
+SCRIPT = pathlib.Path(__file__).parent / "processes" / "same_script.py"
+KINDS = ["arrays", "PyDataset", "generator", *{"torch": ["DataLoader"], "tensorflow": ["tf.data"]}.get(BACKEND, [])]
+CASES = [(kind, num_replicas) for kind in KINDS for num_replicas in (2, 4)]
+
+# Of the largest movement of a weight. AdamW divides by the size of a gradient, so that rounding alone reaches 1.3e-6.
+TOLERANCE = 2e-6
+
+
+def run(num_replicas, folder, kind):
+    """What the script leaves in the folder."""
+    if BACKEND == "torch":
+        launch.torchrun(SCRIPT.name, num_replicas, num_replicas, folder, kind, timeout=200)
+    else:
+        before, sys.argv = sys.argv, [str(SCRIPT), str(num_replicas), str(folder), kind]
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        finally:
+            sys.argv = before
+    return Outcome(folder)
+
+
+class Outcome:
+    def __init__(self, folder):
+        self.folder = folder
+        self._arrays = np.load(folder / "results.npz")
+        self.histories = json.loads((folder / "histories.json").read_text())
+
+    def values(self, name):
+        names = [key for key in self._arrays if key.startswith(f"{name}/")]
+        return [self._arrays[f"{name}/{i}"] for i in range(len(names))]
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory):
+    found = {}
+
+    def outcome(kind):
+        if kind not in found:
+            found[kind] = run(1, tmp_path_factory.mktemp("one"), kind)
+        return found[kind]
+
+    return outcome
+
+
+@pytest.mark.parametrize("kind, num_replicas", some(CASES, [("arrays", 2)]))
+def test_it_does_what_one_process_does(kind, num_replicas, tmp_path, on_one):
+    expected, found = on_one(kind), run(num_replicas, tmp_path, kind)
+    assert found.values("differs") == [0]
+    start = expected.values("start")
+    for mine, whole in zip(found.values("start"), start):
+        np.testing.assert_array_equal(mine, whole)
+    for name in ("fitted", "best", "continued", "scheduled"):
+        difference = problem.relative_difference(found.values(name), expected.values(name), start)
+        assert difference <= TOLERANCE, (name, difference)
+    assert len(expected.histories[0]["loss"]) < 6, "it never stopped early"
+    assert expected.values("rate")[0] < 0.02, "the rate was never reduced"
+    for mine, whole in zip(found.histories, expected.histories):
+        assert mine.keys() == whole.keys()
+        for name, values in whole.items():
+            np.testing.assert_allclose(mine[name], values, rtol=1e-5, err_msg=name)
+    for name in ("rate", "evaluated", "predicted"):
+        for mine, whole in zip(found.values(name), expected.values(name), strict=True):
+            np.testing.assert_allclose(mine, whole, rtol=1e-5, atol=1e-6, err_msg=name)
+    check_files(found.folder, expected.folder)
+
+
+def check_files(mine, whole):
+    """One file of each, with the same in it."""
+    assert sorted(path.name for path in mine.iterdir()) == sorted(path.name for path in whole.iterdir())
+    rows = [list(csv.reader((folder / "log.csv").read_text().splitlines())) for folder in (mine, whole)]
+    assert rows[0][0] == rows[1][0]
+    np.testing.assert_allclose(np.array(rows[0][1:], float), np.array(rows[1][1:], float), rtol=1e-5)
+    events = [sorted(path.parent.name for path in folder.rglob("events.*")) for folder in (mine, whole)]
+    assert events[0] == events[1]
+    for name in ("best.keras", "model.keras"):
+        weights = [keras.saving.load_model(folder / name, compile=False).get_weights() for folder in (mine, whole)]
+        for one, other in zip(*weights):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
