@@ -2,9 +2,6 @@
 
 import csv
 import json
-import pathlib
-import runpy
-import sys
 
 import keras
 import numpy as np
@@ -17,7 +14,7 @@ import keras_shardopt  # noqa: F401 - with it files of synchronised layers load 
 
 pytestmark = pytest.mark.timeout(400)
 
-SCRIPT = pathlib.Path(__file__).parent / "processes" / "same_script.py"
+SCRIPT = "same_script.py"
 KINDS = ["arrays", "PyDataset", "generator", *{"torch": ["DataLoader"], "tensorflow": ["tf.data"]}.get(BACKEND, [])]
 CASES = [(kind, num_replicas) for kind in KINDS for num_replicas in (2, 4)]
 
@@ -27,14 +24,12 @@ TOLERANCE = 2e-6
 
 def run(num_replicas, folder, kind):
     """What the script leaves in the folder."""
+    arguments = num_replicas, folder, kind
     if BACKEND == "torch":
-        launch.torchrun(SCRIPT.name, num_replicas, num_replicas, folder, kind, timeout=200)
+        launch.torchrun(SCRIPT, num_replicas, *arguments, timeout=200)
     else:
-        before, sys.argv = sys.argv, [str(SCRIPT), str(num_replicas), str(folder), kind]
-        try:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        finally:
-            sys.argv = before
+        environments, start = [launch.variables(BACKEND)], launch.fork_with(BACKEND)
+        launch.workers(SCRIPT, environments, *arguments, timeout=200, start=start)
     return Outcome(folder)
 
 

@@ -1,0 +1,119 @@
+"""The batches of a rank: its part of those that all ranks have, or its own together with theirs.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over; made in a
+        frame where `self` is the model.
+    `EpochIterator.__iter__`, `__next__`, `reset` - start an epoch; give the first and last step, and their batches;
+        start anew.
+    `EpochIterator.data_adapter`, `_num_batches`, `_steps_seen`, and the `ArrayDataAdapter` of
+        `keras.src.trainers.data_adapters.array_data_adapter` - where batches come from, how many they are, how many
+        have come; draws nothing but the order of rows, when an epoch begins and when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from keras.src.backend.torch import trainer as torch_trainer
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+from keras_shardopt.backends.keras_callers import caller_instance
+from keras_shardopt.data.own_parts import is_own_part
+from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
+from keras_shardopt.data.whole_batches import first_rows
+from keras_shardopt.fit.torch.session import Phase, Session, running
+
+KerasEpochIterator = torch_trainer.TorchEpochIterator
+
+
+class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
+    """Gives this rank its part of the batches that all ranks have, or those of its own together with theirs.
+
+    One without a batch of its own left repeats its last one, whose rows are not counted.
+    """
+
+    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
+        # Keras does not say for which model this is: in the middle of one's `fit` a callback may run another.
+        self._model = caller_instance()
+        session = self._session()
+        self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
+        self._is_marked = session is not None and (session.splits_own_part or is_own_part(x, y, sample_weight))
+        self._is_compared = False
+        self._first: Any = None if session is None or self._is_whole else first_rows((x, y))
+        self._shuffle = kwargs.get("shuffle", False)
+        self._draws = SharedDraws() if self._is_whole else None
+        if session is not None and session.call is not Phase.PREDICT_BATCH:
+            session.check_kind(self._is_whole)
+        with self._drawing(hasattr(x, "__next__")):  # Keras looks at the first batches of a generator
+            super().__init__(x, y, sample_weight, *args, **kwargs)
+        if self._is_whole:
+            draw_before_going_on(self.data_adapter)
+
+    def _session(self) -> Session | None:
+        """The session of the call that runs, if ranks make it together."""
+        session = running.get()
+        return None if session is None or session.model is not self._model or session.ranks is None else session
+
+    def _drawing(self, draws: bool) -> contextlib.AbstractContextManager[None]:
+        return self._draws.drawing() if self._draws is not None and draws else contextlib.nullcontext()
+
+    def reset(self) -> None:
+        """Starts anew, with batches drawn alike on all ranks."""
+        with self._drawing(not isinstance(self.data_adapter, ArrayDataAdapter)):
+            super().reset()
+
+    def __iter__(self) -> Any:
+        self._has_ended = False
+        self._has_begun = False
+        self._step = -1
+        session = self._session()
+        if session is not None and session.call is Phase.TRAIN_BATCH:
+            session.has_started = False  # callbacks have changed rates or weights, perhaps of some ranks only
+        if self._draws is not None:
+            self._draws.forget()
+        return super().__iter__()
+
+    def _pull(self) -> Any:
+        """The next batch of this rank's data."""
+        is_first, self._has_begun = not self._has_begun, True
+        if not isinstance(self.data_adapter, ArrayDataAdapter):
+            draws = True
+        else:
+            is_last = self._steps_seen >= self.data_adapter.num_batches
+            if is_last and self._draws is not None:
+                self._draws.forget()  # a callback has predicted, perhaps, which draws
+            draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
+        with self._drawing(draws):
+            return super().__next__()
+
+    def first_batch(self) -> Any:
+        """The first batch of an epoch, on which nobody trains; None if there is none."""
+        try:
+            return iter(self)._pull()[2][0]
+        except StopIteration:
+            return None
+
+    def __next__(self) -> Any:
+        session = self._session()
+        if session is None or session.call is None:
+            return self._pull()
+        phase = session.call
+        if phase is Phase.PREDICT_BATCH and not self._is_whole:
+            return self._pull()
+        batches = [None]
+        if not self._has_ended:
+            try:
+                self._step, _, batches = self._pull()
+            except StopIteration:
+                self._has_ended = True
+        if self._has_ended:
+            self._step += 1
+        if not self._is_compared:
+            self._is_compared = True
+            first = batches[0] if self._first is None else self._first
+            session.compare_first(first, self.data_adapter.num_batches, self._is_whole, self._is_marked)
+        data = (session.next_part if self._is_whole else session.next_batch)(batches[0], phase)
+        if data is None:
+            raise StopIteration
+        return self._step, self._step, [data]

@@ -1,0 +1,359 @@
+"""What the ranks have agreed on, for one prepared model, and what they exchange.
+
+Every exchange starts with the same message, so ranks that do different things (one stops, others continue) are found,
+and all of them raise.
+
+Private names of Keras touched here (a test holds each of them):
+    `Optimizer._trainable_variables` - what the optimizer was built on.
+    `keras.src.utils.python_utils.pythonify_logs` - makes Python numbers of logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras.src.utils.python_utils import pythonify_logs
+
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import SingleReplica
+from keras_shardopt.backends.models import optimizers_of
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.placement import fingerprints
+from keras_shardopt.backends.torch.process_group import gather_objects, tell
+from keras_shardopt.backends.torch.random_numbers import draw_apart
+from keras_shardopt.data.own_parts import is_own_part
+from keras_shardopt.data.whole_batches import checksum, part_of_batch, rows_of_parts
+from keras_shardopt.fit.callbacks import looks_at_batches, running_callbacks
+from keras_shardopt.fit.overrides import (
+    num_rows,
+    reducers_in,
+    refuse_groups,
+    warn_of_unequal_start,
+)
+from keras_shardopt.fit.sharing import (
+    check_alike,
+    check_kinds,
+    check_rows,
+    sharing_of,
+    warn_of_same_parts,
+)
+from keras_shardopt.numerics import Tensor
+
+SESSION = "_keras_shardopt_session"
+
+
+class Phase(enum.Enum):
+    """What a rank is about to do when it communicates."""
+
+    BUILD = "builds a prepared model"
+    TRAIN_BATCH = "trains a prepared model"
+    TEST_BATCH = "evaluates a prepared model"
+    PREDICT_BATCH = "predicts with a prepared model (`prepare(model, gather=False)` lets each rank do it by itself)"
+    PREDICTED = "gathers predictions"
+    END_OF_EPOCH = "ends an epoch of a prepared model"
+    END_OF_FIT = "leaves `fit` of a prepared model"
+
+
+class Session:
+    """What the ranks have agreed on, for one model."""
+
+    def __init__(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+        self._reducers_of = reducers_of
+        self._last_batch: dict[Phase, Any] = {}
+        self.model = model
+        self._unused: list[tuple[Any, int]] = []
+        """The optimizers that must not update anything, with the number of their updates."""
+        self.has_started = False
+        """Whether the ranks have begun the running epoch with equal values."""
+        self.rows: list[int] | None = None
+        """How many rows each rank has in the batch that comes next; None if they have not exchanged that."""
+        self.shares_logs = False
+        """Whether somebody looks at the logs of that batch."""
+        self.last_rows = 0
+        """How many rows this rank had in the last batch."""
+        self.trains = False
+        """Whether a `fit` is running."""
+        self.call: Phase | None = None
+        """What the innermost call that runs does: `fit`, `evaluate` or `predict`."""
+        self.splits_own_part = False
+        """Whether the running `fit` splits validation data off this rank's own part."""
+        self._has_warned = False
+        self._phase = Phase.TRAIN_BATCH
+        self._shown: dict[Phase, dict[str, Any]] = {}
+        """What the bar shows: the metrics of all ranks, after some batches."""
+        self._shown_at = 0.0
+
+    @property
+    def ranks(self) -> TorchProcessGroup | None:
+        """The ranks, if there are several."""
+        replicas = runtime.communicator("")
+        return None if isinstance(replicas, SingleReplica) else replicas  # type: ignore[return-value]
+
+    def check_reduces(self) -> None:
+        """Refuses an optimizer, perhaps of another `compile`, that would leave each rank with weights of its own."""
+        reducers = reducers_in(self.model, self._reducers_of)
+        refuse_groups(reducers)
+        if not reducers:
+            raise ValueError(
+                "A prepared model must be trained with a `CrossShard`, which averages the gradients of the ranks. "
+                f"Received: optimizer={self.model.optimizer!r}. "
+                "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
+            )
+
+    @torch.compiler.disable
+    def start_equal(self) -> None:
+        """Lets all ranks begin with the same values, which are rank 0's where they differ; if they train the same."""
+        assert self.ranks is not None
+        reducers = reducers_in(self.model, self._reducers_of)
+        for reducer in reducers:
+            reducer.peers.check(self.ranks)
+            reducer.peers.check_parts()
+        optimizers = optimizers_of(self.model)
+        shared = [v for o in optimizers for v in getattr(o, "_shared_variables", o.variables)]
+        # Also those that are frozen by now, perhaps on some ranks only: the first reduction finds that, and names them.
+        built = [v for o in optimizers if o.built for v in o._trainable_variables]
+        trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
+        others = self.ranks.model_and_seed_state([v.value for v in trained])
+        differing = self._differing([*trained, *shared], others)
+        if differing:
+            if self.ranks.replica_id == 0:
+                warn_of_unequal_start(differing)
+            self.ranks.broadcast_from_rank_0(trained, shared)
+        else:
+            draw_apart(self.ranks.world, [])  # also where the program has seeded PyTorch since it was last said
+        plain = [o for o in optimizers if not self._reducers_of(o)]
+        self._unused = [(o, int(o.iterations)) for o in plain]
+        for reducer in reducers:
+            # Not once more after the first forward pass, whose moving statistics would become rank 0's.
+            reducer.peers.started = self.ranks
+        self.has_started = True
+
+    def _differing(self, variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:
+        """What is not equal on all ranks, found by one small message."""
+        values = [*[v.value for v in variables], *others]
+        shapes = zlib.crc32(repr([(tuple(value.shape), value.dtype) for value in values]).encode())
+        everyones = gather_objects((len(variables), shapes, fingerprints(values)), "begins `fit` of a prepared model")
+        if any(each[:2] != everyones[0][:2] for each in everyones):
+            return ["other variables"]  # which ones, `broadcast_from_rank_0` says
+        prints = np.stack([each[2] for each in everyones])
+        differs = (prints != prints[0]).any(axis=0)
+        is_other = differs[len(variables) :].any()
+        names = [v.path for v, each in zip(variables, differs) if each]
+        return [*names, *(["state that is not trained (statistics, seeds)"] if is_other else [])]
+
+    def check_unused(self) -> None:
+        """Refuses a training step that has updated with an optimizer that averages nothing. Once in each `fit`."""
+        unused, self._unused = self._unused, []
+        for optimizer, updates in unused:
+            if int(optimizer.iterations) != updates:
+                raise ValueError(
+                    "Every optimizer that a prepared model is trained with must be a `CrossShard`, which averages the "
+                    f"gradients of the ranks. Received: an update by {type(optimizer).__name__}. "
+                    f"Use `keras_shardopt.CrossShard({type(optimizer).__name__}(...))`."
+                )
+
+    def exchange(self, phase: Phase, *message: int) -> list[list[int]]:
+        """Tells the other ranks a message, and returns what each of them tells.
+
+        Raises:
+            ValueError: on every rank, if they are in different phases.
+        """
+        assert self.ranks is not None
+        return tell(phase.value, *map(int, message))
+
+    def takes_whole(self, *data: Any) -> bool:
+        """Whether all ranks are given the same data, of which each works on a part of every batch."""
+        return sharing_of(self.model).auto_shard and not self.splits_own_part and not is_own_part(*data)
+
+    def check_kind(self, is_whole: bool) -> None:
+        """Finds ranks of which some have the whole data and others a part of their own."""
+        assert self.call is not None
+        check_kinds([bool(kind) for kind, _ in tell(f"starts on data: {self.call.value}", int(is_whole))])
+
+    @torch.compiler.disable
+    def compare_first(self, data: Any, num_batches: int | None, is_whole: bool, is_marked: bool) -> None:
+        """Finds ranks whose data differ although they should be alike, or are alike although they should differ."""
+        assert self.call is not None
+        length = -1 if num_batches is None else num_batches
+        told = tell(f"begins: {self.call.value}", length, 0 if data is None else checksum(data))
+        lengths, first_batches = zip(*told)
+        if is_whole:
+            check_alike(lengths, first_batches)
+        elif not is_marked and self.call is Phase.TRAIN_BATCH and len(set(first_batches)) == 1 and first_batches[0]:
+            if not self._has_warned and self.ranks is not None and self.ranks.replica_id == 0:
+                warn_of_same_parts()
+            self._has_warned = True
+
+    def next_part(self, data: Any, phase: Phase) -> Any:
+        """This rank's part of the batch `data` that all ranks have (None: no batch left, and None is returned)."""
+        assert self.ranks is not None
+        self._phase = phase
+        num = 0 if data is None else int(num_rows(data))
+        told = self.exchange(phase, num, 2 * (phase is not Phase.PREDICT_BATCH and self._looks_at_logs(phase)))
+        check_rows([rows for rows, _ in told])
+        if not num:
+            return None
+        self.shares_logs = any(flags for _, flags in told)
+        self.rows = rows_of_parts(num, self.ranks.num_replicas)
+        return part_of_batch(data, self.rows, self.ranks.replica_id)
+
+    def next_batch(self, data: Any, phase: Phase) -> Any:
+        """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
+        self._phase = phase
+        mine = 0 if data is None else int(num_rows(data))
+        if mine:
+            self._last_batch[phase] = data
+        told = self.exchange(phase, mine, (phase in self._last_batch) + 2 * self._looks_at_logs(phase))
+        rows = [row for row, _ in told]
+        if not any(rows):
+            return None
+        self.shares_logs = any(flags >= 2 for _, flags in told)
+        if not all(flags % 2 for _, flags in told):
+            # A rank that never had a row needs some batch to go through the model with.
+            self._last_batch.setdefault(phase, self._given(data, rows))
+        self.rows = rows
+        return self._last_batch[phase]
+
+    def _looks_at_logs(self, phase: Phase) -> bool:
+        """Whether a callback of this rank looks at the logs of the next batch."""
+        hooks = _HOOKS[phase]
+        callbacks = running_callbacks(self.model)
+        if any(looks_at_batches(callback, *hooks) for callback in callbacks):
+            return True
+        bars = [each for each in callbacks if isinstance(each, keras.callbacks.ProgbarLogger) and each.verbose == 1]
+        if not bars or (self.trains and phase is Phase.TEST_BATCH):
+            return False
+        # What is no metric is that of one batch, and not to be had later.
+        return phase not in self._shown or time.monotonic() - self._shown_at > _BAR_SECONDS
+
+    @torch.compiler.disable
+    def logs_of_all(self, logs: Any) -> Any:
+        """The logs of a batch as those of all ranks, if somebody looks at them."""
+        if not self.shares_logs:
+            return self._shown.get(self._phase, logs)
+        self.shares_logs = False
+        metrics = metrics_of_all(self.model, self.ranks, lambda: pythonify_logs(self.model.get_metrics_result()))
+        if not isinstance(logs, dict) or metrics.keys() != logs.keys():
+            return self.mean_logs(logs)
+        self._shown[self._phase], self._shown_at = metrics, time.monotonic()
+        return metrics
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def rows_of_all(self, outputs: Any, rows: Sequence[int]) -> Any:
+        """What the ranks have predicted for their parts of a batch, in the order of its rows."""
+        assert self.ranks is not None
+        mine = rows[self.ranks.replica_id]
+        given = max(mine, 1)  # one to go through the model with
+        tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]
+        # One output may have several rows for each row of the batch.
+        factors = [
+            tensor.shape[0] // given if tensor.dim() and not tensor.shape[0] % given else 0 for tensor in tensors
+        ]
+        kinds = [(tuple(t.shape[1:]), t.dtype, factor) for t, factor in zip(tensors, factors)]
+        told = self.exchange(Phase.PREDICTED, int(all(factors)), zlib.crc32(repr(kinds).encode()))
+        if any(each != [1, told[0][1]] for each in told):
+            raise ValueError(
+                "The outputs of `predict_step` must have as many rows as the batch, for ranks to gather them. "
+                f"Received: for {given} rows outputs of the shapes {[tuple(t.shape) for t in tensors]}. "
+                "Use `keras_shardopt.prepare(model, gather=False)`, and each rank predicts alone what it is given."
+            )
+        # Of each tensor the bytes of as many rows as the largest part has.
+        sizes = [t[:1].numel() * t.element_size() * factor for t, factor in zip(tensors, factors)]
+        parts = []
+        for tensor, factor, size in zip(tensors, factors, sizes):
+            part = tensor.contiguous()[: mine * factor].reshape(-1).view(torch.uint8)
+            parts.append(torch.nn.functional.pad(part, (0, size * max(rows) - part.numel())))
+        (everyones,) = self.ranks.all_gather([torch.cat(parts)])
+        columns = everyones.view(len(rows), -1).split([size * max(rows) for size in sizes], dim=1)
+        found = []
+        for tensor, size, column in zip(tensors, sizes, columns):
+            joined = torch.cat([part[: size * num] for part, num in zip(column, rows)])
+            found.append(joined.view(tensor.dtype).view(-1, *tensor.shape[1:]))
+        return keras.tree.pack_sequence_as(outputs, found)
+
+    @torch.compiler.disable
+    def mean_logs(self, logs: Any) -> Any:
+        """Logs that are no metrics: the mean of what the ranks had in the last batch, by their rows."""
+        assert self.ranks is not None
+        if not isinstance(logs, dict):
+            return logs
+        numbers = {name: value for name, value in pythonify_logs(logs).items() if isinstance(value, float)}
+        # What a rank without rows has is no number, perhaps.
+        values = [value * self.last_rows if self.last_rows else 0.0 for value in numbers.values()]
+        mine = [float(self.last_rows), *values]
+        device = self.model.trainable_variables[0].value.device
+        (sums,) = self.ranks.all_reduce([torch.tensor(mine, dtype=torch.float64, device=device)], "sum")
+        rows, *totals = sums.tolist()
+        return {**logs, **{name: total / rows for name, total in zip(numbers, totals)}} if rows else logs
+
+    def forget_logs(self) -> None:
+        """Lets go of what the bar shows: metrics begin anew."""
+        self._shown.clear()
+
+    def any_batch(self, data: Any) -> Any:
+        """`data`, or where this rank has none (None) that of another rank."""
+        has_data = [has for has, _ in self.exchange(Phase.BUILD, data is not None)]
+        if not any(has_data):
+            raise ValueError("`x` must have a batch on some rank. Received: none on any.")
+        return data if all(has_data) else self._given(data, has_data)
+
+    def forget_batches(self) -> None:
+        """Lets go of batches, which need not look like those of another call."""
+        self._last_batch.clear()
+        self.rows = None
+
+    def _given(self, data: Any, owners: Sequence[int]) -> Any:
+        """What the first rank that has something gives to all."""
+        assert self.ranks is not None
+        return self.ranks.broadcast_object(data, next(rank for rank, has in enumerate(owners) if has))
+
+
+_HOOKS = {Phase.TRAIN_BATCH: ("on_batch_end", "on_train_batch_end"), Phase.TEST_BATCH: ("on_test_batch_end",)}
+"""The methods of callbacks that get the logs of a batch."""
+
+_BAR_SECONDS = 0.05
+"""How often Keras' bar shows something new."""
+
+
+running: contextvars.ContextVar[Session | None] = contextvars.ContextVar("running", default=None)
+
+
+def session_of(model: Any) -> Session:
+    """That of a prepared model."""
+    session: Session = vars(model)[SESSION]
+    return session
+
+
+@contextlib.contextmanager
+def run_of(session: Session | None) -> Iterator[None]:
+    """Within it batches are those that all ranks agree on (None: each rank's own)."""
+    token = running.set(session)
+    try:
+        yield
+    finally:
+        running.reset(token)
+
+
+@torch.no_grad()
+def metrics_of_all(model: Any, ranks: TorchProcessGroup, result: Callable[[], Any]) -> Any:
+    """What `result()` makes of the metrics of all ranks, which stay each rank's own."""
+    mine = [v.value for v in model.metrics_variables]
+    before = [tensor.clone() for tensor in mine]
+    for how in ("sum", "mean"):
+        chosen = [v.value for v in model.metrics_variables if v.aggregation == how]
+        for tensor, value in zip(chosen, ranks.all_reduce(chosen, how)):
+            tensor.copy_(value)
+    found = result()
+    for tensor, value in zip(mine, before):
+        tensor.copy_(value)
+    return found

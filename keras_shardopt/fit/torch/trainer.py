@@ -1,0 +1,276 @@
+"""What `prepare(model)` changes in Keras' torch trainer, which knows nothing of ranks.
+
+All ranks go through the same batches, drawn alike, and each works on its part of every batch; or each has batches of
+its own, where its data is a part already. Before every batch ranks exchange their numbers of rows, so that uneven parts
+get their weights; a rank that runs out of batches of its own takes part with empty ones. At the end of an epoch they
+exchange metrics.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over.
+    `Trainer._symbolic_build` - builds the model, if it is not yet, from the first batch.
+    `Trainer._get_metrics_result_or_logs` - the logs of an epoch.
+    `Trainer._flatten_metrics_in_order` - the form in which `train_on_batch` returns logs.
+    `Model._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
+    `get_metrics_result` of the class in `keras.src.backend.torch.trainer` (Keras 3.16 and later) - sums metrics over
+        the ranks, at every step.
+    `keras.src.utils.python_utils.pythonify_logs` - makes Python numbers of logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import keras
+import torch
+from keras.src.backend.torch import trainer as torch_trainer
+from keras.src.utils.python_utils import pythonify_logs
+
+from keras_shardopt.backends.models import override_method
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.fit.batch_normalization import synchronized_statistics
+from keras_shardopt.fit.callbacks import callbacks_of_call
+from keras_shardopt.fit.overrides import (
+    arguments_of,
+    call_silently,
+)
+from keras_shardopt.fit.sharing import (
+    sharing_of,
+    splits_own_part,
+)
+from keras_shardopt.fit.torch.batches import EpochIterator, KerasEpochIterator
+from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
+from keras_shardopt.numerics import Tensor
+from keras_shardopt.update.losses import mean_losses, share_losses
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared, joining_uneven_inputs
+
+
+def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+    """Makes `fit`, `evaluate`, `predict` and the calls on one batch work on all ranks together."""
+    if SESSION not in vars(model):
+        object.__setattr__(model, SESSION, Session(model, reducers_of))
+    if torch_trainer.TorchEpochIterator is KerasEpochIterator:
+        torch_trainer.TorchEpochIterator = EpochIterator
+    override_method(model, "fit", _fit)
+    override_method(model, "evaluate", _evaluate)
+    override_method(model, "predict", _predict)
+    override_method(model, "train_on_batch", _train_on_batch)
+    override_method(model, "test_on_batch", _test_on_batch)
+    override_method(model, "train_step", _train_step)
+    override_method(model, "test_step", _step)
+    override_method(model, "predict_step", _predict_step)
+    override_method(model, "_symbolic_build", _symbolic_build)
+    override_method(model, "_get_metrics_result_or_logs", _metrics_result_or_logs)
+    if hasattr(model, "_initialize_ddp"):
+        override_method(model, "_initialize_ddp", _without_ddp)
+    if "get_metrics_result" in vars(_KerasTrainer):
+        _KerasTrainer.get_metrics_result = _metrics_result
+
+
+def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    session = session_of(model)
+    return _run(session, session, Phase.TEST_BATCH, real, *args, **kwargs)
+
+
+def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Each rank predicts its part of every batch; or by itself, what it wants and when it wants."""
+    session, sharing = session_of(model), sharing_of(model)
+    together = session if sharing.gather and sharing.auto_shard else None
+    return _run(session, together, Phase.PREDICT_BATCH, real, *args, **kwargs)
+
+
+def _run(
+    session: Session, together: Session | None, call: Phase, real: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A call, perhaps inside another one: on all ranks `together`, or on this one alone (None)."""
+    is_outermost = session.call is None
+    before = session.call, session.rows, session.shares_logs
+    session.call, session.rows = call, None
+    try:
+        with run_of(together), callbacks_of_call(session.model), _one_by_one(session):
+            return _print_on_chief(session, real, *args, **kwargs)
+    finally:
+        session.call, session.rows, session.shares_logs = before
+        if is_outermost:
+            session.forget_batches()
+
+
+@contextlib.contextmanager
+def _one_by_one(session: Session) -> Iterator[None]:
+    """A call whose steps are made one by one: ranks communicate before each. Keras 3.15 makes no others on torch."""
+    model, steps = session.model, session.model.steps_per_execution
+    if steps == 1 or session.ranks is None:
+        yield
+        return
+    model.steps_per_execution = 1
+    try:
+        yield
+    finally:
+        model.steps_per_execution = steps
+
+
+def _print_on_chief(session: Session, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    prints = session.ranks is None or session.ranks.replica_id == 0
+    return real(*args, **kwargs) if prints else call_silently(real, *args, **kwargs)
+
+
+def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    session = session_of(model)
+    session.has_started, session.trains = False, True
+    session.splits_own_part = splits_own_part(args, kwargs)
+    try:
+        with joining_uneven_inputs():
+            history = _run(session, session, Phase.TRAIN_BATCH, real, *args, **kwargs)
+    finally:
+        session.trains = session.splits_own_part = False
+    if session.ranks is not None:
+        session.exchange(Phase.END_OF_FIT)
+    return history
+
+
+class _Unbuilt(Exception):
+    pass
+
+
+class _Asked:
+    """Stands for batches, to find out whether anyone wants to see one."""
+
+    def __iter__(self) -> Any:
+        raise _Unbuilt
+
+
+def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
+    session = session_of(model)
+    if iterator is None or session.ranks is None:
+        real(iterator=iterator, data_batch=data_batch)
+        return
+    try:
+        real(iterator=_Asked())
+    except _Unbuilt:
+        batch = iterator.first_batch()
+        real(data_batch=session.any_batch(batch))
+
+
+# Its name is another one from 3.16 on.
+_KerasTrainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == torch_trainer.__name__)
+_metrics_result_in_keras = _KerasTrainer.get_metrics_result
+
+
+def _train_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _on_batch(model, real, Phase.TRAIN_BATCH, arguments_of(real, *args, **kwargs))
+
+
+def _test_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _on_batch(model, real, Phase.TEST_BATCH, arguments_of(real, *args, **kwargs))
+
+
+def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, arguments: dict[str, Any]) -> Any:
+    """Every rank gives its own rows, perhaps none, and gets the logs of all."""
+    session = session_of(model)
+    return_dict = arguments.pop("return_dict", False)
+    if session.ranks is None:
+        return real(**arguments, return_dict=return_dict)
+    batch = tuple(arguments.pop(name, None) for name in ("x", "y", "sample_weight"))
+    batch = session.next_batch(batch, phase)
+    if batch is None:
+        raise ValueError("`x` must have rows on some rank. Received: none on any.")
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    with _one_by_one(session):
+        logs = real(x=x, y=y, sample_weight=sample_weight, **arguments, return_dict=True)
+    with run_of(session):
+        logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    session = session_of(model)
+    if session.ranks is not None:
+        session.check_reduces()
+    if session.ranks is not None and session.rows is not None and not session.has_started:
+        session.start_equal()
+    logs = _step(model, real, data)
+    session.check_unused()
+    return logs
+
+
+# Not compiled itself, as it talks to other ranks; what it calls is.
+@torch.compiler.disable(recursive=False)
+def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    """A step on this rank's part of the batch that the ranks have agreed on."""
+    session = session_of(model)
+    ranks, rows = session.ranks, session.rows
+    if ranks is None or rows is None:
+        return real(data)
+    session.rows = None
+    mine = rows[ranks.replica_id]
+    share_losses(model)
+    kept = [] if mine else [(tensor, tensor.clone()) for tensor in _counted(model)]
+    with batch_shared(BatchShare(mine, sum(rows), ranks, ends_early=not mine)):
+        logs = real(data)
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
+    session.last_rows = mine
+    return session.logs_of_all(logs)
+
+
+@torch.compiler.disable(recursive=False)
+def _predict_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    """What the model predicts for the batch of which this rank has a part."""
+    session = session_of(model)
+    rows = session.rows
+    outputs = real(data)
+    if session.ranks is None or rows is None or session.call is not Phase.PREDICT_BATCH:
+        return outputs
+    session.rows = None
+    return session.rows_of_all(outputs, rows)
+
+
+def _counted(model: Any) -> list[Tensor]:
+    """What a step without rows must leave as it is. Seeds stay in step, and mean losses know about shares."""
+    shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
+    metrics = [v.value for v in model.metrics_variables if id(v) not in shared]
+    return metrics + _statistics(model, apart_from=synchronized_statistics(model))
+
+
+def _statistics(model: Any, apart_from: Collection[int] = ()) -> list[Tensor]:
+    variables = [v for v in model.non_trainable_variables if id(v) not in apart_from]
+    return [v.value for v in variables if keras.backend.is_float_dtype(v.dtype)]
+
+
+def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -> Any:
+    """The metrics of all ranks together, each variable summed or averaged as the metric has declared it."""
+    session = session_of(model)
+    ranks = session.ranks
+    if ranks is None or running.get() is not session:
+        return real(logs)
+    session.exchange(Phase.END_OF_EPOCH)
+    if session.call is Phase.TRAIN_BATCH or (session.call is None and model.training):
+        with torch.no_grad():
+            _average_statistics(model, ranks)
+    # As numbers: some metrics return a variable itself.
+    result = metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
+    session.forget_logs()
+    return session.mean_logs(logs) if result is None else result
+
+
+def _metrics_result(model: Any) -> Any:
+    """Stands in for Keras' method: metrics of a prepared model are this rank's until the end of an epoch."""
+    if hasattr(model, SESSION):
+        return super(_KerasTrainer, model).get_metrics_result()
+    return _metrics_result_in_keras(model)
+
+
+def _average_statistics(model: Any, ranks: TorchProcessGroup) -> None:
+    """Makes moving statistics, which each rank has of its own rows, the mean of all ranks'."""
+    mine = _statistics(model)
+    roots = ranks.broadcast(mine)
+    # By the mean of differences: frozen weights, which are among them and equal, keep every bit.
+    differences = ranks.all_reduce([tensor - root for tensor, root in zip(mine, roots)], "mean")
+    for tensor, root, difference in zip(mine, roots, differences):
+        tensor.copy_(root + difference)
+
+
+def _without_ddp(model: Any, real: Callable[[], None]) -> None:
+    """Leaves the parameters to the optimizer: DDP would reduce gradients before they are weighed."""
