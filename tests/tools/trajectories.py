@@ -289,7 +289,7 @@ def trained(run, replicas):
     if run.how == "towers":
         model.train_step = ks.replicate(model.train_step, 2, "mean")
     if BACKEND in run.prepares:
-        ks.prepare(model)
+        ks.prepare(model, auto_shard=False)
     if run.how == "train_on_batch":
         for start in range(0, len(data[0]), size):
             model.train_on_batch(*[a[start : start + size] for a in data])
