@@ -57,7 +57,7 @@ class SideChannel:
     def pack(self, dtype: str, numbers: Tensor | None = None) -> Tensor:
         """The flags, and after them any other numbers, as a flat tensor to be added up over replicas."""
         told = [*self.present, *marks(self.trained), self.trains, not self.trains, *self.more]
-        flags = ops.convert_to_tensor(told, dtype)
+        flags = ops.convert_to_tensor(np.array(told, "float32"), dtype)  # of a list Keras looks at each element
         return flags if numbers is None else ops.concatenate([flags, ops.cast(numbers, dtype)])
 
     def unpack(self, sums: Tensor, op: ReduceOp, must_look: bool = False) -> tuple[Heard | None, Tensor]:

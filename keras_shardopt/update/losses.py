@@ -6,6 +6,7 @@ every `keras.losses.Loss` called there, divide by what all replicas have togethe
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.losses.loss.reduce_weighted_values` - what `Loss.__call__` makes a scalar of its values with.
+    `keras.src.losses.losses` - the module of Keras' own losses and of their functions.
     `keras.src.losses.loss.squeeze_or_expand_to_same_rank`, `standardize_reduction` - its two helpers.
     `Trainer._loss_tracker`, `Trainer._compile_loss` - the metrics that hold mean losses.
     `Trainer._aggregate_additional_loss` - what makes a scalar of a regulariser or an `add_loss`.
@@ -17,13 +18,16 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras import ops
 from keras.src.losses import loss as keras_loss
+from keras.src.losses import losses as keras_losses
 
 from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.numerics import Tensor, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
@@ -83,12 +87,25 @@ def _reduce_weighted_values(
         # The values are lost, so the mean over the rows of this part is the best guess at what it is.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
-        loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part)
+        # A loss that chooses its values has perhaps as many as there are rows on some replicas only.
+        is_by_row = part.rows_here == values.shape[0] and _is_of_keras(caller_instance())
+        loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part, is_by_row)
     return _dividing.note_divided(loss, adds_up) if part.losses_are_divided and _dividing is not None else loss
 
 
+def _is_of_keras(loss: Any) -> bool:
+    """Whether a loss is one of Keras' own, which have as many values for each row on every replica."""
+    function = getattr(loss, "fn", None)
+    return all(getattr(each, "__module__", None) == keras_losses.__name__ for each in (type(loss), function))
+
+
 def _loss_of_whole_batch(
-    values: Tensor, sample_weight: Tensor | None, mask: Tensor | None, reduction: str | None, part: BatchShare
+    values: Tensor,
+    sample_weight: Tensor | None,
+    mask: Tensor | None,
+    reduction: str | None,
+    part: BatchShare,
+    is_by_row: bool,
 ) -> Tensor:
     r"""The sum over this part, divided by what all parts have, so that parts add up to the loss of the whole.
 
@@ -99,6 +116,8 @@ def _loss_of_whole_batch(
     - $\Sigma 1 \cdot \frac{\Sigma m}{\Sigma 1_m}$ for "sum_over_batch_size" and "mean" (the second factor is the part
       of the mask that is set),
     - $\Sigma w m$ for "mean_with_sample_weight".
+
+    Replicas exchange what they count, except $\Sigma 1$ where each row has equally many values (`is_by_row`).
     """
     dtype = dtype_of(values)
     weight = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
@@ -123,6 +142,9 @@ def _loss_of_whole_batch(
         counts = [ops.sum(ops.cast(_rows_that_count(weight, part), wide))]
     elif reduction == "mean_with_sample_weight":
         counts = counts[:1]
+    elif is_by_row and mask is None:
+        size = part.global_batch_size * math.prod(values.shape[1:])
+        return ops.cast(ops.cast(total, wide) * _factor(part) / size, dtype)
     (counts,) = part.replicas.all_reduce([ops.stop_gradient(ops.stack(counts))], "sum")
     divisor = counts[0] if counts.shape[0] == 1 else counts[0] * ops.divide_no_nan(counts[1], counts[2])
     # Multiplied after it was cast: a float16 may have no room for N times the sum.

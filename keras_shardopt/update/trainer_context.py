@@ -33,6 +33,9 @@ class BatchShare:
     ends_early: bool = False
     """Whether rows beyond `local_batch_size` may be there too, as padding that must not count."""
 
+    rows_here: int | None = None
+    """How many rows the batch here has, with padding; None where this replica's program does not know."""
+
     @property
     def equal_part(self) -> Any:
         """How many rows each replica would have if all had as many."""

@@ -359,6 +359,19 @@ def test_how_keras_reduces_a_loss():
     assert tuple(wide.shape) == tuple(narrow.shape) == (4, 1)
 
 
+def test_which_losses_are_of_keras():
+    from keras_shardopt.update.losses import _is_of_keras
+
+    model = problem.model()
+    for loss, is_of_keras in (("mse", True), (lambda y_true, y_pred: y_true - y_pred, False)):
+        model.compile("sgd", loss)
+        model._compile_loss.build(keras.ops.ones((4, 1)), keras.ops.ones((4, 1)))
+        assert _is_of_keras(model._compile_loss._flat_losses[0].loss) == is_of_keras
+    assert _is_of_keras(keras.losses.Huber())
+    assert not _is_of_keras(keras.losses.Loss())
+    assert not _is_of_keras(None)
+
+
 def test_the_mean_losses_of_a_trainer():
     model = problem.model()
     model.compile("sgd", "mse")

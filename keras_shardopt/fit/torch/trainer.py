@@ -34,6 +34,7 @@ from keras_shardopt.fit.callbacks import callbacks_of_call
 from keras_shardopt.fit.overrides import (
     arguments_of,
     call_silently,
+    num_rows,
 )
 from keras_shardopt.fit.sharing import (
     sharing_of,
@@ -206,7 +207,7 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     mine = rows[ranks.replica_id]
     share_losses(model)
     kept = [] if mine else [(tensor, tensor.clone()) for tensor in _counted(model)]
-    with batch_shared(BatchShare(mine, sum(rows), ranks, ends_early=not mine)):
+    with batch_shared(BatchShare(mine, sum(rows), ranks, ends_early=not mine, rows_here=mine or num_rows(data))):
         logs = real(data)
     with torch.no_grad():
         for tensor, value in kept:

@@ -450,6 +450,29 @@ def parts_that_each_rank_loads(scope):
         assert_as_one_process(other, mine, alone=alone)
 
 
+def bounded(y_true, y_pred):
+    """Of the errors that are small, of which there may be as many as rows, or one per row and output."""
+    errors = keras.ops.reshape(keras.ops.abs(y_true - y_pred), (-1,))
+    return errors[errors < 1.0]
+
+
+@check
+def losses_whose_values_are_chosen(scope):
+    counted = []
+    real = dist.all_reduce
+    for loss in ("mse", keras.losses.Huber(), bounded):
+        train = fit(X, Y, batch_size=BATCH, epochs=2)
+        model = assert_as_one_process(scope, train, loss=loss)
+        sent = []
+        dist.all_reduce = lambda *args, sent=sent, **more: (sent.append(1), real(*args, **more))[1]
+        train(model)
+        dist.all_reduce = real
+        counted.append(len(sent))
+    # What Keras' own losses divide by is known without asking the other ranks.
+    num_steps = 2 * -(-len(X) // BATCH)
+    assert counted[0] == counted[1] == counted[2] - num_steps, (counted, num_steps)
+
+
 @check
 def data_that_differ_are_refused_on_every_rank(scope):
     odd = scope.replica_id == 1
