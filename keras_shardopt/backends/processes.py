@@ -39,12 +39,37 @@ class World:
     """Called when the scope is closed for good, and not only left: what comes next may be for one device."""
 
 
-def gather_pickled(value: Any, gather: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
-    """The values of all processes, whatever they are, over a gather of arrays that have one shape."""
+def unlike_calls(calls: dict[int, str], noun: str, more: str = "") -> str:
+    """What to say where processes, or ranks, do different things: by their numbers, "rank 0 ..."."""
+    received = ", ".join(f"{noun} {number} {call}" for number, call in sorted(calls.items()))
+    plural = f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return (
+        f"All {plural} must make the same calls, with the same `epochs`, callbacks and validation, prepare the same "
+        f"models, and stop together. Received: {received}{more}. "
+        f"Let what stops training depend on an epoch's logs after `prepare`, which are equal on all {plural}."
+    )
+
+
+def gather_pickled(
+    value: Any, gather: Callable[[np.ndarray], np.ndarray], gather_length: Callable[[int], list[int]] | None = None
+) -> list[Any]:
+    """The values of all processes, whatever they are, over a gather of arrays that have one shape.
+
+    Args:
+        value: anything that can be pickled.
+        gather: gives the arrays of all processes.
+        gather_length: the same of a number, which comes first; None for `gather`.
+
+    Returns:
+        The values of all processes.
+    """
 
     def gathered() -> list[Any]:
         mine = np.frombuffer(pickle.dumps(value), "uint8")
-        lengths = [int(length.item()) for length in gather(np.array([len(mine)], "int32"))]
+        if gather_length is None:
+            lengths = [int(length.item()) for length in gather(np.array([len(mine)], "int32"))]
+        else:
+            lengths = gather_length(len(mine))
         padded = np.zeros(max(lengths), "uint8")
         padded[: len(mine)] = mine
         rows = [np.asarray(row).astype("uint8") for row in gather(padded)]

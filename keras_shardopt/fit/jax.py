@@ -33,7 +33,6 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.trainers.data_adapters import data_adapter_utils
@@ -43,7 +42,7 @@ from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
 from keras_shardopt.backends.jax.placement import placement
-from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, predicting_together
+from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, predicting_together, tell
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, is_prepared, layers_of, optimizers_of, override_method
 from keras_shardopt.data.own_parts import is_own_part
@@ -84,6 +83,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     for name in ("fit", "evaluate", "predict"):
         override_method(model, name, _silent_unless_chief)
     override_method(model, "fit", _start_equal)
+    override_method(model, "reset_metrics", _reset_metrics)
     override_method(model, "predict", _predict)
     override_method(model, "predict_step", _predict_step)
     if hasattr(model, "_maybe_symbolic_build"):
@@ -104,12 +104,13 @@ def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwa
 
 def _start_equal(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Lets all processes begin `fit` with the same values, which are process 0's where they differ."""
-    if jax.process_count() > 1 and keras.distribution.distribution() is not None:
+    is_together = jax.process_count() > 1 and keras.distribution.distribution() is not None
+    if is_together:
         optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
         state = [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
         variables = [*model.variables, *state]
         # One that has not built its model yet differs in more than values, of which the optimizer tells.
-        if len(set(gather_objects(len(variables)))) == 1 and variables:
+        if len(set(tell("begins `fit` of a prepared model", len(variables)))) == 1 and variables:
             prints = placement.fingerprints(variables)
             differs = (prints != prints[0]).any(axis=0)
             if differs.any():
@@ -118,9 +119,19 @@ def _start_equal(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any
                 placement.broadcast_state(model.variables, state)
     object.__setattr__(model, _SPLITS_OWN_PART, splits_own_part(args, kwargs))
     try:
-        return real(*args, **kwargs)
+        history = real(*args, **kwargs)
     finally:
         object.__delattr__(model, _SPLITS_OWN_PART)
+    if is_together:
+        tell("leaves `fit` of a prepared model")
+    return history
+
+
+def _reset_metrics(model: Any, real: Callable[[], None]) -> None:
+    """What begins an epoch: where one process only comes here, JAX would fail with words that say nothing."""
+    if _SPLITS_OWN_PART in vars(model) and jax.process_count() > 1 and _takes_uneven(keras.distribution.distribution()):
+        tell("starts an epoch of a prepared model")
+    real()
 
 
 def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,6 +158,7 @@ def _predict_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -
 
 _TAKES_UNEVEN = "_keras_shardopt_takes_uneven"
 _SPLITS_OWN_PART = "_keras_shardopt_splits_own_part"
+_NEXT_BATCH = "takes the next batch of a prepared model"
 
 _distribute_in_keras = jax_trainer._distribute_data
 _KerasEpochIterator = jax_trainer.JAXEpochIterator
@@ -188,7 +200,7 @@ def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
     rows = 0 if data is None else num_rows(data)
     everywhere = [rows]
     if jax.process_count() > 1:
-        everywhere = multihost_utils.process_allgather(np.array([rows])).reshape(-1).tolist()
+        everywhere = tell(_NEXT_BATCH, rows)
     if not any(everywhere):
         return None
     if len(set(everywhere)) > 1 or sum(everywhere) % batch_size_of(distribution):
@@ -254,7 +266,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
     def _check_kind(self, data: Any, is_meant: bool) -> None:
         """Finds processes of which some have all data and others parts; and parts that are equal, unless meant."""
-        told = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))))
+        told = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in told])
         if told[0][1] and len(set(told)) == 1 and jax.process_index() == 0:
             warn_of_same_parts()
@@ -288,7 +300,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
     def _agree_on_length(self) -> None:
         if self._is_together and not self._is_whole:
-            lengths = gather_objects(self.data_adapter.num_batches)
+            lengths = gather_objects(self.data_adapter.num_batches, "starts an epoch of a prepared model")
             self._num_batches = None if None in lengths else max(lengths)
 
     def _get_iterator(self) -> Iterator[Any]:
@@ -319,11 +331,12 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
                 batch = next(batches, None)
             if not self._is_compared:
                 self._is_compared = True
-                facts = gather_objects((self.data_adapter.num_batches, 0 if batch is None else checksum(batch)))
+                mine = self.data_adapter.num_batches, 0 if batch is None else checksum(batch)
+                facts = gather_objects(mine, "compares its first batch")
                 lengths, first_batches = zip(*facts)
                 check_alike(lengths, first_batches)
             rows = 0 if batch is None else num_rows(batch)
-            check_rows(multihost_utils.process_allgather(np.array([rows])).reshape(-1).tolist())
+            check_rows(tell(_NEXT_BATCH, rows))
             if not rows:
                 return
             yield _on_their_devices(batch, distribution)

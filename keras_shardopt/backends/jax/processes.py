@@ -14,6 +14,7 @@ import datetime
 import os
 import re
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from keras_shardopt.backends.jax.communicator import batch_size_of, spans_processes
 from keras_shardopt.backends.keras_callers import is_running
-from keras_shardopt.backends.processes import Processes, World, gather_pickled
+from keras_shardopt.backends.processes import Processes, World, gather_pickled, unlike_calls
 
 
 class JaxProcesses(Processes):
@@ -108,11 +109,41 @@ class JaxProcesses(Processes):
 processes = JaxProcesses()
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """What each process gives, whatever it is, in the order of their ids."""
+def tell(call: str, number: int = 0) -> list[int]:
+    """Tells all processes what this one is about to do together with them, and a number.
+
+    Args:
+        call: what it does, in words that are equal where it is the same: "process 0 ...".
+        number: int of 32 bits.
+
+    Returns:
+        The number of each process.
+
+    Raises:
+        ValueError: on every process, if some are about to do something else.
+    """
+    told = _gather(np.array([zlib.crc32(call.encode()) >> 1, number], "int32")).tolist()
+    if len({kind for kind, _ in told}) > 1:
+        # All have noticed, and so all make this exchange.
+        letters = np.frombuffer(call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS), "uint8")
+        calls = [bytes(row).decode(errors="replace").strip() for row in _gather(letters).tolist()]
+        raise ValueError(unlike_calls(dict(enumerate(calls)), "process"))
+    return [number for _, number in told]
+
+
+_NUM_LETTERS = 120
+
+
+def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
+    """What each process gives, whatever it is, in the order of their ids. `call` is as in `tell`."""
     if jax.process_count() == 1:
         return [value]
-    return gather_pickled(value, lambda array: np.asarray(multihost_utils.process_allgather(array)))
+    return gather_pickled(value, _gather, lambda length: tell(call, length))
+
+
+def _gather(array: np.ndarray) -> np.ndarray:
+    """An array of each process, along a new first dimension."""
+    return np.asarray(multihost_utils.process_allgather(array)).reshape(-1, *array.shape)
 
 
 _num_barriers: dict[str, int] = {}

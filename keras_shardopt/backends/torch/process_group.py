@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from keras_shardopt.backends.processes import unlike_calls
+
 ANSWER_SECONDS = 1.0
 """For how long a rank at least looks for signs of the others after a collective has failed."""
 
@@ -227,15 +229,8 @@ def tell(call: str, *numbers: int) -> list[list[int]]:
         # All have noticed, and so all make this exchange.
         letters = call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)
         calls = [bytes(row).decode(errors="replace").strip() for row in _told(list(letters), call)]
-        raise ValueError(f"{_SAME_CALLS} Received: {_by_rank(dict(enumerate(calls)))}. {_STOP_TOGETHER}")
+        raise ValueError(unlike_calls(dict(enumerate(calls)), "rank"))
     return [told for _, *told in rows]
-
-
-_SAME_CALLS = (
-    "All ranks must make the same calls, with the same `epochs`, callbacks and validation, prepare the same models, "
-    "and stop together."
-)
-_STOP_TOGETHER = "Let what stops training depend on an epoch's logs after `prepare`, which are equal on all ranks."
 
 
 def gather_objects(value: Any, call: str) -> list[Any]:
@@ -257,10 +252,6 @@ def _told(numbers: list[int], call: str) -> list[list[int]]:
         _all_gather(everyones, mine, group=_messages)
     rows: list[list[int]] = everyones.view(-1, len(numbers)).tolist()
     return rows
-
-
-def _by_rank(calls: dict[int, str]) -> str:
-    return ", ".join(f"rank {rank} {call}" for rank, call in sorted(calls.items()))
 
 
 @contextlib.contextmanager
@@ -303,8 +294,7 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
     before = "".join(f" Before that: {word}" for word in words)
     if len(set(calls.values())) > 1:
         longer = "Where one of them only takes longer, use `data_parallel(timeout=...)`."
-        given = f"{_by_rank(calls)}{_within(group.timeout)}"
-        return f"{_SAME_CALLS} Received: {given}. {_STOP_TOGETHER} {longer} {cause}{before}"
+        return f"{unlike_calls(calls, 'rank', _within(group.timeout))} {longer} {cause}{before}"
     received = f"{received}, asked by rank {group.rank} of {group.size}{_within(group.timeout)}"
     return f"{rule} Received: {received}. {cause}{before} {remedy}"
 

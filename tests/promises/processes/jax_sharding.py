@@ -63,6 +63,11 @@ def main():
     # In the middle of an epoch, when Keras has taken the weights out of the model.
     ks.prepare(model, auto_shard=True)
     refused(lambda: fit(X[: 61 - odd], Y[: 61 - odd], shuffle=False), ValueError, "batches of [13, 12] rows")
+    # One that stops by itself, at the end of a batch and of an epoch.
+    for name, other in (("on_train_batch_end", "takes the next batch"), ("on_epoch_end", "starts an epoch")):
+        stops = keras.callbacks.LambdaCallback(**{name: lambda *_, **logs: setattr(model, "stop_training", bool(odd))})
+        words = f"process 0 {other} of a prepared model, process 1 leaves `fit` of a prepared model"
+        refused(lambda stops=stops: fit(X, Y, epochs=2, callbacks=[stops]), ValueError, words)
     scope.close()
 
 
