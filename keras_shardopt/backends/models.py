@@ -5,7 +5,7 @@ updates variables does not know whose they are.
 
 Private names of Keras touched here (a test holds each of them):
     `Layer._flatten_layers` - all layers of a model.
-    `keras.src.trainers.trainer.Trainer` - the class whose constructor and `compile` each model runs.
+    `keras.src.trainers.trainer` - the module of the class whose constructor and `compile` each model runs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-from keras.src.trainers.trainer import Trainer
+from keras.src.trainers import trainer
 
 from keras_shardopt.numerics import Variable
+
+Trainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == trainer.__name__)
+"""Keras' trainer below that of the backend: `Trainer`, and from 3.16 on `BaseTrainer`."""
 
 
 def optimizers_of(model: Any) -> list[Any]:

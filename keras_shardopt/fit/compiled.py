@@ -1,7 +1,7 @@
 """Models that are compiled, or trained, where there are several replicas: prepared at once, or warned of.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.trainers.trainer.Trainer.compile` - what the `compile` of every model comes to, `load_model`'s as well.
+    `models.Trainer.compile` - what the `compile` of every model comes to, `load_model`'s as well.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.trainers.trainer import Trainer
 
 from keras_shardopt.backends.active import processes, runtime
-from keras_shardopt.backends.models import has_built_in_step, is_prepared
+from keras_shardopt.backends.models import Trainer, has_built_in_step, is_prepared
 from keras_shardopt.fit.overrides import reducers_in
 from keras_shardopt.fit.prepare import prepare_for
 from keras_shardopt.fit.sharing import set_sharing

@@ -301,7 +301,7 @@ def test_a_model_lists_all_layers_in_it():
 
 
 def test_each_model_runs_the_constructor_and_compile_of_the_trainer(monkeypatch):
-    from keras.src.trainers.trainer import Trainer
+    from keras_shardopt.backends.models import Trainer
 
     class Custom(keras.Model):
         def compile(self, optimizer):
