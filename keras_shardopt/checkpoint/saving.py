@@ -7,7 +7,7 @@ Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model` - writes a checkpoint; called with what `_get_file_path` and `_should_save_model` get.
     `ModelCheckpoint._get_file_path`, `_should_save_model` - where to, and whether.
     `keras.src.saving.saving_lib._save_state` - goes through all that is saved, in order; without a store it only goes.
-    `keras.src.saving.saving_lib.NpzIOStore` - a kind of store.
+    `keras.src.saving.saving_lib.H5IOStore` - a kind of store.
 """
 
 from __future__ import annotations
@@ -322,8 +322,8 @@ def saved_together(model: Any, which: Callable[[Any], bool] = needs_all_processe
     return found
 
 
-class NoStore(saving_lib.NpzIOStore):
-    """Lets the saver go through a model and save nothing. Keras before 3.15 asks for a store of its own kind."""
+class NoStore(saving_lib.H5IOStore):
+    """Lets the saver go through a model and save nothing. Keras asks for a store of its own kind."""
 
     def __init__(self) -> None:
         pass

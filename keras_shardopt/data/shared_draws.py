@@ -66,11 +66,11 @@ def draw_before_going_on(adapter: Any) -> None:
         return
     start = enqueuer.start
 
-    def start_and_wait() -> None:
+    def start_and_wait(*args: Any, **kwargs: Any) -> None:
         if enqueuer.is_running():
             return
         enqueuer.indices = None
-        start()
+        start(*args, **kwargs)  # the epoch, from Keras 3.16 on
         while enqueuer.indices is None and enqueuer.run_thread.is_alive():
             time.sleep(0.0005)
 

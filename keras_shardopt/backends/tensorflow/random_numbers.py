@@ -14,8 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import image as tf_image
 from keras.src.backend.tensorflow import random as tf_random
+
+try:
+    from keras.src.backend.tensorflow import image as tf_image
+except ImportError:  # from Keras 3.16 on
+    from keras.src.backend.tensorflow.ops import image as tf_image
 
 _BETWEEN_REPLICAS = 0x9E3779B1
 

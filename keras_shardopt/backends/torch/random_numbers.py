@@ -29,11 +29,15 @@ from typing import Any
 
 import torch
 from keras.src.backend.common import global_state
-from keras.src.backend.torch import image as torch_image
 from keras.src.backend.torch import random as torch_random
 
 from keras_shardopt.backends.models import override_method
 from keras_shardopt.numerics import FunctionT
+
+try:
+    from keras.src.backend.torch import image as torch_image
+except ImportError:  # from Keras 3.16 on
+    from keras.src.backend.torch.ops import image as torch_image
 
 _BETWEEN_RANKS = 0x9E3779B1
 
