@@ -43,6 +43,7 @@ from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
 from keras_shardopt.backends.jax.placement import placement
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, predicting_together, tell
+from keras_shardopt.backends.jax.runtime import assigning_nothing
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, is_prepared, layers_of, optimizers_of, override_method
 from keras_shardopt.data.own_parts import is_own_part
@@ -460,7 +461,9 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                     grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
                 else:
                     # Not the reducer's own scale: what scales the loss may also be around it.
-                    reduced = reducer.pipeline.reduce(mine_of_step.replace(loss_scale=model.optimizer.scale_loss(1.0)))
+                    mine_of_step = mine_of_step.replace(loss_scale=model.optimizer.scale_loss(1.0))
+                    with assigning_nothing():
+                        reduced = reducer.pipeline.reduce(mine_of_step)
                     grads = (reduced.grads, reduced.found_inf, dict(reduced.notes))
 
         def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:

@@ -201,3 +201,27 @@ def test_a_stage_with_arguments_says_what_files_hold():
         ks.CrossShard("sgd", stages=[Forgetful(2.0)]).get_config()
     assert "stages=[Forgetful(...)]" in repr(ks.CrossShard("sgd", stages=[Forgetful(2.0)]))
     assert "stages=[GradientNoise(momentum=0.95)]" in repr(ks.CrossShard("sgd", stages=[ks.GradientNoise()]))
+
+
+class Counts(ks.Stage):
+    def build(self, variables, add_variable):
+        self.count = add_variable(shape=(), initializer="zeros", name="count")
+
+    def local(self, step, comm):
+        self.count.assign(self.count + 1)
+        return step
+
+
+@pytest.mark.backends("jax")
+def test_local_that_assigns_is_refused_where_the_value_would_be_lost():
+    x, y = problem.data()
+    with ks.data_parallel(num_replicas=2):
+        model = problem.model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), stages=[Counts()]), "mse")
+        with pytest.raises(ValueError, match="`local` of a stage must assign no variables.*count.*assign in `commit`"):
+            model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
+    with ks.data_parallel(num_replicas=2):
+        model = problem.model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), stages=[Noting()]), "mse")
+        model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
+    assert int(model.optimizer.stages[0].count) == problem.NUM_STEPS  # the largest of the ids 0 and 1, in each step

@@ -7,7 +7,8 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -100,8 +101,13 @@ class JaxRuntime(Runtime):
 
     def map_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
         distribution = keras.distribution.distribution()
+
+        def on_one(own: Any) -> Any:
+            with assigning_nothing():
+                return function(jax.tree.map(lambda value: value[0], own))
+
         return jax.shard_map(
-            lambda own: function(jax.tree.map(lambda value: value[0], own)),
+            on_one,
             mesh=distribution.device_mesh.backend_mesh,
             in_specs=jax.sharding.PartitionSpec(distribution.batch_dim_name),
             out_specs=jax.sharding.PartitionSpec(),
@@ -138,6 +144,23 @@ class ScopeInScope(keras.StatelessScope):
     def get_current_value(self, variable: Variable) -> Tensor | None:
         value = super().get_current_value(variable)
         return value if value is not None or self._outer is None else self._outer.get_current_value(variable)
+
+
+@contextlib.contextmanager
+def assigning_nothing() -> Iterator[None]:
+    """For what one replica does in a step that all replicas make in one program: an assignment would be lost.
+
+    Raises:
+        ValueError: if a variable was assigned in the block.
+    """
+    with ScopeInScope(()) as scope:
+        yield
+    if scope.assigned:
+        raise ValueError(
+            "`local` of a stage must assign no variables, of which all replicas have one. Received: an assignment to "
+            f"{', '.join(variable.path for variable in scope.assigned)}. Hand on in `step.notes` what it found, equal "
+            "on all replicas, and assign in `commit`."
+        )
 
 
 _UNNAMED_PMAP_AXIS = "_internal_pmap_axis_name"
