@@ -88,7 +88,7 @@ def _reduce_weighted_values(
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
         # A loss that chooses its values has perhaps as many as there are rows on some replicas only.
-        is_by_row = part.rows_here == values.shape[0] and _is_of_keras(caller_instance())
+        is_by_row = part.rows_here is not None and part.rows_here == values.shape[0] and _is_of_keras(caller_instance())
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part, is_by_row)
     return _dividing.note_divided(loss, adds_up) if part.losses_are_divided and _dividing is not None else loss
 
