@@ -219,8 +219,9 @@ def _nadam(
     product = optimizer._u_product.value
     root = ops.sqrt(1 - ops.power(beta_2, step + 1))
     scale = ops.cast(learning_rate, dtype) * root
-    of_momentum = _number(scale * next_one / (1 - product * next_one))
-    of_grad, epsilon = _number(scale * (1 - now) / (1 - product)), optimizer.epsilon * _number(root)
+    factors = (scale * next_one / (1 - product * next_one), scale * (1 - now) / (1 - product), root)
+    of_momentum, of_grad, root = torch.stack(factors).tolist()  # one wait for a device
+    epsilon = optimizer.epsilon * root
     for w, g, m, v in pieces(list(zip(weights, grads, momentums, velocities))):
         m.mul_(optimizer.beta_1).add_(g, alpha=1 - optimizer.beta_1)
         v.mul_(optimizer.beta_2).addcmul_(g, g, value=1 - optimizer.beta_2)
