@@ -60,7 +60,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
             stage 1). Saving is then a call of all processes. See [sharded state](../sharded_state.md).
         compression: None (default), "float16" or "bfloat16": the dtype in which gradients are sent and added up. See
             [fewer bytes](../compression.md), which bounds the error.
-        fused: "auto" (default) or False. PyTorch: whether Keras' Adam, AdamW, SGD and Adagrad update in one pass
+        fused: "auto" (default) or False. PyTorch: whether Keras' Adam, AdamW, Nadam, SGD and Adagrad update in one pass
             over memory, which changes last digits. See [speed on PyTorch](../torch_speed.md).
         overlap: "auto" (default) or False. PyTorch: whether `fit` sends gradients while others are computed.
         bucket_mib: float > 0, 25 by default. PyTorch: how many MiB of gradients are sent at a time.

@@ -112,6 +112,12 @@ class Accumulation(Stage):
         runtime.no_compile(self._collect, step, proceed)
 
     def _collect(self, step: Step, proceed: Proceed) -> None:
+        if self.ends_next and self._optimizer.pipeline.reducer.has_finished:
+            # They are the means of the window over all replicas.
+            self.starts, self.is_complete = self._count_up()
+            self._ends = None
+            proceed(step.replace(weight=1.0, row_share=1.0))
+            return
         stacked = None if step.is_reduced else self.stacked_along
         if not step.is_reduced and stacked is None:
             step = self.own(step)
@@ -201,6 +207,33 @@ class Accumulation(Stage):
         self.counter.assign(self._count)
         self._version = runtime.version(self.counter)
         return before == 0, is_over
+
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next micro-batch is the last of its window, where Python runs in each of them."""
+        if self._ends is not None:
+            return self._ends
+        version = runtime.version(self.counter)
+        return version is not None and version == self._version and self._count + 1 == self.num_steps
+
+    def mean_with(self, counts: bool) -> Callable[[int, Tensor | None], Tensor | None]:
+        """What makes of each gradient of the last micro-batch, or None, the mean of the window, as this replica has it.
+
+        Args:
+            counts: whether this replica has rows in that micro-batch.
+        """
+        before = set() if self._count == 0 else set(self._present)
+
+        def mean(i: int, grad: Tensor | None) -> Tensor | None:
+            if grad is not None and not counts:
+                grad = ops.zeros_like(grad)
+            value = self._addend(i, grad)
+            if i in before:
+                total = ops.convert_to_tensor(self._sums[i])
+                return self._mean(i, total if value is None else total + value)
+            return None if value is None else self._mean(i, value)
+
+        return mean
 
     @property
     def num_taken(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.numerics import Variable
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
@@ -16,20 +17,22 @@ _kernels = for_backend({"torch": "keras_shardopt.backends.torch.fused"})
 
 
 class FusedUpdate(Stage):
-    """Lets Keras' own optimizers inside update with PyTorch's kernels.
+    """Lets Keras' own optimizers inside update with PyTorch's kernels, or in pieces that stay in the CPU's cache.
 
     Args:
         optimizer: the `CrossShard`.
+        exactly: whether to keep Keras' arithmetic, bit for bit.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, exactly: bool) -> None:
         self._optimizer = optimizer
+        self._exactly = exactly
         self._innermost: list[Any] = []
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
         """The stage, where the options ask for it."""
-        return [] if options.fused is False or _kernels is None else [cls(optimizer)]
+        return [] if _kernels is None else [cls(optimizer, options.fused is False)]
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Finds the optimizers with an update rule, once."""
@@ -37,7 +40,8 @@ class FusedUpdate(Stage):
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """The update, in one pass."""
-        if _kernels is not None and _kernels.may_fuse(self._innermost):
-            _kernels.fused(self._innermost, proceed, step)
+        compiles = self._exactly and not runtime.is_concrete(step.grads)  # which has a way of its own
+        if _kernels is not None and not compiles and any(map(_kernels.is_elementwise, self._innermost)):
+            _kernels.fused(self._innermost, self._exactly, proceed, step)
         else:
             proceed(step)

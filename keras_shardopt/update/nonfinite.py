@@ -22,6 +22,9 @@ from keras_shardopt.update.step import Proceed, Stage, Step, proceed_if
 UNKNOWN = -1
 """Stands for a replica or variable that nobody can name."""
 
+ALL_FINITE = (0, UNKNOWN, UNKNOWN)
+"""Stands for `Step.found_inf` where it is known that nothing is to be done."""
+
 
 class SkipNonFinite(Stage):
     """Leaves out updates with a gradient that is NaN or infinite on any replica, and keeps whose that was.
@@ -68,6 +71,9 @@ class SkipNonFinite(Stage):
         """Skips, counts, and notes whose gradient it was."""
         found_inf = step.found_inf
         assert found_inf is not None
+        if isinstance(found_inf, tuple):  # `ALL_FINITE`
+            proceed(step.replace(found_inf=None))
+            return
         is_bad = found_inf[0] > 0
         places = ops.convert_to_tensor([*map(self._optimizer._position, step.variables), UNKNOWN], "int32")
         names = ops.stack([found_inf[1], ops.take(places, found_inf[2] % (len(step.variables) + 1), axis=0)])

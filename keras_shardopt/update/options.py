@@ -104,11 +104,9 @@ class CrossShardOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing looks at gradients, or holds them back, on the way from the backward pass to the update."""
-        accumulates = (self.gradient_accumulation_steps or 1) > 1
+        """Whether nothing looks at a replica's own gradients, or at parts, between backward pass and update."""
         is_whole = self.group_assignment is None and not self.shard_state
-        looks = self.looks_at_own_gradients or self.on_nonfinite != "ignore" or bool(self.stages)
-        return is_whole and not accumulates and not looks
+        return is_whole and not self.looks_at_own_gradients and not self.stages
 
     def needing_local_gradients(self) -> list[str]:
         """The arguments for which each replica's own gradients are needed, as `name=value`."""

@@ -19,6 +19,10 @@ class Reducer(Protocol):
     def watch(self, loss: Tensor, row_share: Any) -> None:
         """Called with each loss before it is differentiated."""
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether the gradients of this step are global already, as it has reduced them in the backward pass."""
+
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
         """The step with gradients that were, or now are, reduced in a way that no stage sees; None where not."""
 

@@ -8,11 +8,12 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
 from keras_shardopt.numerics import Tensor, Variable, overwrites_variable
 from keras_shardopt.update.all_reduce import global_gradients, join_uneven_inputs
-from keras_shardopt.update.nonfinite import UNKNOWN, all_reduce_and_check, fail_among_all, num_flags
+from keras_shardopt.update.nonfinite import ALL_FINITE, UNKNOWN, all_reduce_and_check, fail_among_all, num_flags
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Step
@@ -42,6 +43,11 @@ class AllReduce:
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
         """Nothing is."""
         return None
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the backward pass that is over has left global gradients."""
+        return False
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
         """Weighs them by the replica's rows, and sends them."""
@@ -159,15 +165,29 @@ class OverlappedAllReduce(AllReduce):
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
         """Sends gradients while this loss is differentiated, if it is that of a step of Keras' trainer."""
-        if self.buckets is not None:
+        if self.buckets is None or not runtime.is_concrete(loss):
+            return
+        window = self._optimizer.accumulation
+        if window is None:
             self.buckets.follow(loss, self._optimizer, bool(row_share))
+        elif window.is_built and window.ends_next:
+            self.buckets.follow(loss, self._optimizer, True, window.mean_with(bool(row_share)))
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
         """With the gradients that the buckets have, or now get."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             return None
-        return step.replace(grads=buckets.reduce(step.grads, step.variables, bool(step.row_share), step.weight))
+        grads = buckets.reduce(step.grads, step.variables, bool(step.row_share), step.weight)
+        found_inf = buckets.found_inf
+        if found_inf not in (None, ALL_FINITE):
+            found_inf = ops.convert_to_tensor(found_inf, "int32")
+        return step.replace(grads=grads, found_inf=found_inf)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the backward pass that is over has left global gradients."""
+        return self.buckets is not None and bool(self.buckets.has_finished)
 
     def finish(self, comm: Communicator) -> None:
         """See `AllReduce.finish`; in buckets, where gradients are."""
@@ -188,5 +208,6 @@ class OverlappedAllReduce(AllReduce):
             if _overlap is not None and not any(map(overwrites_variable, variables)):
                 takes_mean, num_bytes = self._options.reduction == "mean", self._options.bucket_mib * 2**20
                 compression = self._options.compression
-                self.buckets = _overlap.buckets_among(comm, variables, takes_mean, num_bytes, compression)
+                arguments = (takes_mean, num_bytes, compression, self._checks_finite)
+                self.buckets = _overlap.buckets_among(comm, variables, *arguments)
         return self.buckets

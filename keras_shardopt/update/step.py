@@ -46,11 +46,11 @@ class Step:
     loss_scale: Any = None
     """By what the loss was multiplied; None where the optimizer itself knows."""
 
-    found_inf: Tensor | None = None
+    found_inf: Tensor | tuple[int, int, int] | None = None
     """Before the reduction the position, from 1, of this replica's first gradient that is not finite, or 0.
 
     After it three ints, equal on all replicas: greater than 0 if a gradient is not finite; the replica; the position
-    of the variable, from 0.
+    of the variable, from 0. `ALL_FINITE` of `nonfinite.py` where that is known without waiting for a device.
     """
 
     replica_axis: str | None = None

@@ -72,6 +72,64 @@ def test_more_work_is_seen(monkeypatch):
         test_work_is_linear_and_constant("alone")
 
 
+SCALING = ("Backoff", {"scale_max": 8.0})
+WAITING = {
+    "plain": lambda inner: ks.CrossShard(inner),
+    "skips": lambda inner: ks.CrossShard(inner, on_nonfinite="skip"),
+    "LossScaling": lambda inner: ks.CrossShard(ks.LossScaling(inner, *SCALING)),
+    "LARC": lambda inner: ks.CrossShard(ks.LARC(inner, 0.01)),
+    "GradientClipping": lambda inner: ks.CrossShard(ks.GradientClipping(inner, 1.0)),
+    "MixedPrecision": lambda inner: ks.CrossShard(ks.MixedPrecision(inner)),
+    "all": lambda inner: ks.CrossShard(
+        ks.LossScaling(ks.GradientClipping(ks.LARC(ks.MixedPrecision(inner), 0.01), 1.0), *SCALING)
+    ),
+}
+
+
+def reads_of_an_update(optimizer, monkeypatch):
+    """How often Python reads a tensor's value, for which it waits on a GPU, in an update that is not the first."""
+    import torch
+
+    weights = [keras.Variable(np.ones((3, 2), "float32")) for _ in range(3)]
+    grads = [keras.ops.ones((3, 2)) for _ in weights]
+    optimizer.build(weights)
+    for _ in range(3):
+        optimizer.apply(grads, weights)
+    count = []
+
+    def counting(real):
+        def read(tensor, *args, **kwargs):
+            count.append(real)
+            return real(tensor, *args, **kwargs)
+
+        return read
+
+    for name in ("__bool__", "__float__", "__int__", "item", "tolist", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+    optimizer.apply(grads, weights)
+    monkeypatch.undo()
+    return len(count)
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("chain", WAITING)
+def test_an_update_waits_for_a_device_once_at_most(chain, monkeypatch):
+    scales = "LossScaling" in chain or chain in ("skips", "all")
+    assert reads_of_an_update(WAITING[chain](keras.optimizers.Adam(0.01)), monkeypatch) == scales
+
+
+@pytest.mark.backends("torch")
+def test_reads_of_an_update_are_counted(monkeypatch):
+    class Reading(ks.Stage):
+        def commit(self, step, proceed):
+            if float(step.grads[0][0, 0]) and keras.ops.convert_to_numpy(step.grads[1]).any():
+                proceed(step)
+
+    optimizer = ks.CrossShard(keras.optimizers.Adam(0.01), stages=[Reading()])
+    assert reads_of_an_update(optimizer, monkeypatch) == 2
+    assert reads_of_an_update(ks.CrossShard(keras.optimizers.Nadam(0.01)), monkeypatch) == 1
+
+
 class Counting(keras.optimizers.SGD):
     """Counts how often Python runs through its update."""
 

@@ -163,25 +163,37 @@ def test_torch_optimizers_live_in_a_private_module():
 @pytest.mark.backends("torch")
 def test_the_arithmetic_of_torch_optimizers_is_one_method():
     import torch
-    from keras.src.backend.torch.optimizers import torch_adagrad, torch_adam, torch_adamw, torch_sgd
+
+    from keras_shardopt.backends.torch import pieces
 
     made = {
-        torch_adam.Adam: keras.optimizers.Adam(amsgrad=True),
-        torch_adamw.AdamW: keras.optimizers.AdamW(),
-        torch_sgd.SGD: keras.optimizers.SGD(momentum=0.5),
-        torch_adagrad.Adagrad: keras.optimizers.Adagrad(),
+        "Adam": {"amsgrad": True},
+        "RMSprop": {"momentum": 0.5, "centered": True},
+        "SGD": {"momentum": 0.5},
+        **{name: {} for name in ("AdamW", "Adagrad", "Adadelta", "Adamax", "Nadam", "Lion", "Ftrl")},
     }
-    slots = {torch_adam.Adam: ["_momentums", "_velocities", "_velocity_hats"], torch_sgd.SGD: ["momentums"]}
-    for kind, optimizer in made.items():
-        assert type(optimizer) is kind
-        given = inspect.signature(kind._parallel_update_step).parameters
-        assert list(given) == ["self", "grads", "variables", "learning_rate"]
+    assert len(made) == len(pieces._SLOTS)
+    for name, arguments in made.items():
+        optimizer = getattr(keras.optimizers, name)(**arguments)
+        kind = type(optimizer)
+        assert pieces.is_elementwise(optimizer)
+        given = inspect.signature(getattr(kind, pieces.step_of(kind))).parameters
+        assert list(given) == [
+            "self",
+            "grads",
+            "trainable_variables" if name == "Ftrl" else "variables",
+            "learning_rate",
+        ]
         variables = problem.model().trainable_variables
         optimizer.build(variables)
         assert optimizer._get_variable_index(variables[2]) == 2
-        for name in slots.get(kind, []):
-            assert [tuple(v.shape) for v in getattr(optimizer, name)] == [(5, 7), (7,), (7, 3), (3,)]
-    assert len(made[torch_adagrad.Adagrad]._accumulators) == 4
+        for slot in pieces._SLOTS[kind]:
+            if (name, slot) != ("AdamW", "_velocity_hats"):
+                assert [tuple(v.shape) for v in getattr(optimizer, slot)] == [(5, 7), (7,), (7, 3), (3,)]
+        # Nothing else of it is of variables, or is assigned.
+        others = [v for v in optimizer.variables if len(v.shape)]
+        assert len(others) == 4 * len(pieces.slot_names(optimizer)), name
+        assert hasattr(optimizer, "_u_product") == (name == "Nadam")
     assert callable(torch._fused_adam_) and callable(torch._fused_sgd_)
 
 

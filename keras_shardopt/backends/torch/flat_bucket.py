@@ -60,6 +60,11 @@ class FlatBucket:
             if self.factor != 1:
                 self.wide.mul_(self.factor)
 
+    def is_finite(self) -> Tensor:
+        """Whether the sum of `results` is: a scalar bool tensor. It is in one pass, and not where an element is not."""
+        dtype = self.wide.dtype if self.wide.dtype == torch.float64 else torch.float32
+        return self.wide.sum(dtype=dtype).isfinite()
+
 
 def laid_out(
     tensors: Sequence[Tensor],

@@ -4,106 +4,87 @@ Keras' own updates on PyTorch make a pass, and often a new array, for each opera
 times the time of PyTorch's fused kernel, which reads and writes each array once. Here only the arithmetic of an
 optimizer's own step is replaced. Clipping, decay, averages, constraints and counters stay what they are in Keras.
 
-Formulas that no kernel has run operation by operation, in pieces of the arrays that stay in the CPU's cache.
+Formulas that no kernel has run operation by operation, in pieces of the arrays that stay in the CPU's cache: here in
+fewer operations than Keras', and where that gains little in Keras' own (`pieces.py`).
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.torch.optimizers.torch_adam.Adam`, `torch_adamw.AdamW`, `torch_sgd.SGD`,
-        `torch_adagrad.Adagrad` - the classes that `keras.optimizers.Adam()` and others make.
-    `TorchParallelOptimizer._parallel_update_step(grads, variables, learning_rate)` - the arithmetic of a step.
-    `Adam._momentums`, `_velocities`, `_velocity_hats`, `SGD.momentums`, `Adagrad._accumulators` - the slots.
-    `Optimizer._get_variable_index` - the position of a variable's slots.
+    `keras.src.backend.torch.optimizers.torch_adam.Adam` and others - the classes that `keras.optimizers.Adam()` makes.
+    `Nadam._u_product` - the product of the rates of its momentum so far.
 Private names of PyTorch: `torch._fused_adam_`, `torch._fused_sgd_` - what is behind `torch.optim.Adam(fused=True)`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from keras import ops
-from keras.src.backend.torch.optimizers import torch_adagrad, torch_adam, torch_adamw, torch_sgd
+from keras.src.backend.torch.optimizers import (
+    torch_adagrad,
+    torch_adam,
+    torch_adamw,
+    torch_lion,
+    torch_nadam,
+    torch_sgd,
+)
 
+from keras_shardopt.backends.torch.pieces import (
+    are_alike,
+    columns_of,
+    is_elementwise,
+    pieces,
+    slot_names,
+    step_of,
+    update_in_pieces,
+)
 from keras_shardopt.numerics import Tensor, Variable
-
-_STEP = "_parallel_update_step"
-
-PIECE = 2**18
-"""How many elements of each array are worked on at a time where there is no kernel, on a CPU."""
-
-_DTYPES = (torch.float32, torch.float64)
-
-
-def may_fuse(optimizers: Sequence[Any]) -> bool:
-    """Whether one of these innermost optimizers can update in one pass over memory.
-
-    It is for Keras' own Adam, AdamW, SGD and Adagrad; a subclass, or one with a method replaced, keeps its own
-    arithmetic. So does an update of other dtypes than float32 and float64 (or of several), on other devices than a CPU
-    or GPU, or of sparse gradients.
-    """
-    return any(_fits(optimizer) for optimizer in optimizers)
 
 
 @torch.compiler.disable
-def fused(optimizers: Sequence[Any], function: Callable[..., None], *args: Any) -> None:
-    """Calls `function(*args)`, in which these innermost optimizers update in one pass over memory."""
+def fused(optimizers: Sequence[Any], exactly: bool, function: Callable[..., None], *args: Any) -> None:
+    """Calls `function(*args)`, in which these innermost optimizers update in one pass over memory.
+
+    It is for Keras' own element-wise optimizers; a subclass, or one with a method replaced, keeps its own arithmetic.
+
+    Args:
+        optimizers: some of them.
+        exactly: whether to keep Keras' arithmetic, bit for bit.
+        function: what calls their `apply`.
+        args: its arguments.
+    """
     # For the time of an update only, so that optimizers can be copied and saved, and used elsewhere, as they are.
-    replaced = [optimizer for optimizer in optimizers if _fits(optimizer)]
+    replaced = [optimizer for optimizer in optimizers if is_elementwise(optimizer)]
     for optimizer in replaced:
-        optimizer.__dict__[_STEP] = functools.partial(_update, optimizer)
+        update = update_in_pieces if exactly else _update
+        optimizer.__dict__[step_of(type(optimizer))] = functools.partial(update, optimizer)
     try:
         function(*args)
     finally:
         for optimizer in replaced:
-            del optimizer.__dict__[_STEP]
-
-
-def _fits(optimizer: Any) -> bool:
-    return type(optimizer) in _RULES and not _OVERRIDDEN & optimizer.__dict__.keys()
-
-
-_OVERRIDDEN = {_STEP, "_backend_update_step", "update_step"}
+            del optimizer.__dict__[step_of(type(optimizer))]
 
 
 @torch.no_grad()
 def _update(optimizer: Any, grads: Sequence[Tensor], variables: Sequence[Variable], learning_rate: Any) -> None:
-    """Stands in for an optimizer's own `_parallel_update_step`."""
-    names, rule = _RULES[type(optimizer)](optimizer)
-    places = [optimizer._get_variable_index(variable) for variable in variables]
-    weights = [variable.value for variable in variables]
-    slots = [[getattr(optimizer, name)[i].value for i in places] for name in names]
-    grads = [g.contiguous() if torch.is_tensor(g) and not g.is_sparse else g for g in grads]
-    if rule is None or not _are_alike([*weights, *grads, *[slot for each in slots for slot in each]]):
-        getattr(type(optimizer), _STEP)(optimizer, grads, variables, learning_rate)
+    """Stands in for an optimizer's own step."""
+    rule = _RULES.get(type(optimizer), lambda _: None)(optimizer)
+    columns = [] if rule is None else columns_of(optimizer, slot_names(optimizer), grads, variables)
+    if rule is None or not are_alike(columns):
+        update_in_pieces(optimizer, grads, variables, learning_rate)
         return
     # Where another replica owns all of a variable, there is nothing.
-    columns = [column for column in zip(weights, grads, *slots) if column[0].numel()]
+    columns = [column for column in columns if column[0].numel()]
     if columns:
         rule(optimizer, learning_rate, *map(list, zip(*columns)))
-
-
-def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether one kernel can take them all."""
-    dtype, device = tensors[0].dtype, tensors[0].device
-    if dtype not in _DTYPES or device.type not in ("cpu", "cuda"):
-        return False
-    return all(
-        torch.is_tensor(t)
-        and t.dtype == dtype
-        and t.device == device
-        and t.layout == torch.strided
-        and t.is_contiguous()
-        for t in tensors
-    )
 
 
 # -- Adam and AdamW ------------------------------------------------------------------------------------------------
 
 
-def _adam_rule(optimizer: Any) -> tuple[list[str], Callable[..., None] | None]:
-    names = ["_momentums", "_velocities", *(["_velocity_hats"] if optimizer.amsgrad else [])]
-    return names, _adam if optimizer.beta_1 < 1 and optimizer.beta_2 < 1 else None
+def _adam_rule(optimizer: Any) -> Callable[..., None] | None:
+    return _adam if optimizer.beta_1 < 1 and optimizer.beta_2 < 1 else None
 
 
 def _adam(
@@ -149,10 +130,10 @@ def _never(device: torch.device) -> Tensor:
 # -- SGD -----------------------------------------------------------------------------------------------------------
 
 
-def _sgd_rule(optimizer: Any) -> tuple[list[str], Callable[..., None] | None]:
+def _sgd_rule(optimizer: Any) -> Callable[..., None]:
     if optimizer.momentum == 0:
-        return [], _sgd
-    return ["momentums"], _nesterov if optimizer.nesterov else _momentum
+        return _sgd
+    return _nesterov if optimizer.nesterov else _momentum
 
 
 def _sgd(optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor]) -> None:
@@ -171,7 +152,7 @@ def _momentum(
         _fused_sgd(weights, grads, momentums, momentum=optimizer.momentum, lr=-1.0, dampening=dampening)
         return
     # A rate so small that 1 + rate has lost its digits.
-    for w, g, m in _pieces(weights, grads, momentums):
+    for w, g, m in pieces(list(zip(weights, grads, momentums))):
         w.add_(m.mul_(optimizer.momentum).add_(g, alpha=-rate))
 
 
@@ -185,7 +166,7 @@ def _nesterov(
     optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor], momentums: list[Tensor]
 ) -> None:
     rate = _number(learning_rate)
-    for w, g, m in _pieces(weights, grads, momentums):
+    for w, g, m in pieces(list(zip(weights, grads, momentums))):
         m.mul_(optimizer.momentum).add_(g, alpha=-rate)
         w.add_(g, alpha=-rate).add_(m, alpha=optimizer.momentum)
 
@@ -193,19 +174,58 @@ def _nesterov(
 # -- Adagrad -------------------------------------------------------------------------------------------------------
 
 
-def _adagrad_rule(optimizer: Any) -> tuple[list[str], Callable[..., None] | None]:
-    del optimizer
-    return ["_accumulators"], _adagrad
-
-
 def _adagrad(
     optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor], squares: list[Tensor]
 ) -> None:
     # PyTorch's kernel has epsilon outside of the root.
     rate = _number(learning_rate)
-    for w, g, s in _pieces(weights, grads, squares):
+    for w, g, s in pieces(list(zip(weights, grads, squares))):
         s.addcmul_(g, g)
         w.addcdiv_(g, torch.add(s, optimizer.epsilon).sqrt_(), value=-rate)
+
+
+# -- Lion and Nadam ------------------------------------------------------------------------------------------------
+
+
+def _lion(
+    optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor], momentums: list[Tensor]
+) -> None:
+    # With Keras' bits: elsewhere a sign might be another one. That of 0 is 0.
+    rate = _number(ops.cast(learning_rate, weights[0].dtype))
+    room = torch.empty(0, dtype=weights[0].dtype, device=weights[0].device)
+    for w, g, m in pieces(list(zip(weights, grads, momentums))):
+        room = room if room.numel() == m.numel() else torch.empty_like(m)
+        torch.mul(m, optimizer.beta_1, out=room).add_(g, alpha=1 - optimizer.beta_1)
+        w.add_(room.sign_(), alpha=-rate)
+        m.mul_(optimizer.beta_2).add_(g, alpha=1 - optimizer.beta_2)
+
+
+def _nadam(
+    optimizer: Any,
+    learning_rate: Any,
+    weights: list[Tensor],
+    grads: list[Tensor],
+    momentums: list[Tensor],
+    velocities: list[Tensor],
+) -> None:
+    # Keras: w -= rate (u' m / (1 - p u') + (1 - u) g / (1 - p)) / (sqrt(v / (1 - b ** t)) + eps), with p the product of
+    # all u so far and u' the next one. Here all is multiplied by sqrt(1 - b ** t), and numbers by each other first.
+    # The numbers are in Keras' precision, as 1 - b ** t has few digits.
+    dtype = weights[0].dtype
+    numbers = (optimizer.iterations, optimizer.beta_1, optimizer.beta_2, 0.96)
+    step, beta_1, beta_2, decay = (ops.cast(number, dtype) for number in numbers)
+    now, next_one = (beta_1 * (1.0 - 0.5 * ops.power(decay, step + t)) for t in (1, 2))
+    optimizer._u_product.assign(optimizer._u_product.value * now)
+    product = optimizer._u_product.value
+    root = ops.sqrt(1 - ops.power(beta_2, step + 1))
+    scale = ops.cast(learning_rate, dtype) * root
+    factors = (scale * next_one / (1 - product * next_one), scale * (1 - now) / (1 - product), root)
+    of_momentum, of_grad, root = torch.stack(factors).tolist()  # one wait for a device
+    epsilon = optimizer.epsilon * root
+    for w, g, m, v in pieces(list(zip(weights, grads, momentums, velocities))):
+        m.mul_(optimizer.beta_1).add_(g, alpha=1 - optimizer.beta_1)
+        v.mul_(optimizer.beta_2).addcmul_(g, g, value=1 - optimizer.beta_2)
+        w.addcdiv_(torch.mul(m, of_momentum).add_(g, alpha=of_grad), torch.sqrt(v).add_(epsilon), value=-1)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -215,16 +235,11 @@ def _number(learning_rate: Any) -> float:
     return float(ops.convert_to_numpy(learning_rate))
 
 
-def _pieces(*lists: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Flat pieces of each of the tensors, along with those of the others at the same place."""
-    for tensors in zip(*lists):
-        size = PIECE if tensors[0].device.type == "cpu" else tensors[0].numel()
-        yield from zip(*[tensor.detach().view(-1).split(size) for tensor in tensors])
-
-
-_RULES: dict[type, Callable[[Any], tuple[list[str], Callable[..., None] | None]]] = {
+_RULES: dict[type, Callable[[Any], Callable[..., None] | None]] = {
     torch_adam.Adam: _adam_rule,
     torch_adamw.AdamW: _adam_rule,
     torch_sgd.SGD: _sgd_rule,
-    torch_adagrad.Adagrad: _adagrad_rule,
+    torch_adagrad.Adagrad: lambda _: _adagrad,
+    torch_lion.Lion: lambda _: _lion,
+    torch_nadam.Nadam: lambda _: _nadam,
 }

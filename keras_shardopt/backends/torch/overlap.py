@@ -8,6 +8,9 @@ What travels is the same, bucket by bucket, if all of it is sent at the end (`re
 itself, at every step, when it sends. A rank does so early only where it knows what comes: in the step of Keras' own
 trainer, which calls `scale_loss`, `backward` and `apply` one after another. Everybody else gets `reduce`.
 
+The last of several micro-batches sends means of all of them. What is not finite is looked for in what is reduced: by
+one sum a bucket, and by a look at each gradient, and a question to all ranks, only where that sum is not finite.
+
 Private names of Keras touched here (a test holds them):
     `Model.train_step` of the torch trainer - scales the loss, lets gradients go, computes new ones,
         and hands `.grad` of the trainable weights to the optimizer.
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -51,6 +54,7 @@ class Buckets:
         takes_mean: bool. Whether sums are divided by the number of ranks.
         bucket_bytes: float. How large buckets may be; a gradient that is larger has one of its own.
         compression: None, "float16" or "bfloat16": the dtype in which float32 and float64 are sent and added up.
+        checks_finite: bool. Whether to look for what is not finite.
     """
 
     def __init__(
@@ -60,8 +64,12 @@ class Buckets:
         takes_mean: bool,
         bucket_bytes: float,
         compression: str | None,
+        checks_finite: bool = False,
     ) -> None:
         self._ranks = ranks
+        self._checks_finite = checks_finite
+        self.found_inf: tuple[int, int, int] | None = None
+        """Of the gradients that `reduce` has returned last, as `Step.found_inf`; None where nobody asks."""
         self._num_ranks = int(ranks.num_replicas)
         self._variables = list(variables)
         self._places = {id(variable): i for i, variable in enumerate(self._variables)}
@@ -85,7 +93,8 @@ class Buckets:
             # The backward pass before has ended with an error. Others wait for the rest of its gradients, and then
             # do it all once more, along with what this rank sends next.
             self._was_late = True
-            self._reduced([False] * len(self._variables), None)
+            nothing: list[Tensor | None] = [None] * len(self._variables)
+            self._reduced([False] * len(nothing), lambda: nothing, None)
         self._forget()
 
     def _forget(self) -> None:
@@ -96,6 +105,7 @@ class Buckets:
         self._num_sent: int = 0
         self._under_way: list[Any] = []
         self._finished: list[Tensor | None] | None = None
+        self._window: Window | None = None
 
     # Not `weakref.finalize`, whose registry `torch.compile` would guard on.
     def __del__(self) -> None:
@@ -106,13 +116,14 @@ class Buckets:
 
     # -- early -----------------------------------------------------------------------------------------------------
 
-    def follow(self, loss: Any, optimizer: Any, counts: bool) -> None:
+    def follow(self, loss: Any, optimizer: Any, counts: bool, window: Window | None = None) -> None:
         """Sends gradients while `loss` is differentiated, if the `scale_loss` that asks is called by Keras' own step.
 
         Args:
             loss: what `scale_loss` returns.
             optimizer: whose `scale_loss` that is.
             counts: whether this rank has rows, so that its gradients count.
+            window: what makes of a gradient, or of None, that of several micro-batches, of which this is the last.
         """
         if not self._overlaps or torch.compiler.is_compiling():
             return
@@ -125,12 +136,12 @@ class Buckets:
         def start(_: Tensor) -> None:
             buckets = mine()
             if buckets is not None:
-                buckets._start(counts)
+                buckets._start(counts, window)
 
         loss.register_hook(start)
 
     @torch.no_grad()
-    def _start(self, counts: bool) -> None:
+    def _start(self, counts: bool, window: Window | None) -> None:
         if not self._ranks.are_current():
             return
         self._begin()
@@ -142,7 +153,7 @@ class Buckets:
             return  # somebody adds gradients up
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.places)
-        self._counts = counts
+        self._counts, self._window = counts, window
         self._task = torch._C._current_graph_task_id()
         self._is_running = True
         _Autograd._execution_engine.queue_callback(self._finish)
@@ -173,7 +184,7 @@ class Buckets:
             return
         assert parameter.grad is not None
         self._seen[i] = (parameter.grad, parameter.grad._version)
-        self._put(i, parameter.grad)
+        self._put(i, self._of_window(i, parameter.grad))
         bucket.num_missing -= 1
         while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_missing:
             self._send()
@@ -188,19 +199,29 @@ class Buckets:
         for i, (grad, version) in self._seen.items():
             # By a hook of somebody else, which came after.
             self._was_late |= own[i] is not grad or grad._version != version
+        present = [i in self._seen for i in range(len(own))]
         for bucket in self._buckets[self._num_sent :]:
             for i in bucket.places:
                 if i not in self._seen:
-                    self._put(i, own[i])
-        found = self._reduced([grad is not None for grad in own], self._trainable)
+                    grad = self._of_window(i, own[i])
+                    present[i] = grad is not None
+                    self._put(i, grad)
+
+        def given() -> Gradients:
+            return [self._of_window(i, grad) for i, grad in enumerate(own)]
+
+        found = self._reduced(present, given, self._trainable)
         if found is None:  # somewhere one came after it was sent
             # All of it anew, and from now on at the end: here if this rank was late, or else on that one.
             self._overlaps = not self._was_late
-            found = self._reduced_at_the_end(own, self._counts, self._trainable)
+            found = self._reduced_at_the_end(given(), self._counts, self._trainable)
         self._seen = {}
         for parameter, grad in zip(self._parameters, found):
             parameter.grad = grad
         self._finished = found
+
+    def _of_window(self, i: int, grad: Tensor | None) -> Tensor | None:
+        return grad if self._window is None else self._window(i, grad)
 
     # -- at the end ------------------------------------------------------------------------------------------------
 
@@ -237,6 +258,9 @@ class Buckets:
                 "change gradients inside it."
             )
         self._num_taken += 1
+        if self.found_inf is not None and self.found_inf[2] >= 0:
+            is_bad, rank, place = self.found_inf
+            self.found_inf = is_bad, rank, places.index(place) if place in places else -1
         return [finished[i] for i in places]
 
     @torch.no_grad()
@@ -248,6 +272,11 @@ class Buckets:
         """
         self._begin()
         self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether `.grad` of the weights is global, and `reduce` has only to be given it."""
+        return self._finished is not None
 
     # -- what both do ----------------------------------------------------------------------------------------------
 
@@ -269,7 +298,7 @@ class Buckets:
             self._num_sent, self._was_late = 0, False
             for i, grad in enumerate(own):
                 self._put(i, grad, weight)
-            found = self._reduced([grad is not None for grad in own], trained, trains)
+            found = self._reduced([grad is not None for grad in own], lambda: own, trained, trains)
         return found
 
     def _send(self) -> None:
@@ -279,7 +308,11 @@ class Buckets:
         self._num_sent += 1
 
     def _reduced(
-        self, present: list[bool], trained: Sequence[bool] | None, trains: bool = True
+        self,
+        present: list[bool],
+        own: Callable[[], Gradients],
+        trained: Sequence[bool] | None,
+        trains: bool = True,
     ) -> list[Tensor | None] | None:
         """Sends what is not sent yet, and waits for all; None if some rank wants to do it all once more."""
         is_odd = self._num_taken % 2 == 1
@@ -314,7 +347,54 @@ class Buckets:
             has = heard.present
         for bucket in self._buckets:
             bucket.widen()
-        return [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
+        found = [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
+        if self._checks_finite:
+            self.found_inf = self._not_finite(found, own)
+        return found
+
+    # -- what is not finite ----------------------------------------------------------------------------------------
+
+    def _not_finite(self, found: Gradients, own: Callable[[], Gradients]) -> tuple[int, int, int]:
+        """What of the global gradients is not finite, and whose that was."""
+        # What is not finite makes the sum so; a sum may overflow by itself. Each rank has the same bits, but adds them
+        # up in an order of its own: only what elements say is sure to be the same on all, and leads to a collective.
+        device = self._flags.device
+        if bool(torch.stack([bucket.is_finite().to(device) for bucket in self._buckets]).all()):
+            return ALL_FINITE
+        place = _first_not_finite(found)
+        if not place:
+            return ALL_FINITE
+        told = torch.zeros(self._num_ranks, dtype=torch.int32, device=device)
+        # Memory of buckets holds those of all ranks by now.
+        grads = own() if self._counts else []
+        told[self._ranks.replica_id] = _first_not_finite([None if self._is_kept(grad) else grad for grad in grads])
+        with explaining_failures():
+            dist.all_reduce(told)
+        places = told.tolist()
+        rank = next((rank for rank, theirs in enumerate(places) if theirs), UNKNOWN)
+        return 1, rank, (place if rank == UNKNOWN else places[rank]) - 1
+
+    def _is_kept(self, grad: Tensor | None) -> bool:
+        if grad is None or grad.is_sparse:
+            return False
+        memory = grad.untyped_storage().data_ptr()
+        return any(memory == t.untyped_storage().data_ptr() for b in self._buckets for t in (b.flat, b.wide))
+
+
+Window = Callable[[int, "Tensor | None"], "Tensor | None"]
+"""`(place, grad) -> grad`."""
+
+UNKNOWN = -1
+
+ALL_FINITE = (0, UNKNOWN, UNKNOWN)
+
+
+def _first_not_finite(grads: Gradients) -> int:
+    """The position, counted from 1, of the first gradient that is not finite; 0 if all are."""
+    for i, grad in enumerate(grads):
+        if grad is not None and not torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all():
+            return i + 1
+    return 0
 
 
 def _let_go(heard: list[tuple[dict[int, Any], int]]) -> None:

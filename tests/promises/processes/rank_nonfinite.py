@@ -46,7 +46,7 @@ def the_update_is_left_out_on_all_ranks(scope):
 
 
 @check
-def which_rank_it_was_travels_in_the_one_reduction_that_there_is(scope):
+def which_rank_it_was_is_asked_only_where_something_is_bad(scope):
     calls, real = [], dist.all_reduce
 
     def counting(tensor, *args, **kwargs):
@@ -58,9 +58,24 @@ def which_rank_it_was_travels_in_the_one_reduction_that_there_is(scope):
     run(optimizer, weights, nonfinite.gradients(), scope.replica_id)
     optimizer.finalize_variable_values(weights)
     dist.all_reduce = real
-    # 5 elements, the presence of 2 gradients, which variables are trained, who goes on and who ends, and two digits
-    # per rank; the common start comes first.
-    assert calls[1:] == [5 + 2 + NUM_MARKS + 2 + 2 * scope.num_replicas] * (nonfinite.NUM_STEPS + 1), calls
+    # 5 elements, the presence of 2 gradients, which variables are trained, who goes on and who ends, and three flags of
+    # buckets; the common start comes first.
+    good = [5 + 2 + NUM_MARKS + 2 + 3]
+    assert calls[1:] == good * (nonfinite.NUM_STEPS + 1), calls
+    calls.clear()
+    dist.all_reduce = counting
+    optimizer, weights = ks.CrossShard("sgd", on_nonfinite="skip"), nonfinite.weights()
+    run(optimizer, weights, nonfinite.gradients(np.nan, 2), scope.replica_id)
+    dist.all_reduce = real
+    # After the bad update's, one number of each rank.
+    assert calls[1:] == [*good * (nonfinite.BAD_STEP + 1), scope.num_replicas, *good * 2], calls
+    # Where gradients travel at once, two digits of each rank travel along.
+    calls.clear()
+    dist.all_reduce = counting
+    optimizer, weights = ks.CrossShard("sgd", on_nonfinite="skip", overlap=False), nonfinite.weights()
+    run(optimizer, weights, nonfinite.gradients(np.nan, 2), scope.replica_id)
+    dist.all_reduce = real
+    assert calls[1:] == [5 + 2 + NUM_MARKS + 2 + 2 * scope.num_replicas] * nonfinite.NUM_STEPS, calls
 
 
 @check

@@ -384,6 +384,113 @@ def a_layer_that_all_ranks_freeze_stays_and_the_rest_trains(scope):
 
 
 @check
+def what_is_not_finite_is_found_in_the_backward_pass(scope):
+    skips = {"on_nonfinite": "skip"}
+    plain = trained(scope, {"overlap": False, **skips})
+    with recorded() as calls:
+        model = trained(scope, {"bucket_mib": TINY, **skips})
+    assert_same(model, plain, close(scope))
+    assert [inside for _, inside in calls[1:]] == [False] * 4 + [True] * (4 * (NUM_STEPS - 1)) + [False] * 4, calls
+    for other in (trained(scope, skips, loop=by_hand), trained(scope, {**skips, "compression": "bfloat16"})):
+        assert int(other.optimizer.skipped_steps) == 0
+    x, y = problem.data(1)
+    for bad_rank in range(scope.num_replicas):
+        before = [w.copy() for w in model.get_weights()]
+        mine = x.copy()
+        mine[0, 0] = np.inf if scope.replica_id == bad_rank else 0.0
+        with recorded() as calls:
+            model.fit(mine, y, batch_size=len(x), verbose=0)
+        assert [inside for _, inside in calls] == [True] * 5 + [False] * 4, calls  # who it was, and the end of `fit`
+        assert all((a == b).all() for a, b in zip(before, model.get_weights()))
+        assert model.optimizer.last_nonfinite == (bad_rank, model.weights[0].path), model.optimizer.last_nonfinite
+    assert int(model.optimizer.skipped_steps) == scope.num_replicas
+    assert scope.largest_difference(model) == 0
+
+
+@check
+def sums_that_overflow_by_themselves_are_finite(scope):
+    """A check of sums tells from the elements whether anything is bad, and names nobody where no gradient was."""
+    weights = [keras.Variable(np.zeros(4, "float32"), name=name) for name in ("first", "second")]
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1e-38), on_nonfinite="skip")
+    with recorded() as calls:
+        for _ in range(2):
+            optimizer.apply([torch.zeros(4), torch.full((4,), 2e38)], weights)
+    assert len(calls) == 3, calls
+    assert int(optimizer.skipped_steps) == 0 and int(optimizer.iterations) == 2
+    np.testing.assert_allclose(weights[1].numpy(), -4.0, rtol=1e-6)
+    # Where a sum of finite gradients overflows, it is nobody's.
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1e-38), on_nonfinite="skip", reduction="sum")
+    optimizer.apply([torch.zeros(4), torch.full((4,), 2e38)], weights)
+    assert int(optimizer.skipped_steps) == 1
+    assert optimizer.last_nonfinite == (None, "second"), optimizer.last_nonfinite
+
+
+@check
+def the_last_micro_batch_of_a_window_sends_in_the_backward_pass(scope):
+    for size, more in ((2, {}), (3, {"on_nonfinite": "skip"}), (2, {"reduction": "sum", "compression": "float16"})):
+        arguments = {"gradient_accumulation_steps": size, **more}
+        plain = trained(scope, {"overlap": False, **arguments}, num_steps=4 * size)
+        with recorded() as calls:
+            model = trained(scope, {"bucket_mib": TINY, **arguments}, num_steps=4 * size)
+        assert_same(model, plain, close(scope))
+        assert scope.largest_difference(model) == 0
+        inside = [inside for _, inside in calls[1:]]
+        assert inside == [False] * 4 + [True] * (4 * 3) + [False] * 4, inside
+        assert int(model.optimizer.iterations) == 4
+
+
+@check
+def windows_in_which_gradients_come_and_go(scope):
+    """A variable with a gradient in the first micro-batch only; one on one rank only; one that is frozen on the way."""
+
+    class Sometimes(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+            self.shift = self.add_weight(shape=(shape[-1],), initializer="zeros")
+            self.count = 0
+
+        def call(self, x):
+            self.count += 1
+            x = x * self.scale if self.count % 3 == 1 else x
+            return x + self.shift if scope.replica_id == 0 else x
+
+    def freezing(model, x, y, size):
+        for number in range(5):
+            model.layers[0].trainable = number != 3
+            model.compile(model.optimizer, "mse")
+            part = slice(number * 4 * size, (number + 1) * 4 * size)
+            model.fit(x[part], y[part], batch_size=size, shuffle=False, verbose=0)
+
+    for loop in (None, freezing):
+        arguments = {"gradient_accumulation_steps": 3}
+        models = [
+            trained(scope, {**how, **arguments}, make_model(Sometimes()), loop=loop, num_steps=20)
+            for how in ({"overlap": False}, {"bucket_mib": TINY})
+        ]
+        assert_same(*models, close(scope))
+        assert scope.largest_difference(models[1]) == 0
+        assert int(models[1].optimizer.iterations) == 6
+
+
+@check
+def a_bad_micro_batch_leaves_its_window_out(scope):
+    arguments = {"gradient_accumulation_steps": 3, "on_nonfinite": "skip"}
+    for bad in range(3, 6):
+        found = []
+        for how in ({"overlap": False}, {"bucket_mib": TINY}):
+            model = make_model()
+            model.compile(ks.CrossShard(problem.sgd_momentum(), **arguments, **how), "mse")
+            (x, y), size = my_rows(scope, 9)
+            if scope.replica_id == 1:
+                x[bad * size] = np.nan
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+            assert int(model.optimizer.skipped_steps) == 1 and int(model.optimizer.iterations) == 2
+            assert model.optimizer.last_nonfinite == (1, model.weights[0].path), model.optimizer.last_nonfinite
+            found.append(model)
+        assert_same(*found, close(scope))
+
+
+@check
 def parts_of_unequal_sizes(scope):
     found = []
     for arguments in ({"overlap": False}, {"bucket_mib": TINY}):
@@ -430,9 +537,7 @@ def overflows_and_sums(scope):
 @check
 def what_needs_gradients_before_sends_at_the_end(scope):
     for arguments in (
-        {"gradient_accumulation_steps": 2},
         {"shard_state": True},
-        {"on_nonfinite": "skip"},
         {"replica_clipnorm": 1.0},
         {"group_assignment": [[r] for r in range(scope.num_replicas)]},
         {"overlap": False},

@@ -1,4 +1,4 @@
-"""PyTorch: updates in one pass over memory are those of Keras' own arithmetic."""
+"""PyTorch: updates in one pass over memory, and in pieces, are those of Keras' own arithmetic."""
 
 import copy
 import functools
@@ -39,6 +39,10 @@ VARIANTS = {
     "Adam accumulating": lambda: o.Adam(0.01, gradient_accumulation_steps=2),
     "Adam loss_scale_factor": lambda: o.Adam(0.01, loss_scale_factor=8.0),
     "AdamW": lambda: o.AdamW(0.01, weight_decay=0.1),
+    "Lion": lambda: o.Lion(0.01),
+    "Lion clipped": lambda: o.Lion(0.01, weight_decay=0.1, clipnorm=0.5, use_ema=True),
+    "Nadam": lambda: o.Nadam(0.01),
+    "Nadam schedule": lambda: o.Nadam(DECAYING, beta_1=0.5, epsilon=1e-2, weight_decay=0.1),
     "GradientClipping": lambda: ks.GradientClipping(o.Adam(0.01), 0.5),
     "LARC": lambda: ks.LARC(o.SGD(0.1, momentum=0.9), 0.01),
     "LossScaling": lambda: ks.LossScaling(o.Adam(0.01), "Backoff", {"scale_max": 8.0}),
@@ -94,6 +98,13 @@ def assert_alike(name, found, expected):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * max(1.0, np.max(np.abs(b), initial=0.0)), err_msg=name)
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    from keras_shardopt.backends.torch import pieces
+
+    monkeypatch.setattr(pieces, "PIECE", 2**12)
+
+
 @pytest.fixture
 def without_keras_arithmetic(monkeypatch):
     """Fails if an optimizer with a kernel updates by Keras' own operations."""
@@ -146,7 +157,17 @@ def test_variables_without_gradient_stay():
 
 
 class MyAdam(type(o.Adam())):
-    """May have another formula."""
+    """Has a formula that looks at whole variables."""
+
+    def _parallel_update_step(self, grads, variables, learning_rate):
+        super()._parallel_update_step([g / (1 + g.abs().sum()) for g in grads], variables, learning_rate)
+
+
+class MyRMSprop(o.RMSprop):
+    """Has a formula that looks at whole variables."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient / (1 + keras.ops.sum(keras.ops.abs(gradient))), variable, learning_rate)
 
 
 def replaced():
@@ -169,19 +190,17 @@ def sparse(step, dtype):
     ("make", "arguments"),
     [
         (MyAdam, {}),
+        (MyRMSprop, {}),
         (replaced, {}),
-        (lambda: o.RMSprop(0.01), {}),
         (lambda: o.Adam(0.01), {"dtype": "bfloat16"}),
         (lambda: o.SGD(0.1), {"grads_of": sparse}),
     ],
-    ids=["subclass", "method replaced", "no kernel", "bfloat16", "sparse"],
+    ids=["subclass", "subclass by Keras' name", "method replaced", "bfloat16", "sparse"],
 )
 def test_what_does_not_fit_is_updated_by_keras(make, arguments):
-    expected = trained(ks.CrossShard(make(), fused=False), 3, **arguments)
-    found = trained(ks.CrossShard(make()), 3, **arguments)
-    for some, others in zip(found, expected):
-        for a, b in zip(some, others):
-            np.testing.assert_array_equal(a, b)
+    expected = trained(make(), 3, **arguments)
+    assert_equal_bits(trained(ks.CrossShard(make()), 3, **arguments), expected)
+    assert_equal_bits(trained(ks.CrossShard(make(), fused=False), 3, **arguments), expected)
 
 
 def test_gradients_that_lie_otherwise_in_memory(without_keras_arithmetic):
@@ -208,12 +227,85 @@ def test_the_optimizer_is_left_as_it_is():
     assert keras.optimizers.deserialize(keras.optimizers.serialize(ks.CrossShard(o.SGD(), fused=False))).fused is False
 
 
-def test_false_is_kerass_own_arithmetic():
-    expected = trained(o.Adam(0.01), 3)
-    found = trained(ks.CrossShard(o.Adam(0.01), fused=False), 3)
-    for some, others in zip(found, expected):
-        for a, b in zip(some, others):
+EXACT = {
+    "SGD": lambda: o.SGD(0.1),
+    "SGD momentum": lambda: o.SGD(0.1, momentum=0.9),
+    "SGD nesterov": lambda: o.SGD(0.1, momentum=0.9, nesterov=True),
+    "RMSprop": lambda: o.RMSprop(0.01),
+    "RMSprop centered": lambda: o.RMSprop(0.01, momentum=0.9, centered=True, weight_decay=0.1),
+    "Adam": lambda: o.Adam(DECAYING),
+    "Adam amsgrad": lambda: o.Adam(0.01, amsgrad=True, global_clipnorm=0.5),
+    "AdamW": lambda: o.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_overwrite_frequency=2),
+    "Adamax": lambda: o.Adamax(0.01, clipvalue=0.1),
+    "Nadam": lambda: o.Nadam(0.01),
+    "Adadelta": lambda: o.Adadelta(0.1),
+    "Adagrad": lambda: o.Adagrad(0.05, gradient_accumulation_steps=2),
+    "Lion": lambda: o.Lion(0.01),
+    "Ftrl": lambda: o.Ftrl(0.01, learning_rate_power=-0.3, l1_regularization_strength=0.01, beta=0.1),
+    "MixedPrecision": lambda: ks.MixedPrecision(o.RMSprop(0.01)),
+}
+ALWAYS_EXACT = ["RMSprop", "RMSprop centered", "Adamax", "Adadelta", "Lion", "Ftrl"]
+"""For which there is no faster formula, or only one with the same bits."""
+
+
+def assert_equal_bits(found, expected):
+    for some, others in zip(found, expected, strict=True):
+        for a, b in zip(some, others, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture
+def num_pieces(monkeypatch):
+    """Counts the pieces in which an optimizer updates."""
+    from keras_shardopt.backends.torch import pieces
+
+    count = [0]
+    real = pieces._update_piece
+
+    def counting(*args):
+        count[0] += 1
+        real(*args)
+
+    monkeypatch.setattr(pieces, "_update_piece", counting)
+    return count
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def num_threads(request):
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_every_optimizer_of_keras_in_pieces_is_tried():
+    from keras_shardopt.backends.torch import pieces
+
+    leaves = [make() for name, make in EXACT.items() if name != "MixedPrecision"]
+    assert {type(leaf) for leaf in leaves} == set(pieces._SLOTS)
+    assert not pieces.is_elementwise(o.Lamb()) and not pieces.is_elementwise(o.Adafactor())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", EXACT)
+def test_pieces_have_the_bits_of_keras(name, dtype, num_pieces, num_threads):
+    inner = ks.MixedPrecision(o.RMSprop(0.01)) if name == "MixedPrecision" else EXACT[name]()
+    expected = trained(inner, 4, dtype)
+    assert num_pieces == [0]
+    found = trained(ks.CrossShard(EXACT[name](), fused=False), 4, dtype)
+    assert_equal_bits((found[0], found[1][: len(expected[1])]), expected)
+    assert num_pieces[0] >= 2 * 17 or (name == "Ftrl" and num_threads > 1)
+    if name in ALWAYS_EXACT:
+        assert_equal_bits(trained(ks.CrossShard(EXACT[name]()), 4, dtype), found)
+
+
+def test_false_is_kerass_own_arithmetic_in_half_precision(num_pieces):
+    for name in ("Adam", "Lion", "RMSprop"):
+        found = trained(ks.CrossShard(EXACT[name](), fused=False), 3, "bfloat16")
+        assert_equal_bits(found, trained(EXACT[name](), 3, "bfloat16"))
+    assert num_pieces == [0]
 
 
 @pytest.mark.parametrize("wrong", [True, None, "always", 0, 1])
