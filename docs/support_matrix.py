@@ -46,7 +46,11 @@ class Feature:
 
 
 def _on(
-    jax: str = "", tensorflow: str = "", torch: str = "", everywhere: str = "", one_program: str = ""
+    jax: str = "",
+    tensorflow: str = "",
+    torch: str = "",
+    everywhere: str = "",
+    one_program: str = "",
 ) -> dict[str, list[str]]:
     """`one_program` stands for JAX and TensorFlow, where one program has all replicas."""
     given = {
@@ -54,7 +58,11 @@ def _on(
         "tensorflow": tensorflow or one_program or everywhere,
         "torch": torch or everywhere,
     }
-    return {backend: [f"tests/{name}" for name in names.split()] for backend, names in given.items() if names}
+    return {
+        backend: [f"tests/{name}" for name in names.split()]
+        for backend, names in given.items()
+        if names
+    }
 
 
 _DEVICES = "promises/test_equals_one_process_devices.py::"
@@ -63,7 +71,9 @@ _FOUR = "promises/test_several_processes_torch.py::test_on_four_ranks"
 _TF = "promises/test_reduced_once_tensorflow.py::"
 _JAX = "promises/test_reduced_once_jax.py::"
 _STEPS = "promises/test_gradient_accumulation.py::"
-_STYLES = "promises/test_training_styles.py::test_replicas_are_identical_and_equal_one_process"
+_STYLES = (
+    "promises/test_training_styles.py::test_replicas_are_identical_and_equal_one_process"
+)
 
 FEATURES = [
     Feature(
@@ -79,7 +89,9 @@ FEATURES = [
     ),
     Feature(
         "clipping, LARC, loss scaling, master weights inside see global gradients",
-        _on(everywhere="promises/test_global_gradients_inside.py::test_inside_cross_shard_it_sees_global_gradients"),
+        _on(
+            everywhere="promises/test_global_gradients_inside.py::test_inside_cross_shard_it_sees_global_gradients"
+        ),
     ),
     Feature(
         "`prepare`: uneven batches",
@@ -98,7 +110,8 @@ FEATURES = [
     Feature(
         "no communication of gradients in between",
         _on(
-            jax=_STEPS + "test_the_compiled_step_of_jax_communicates_gradients_in_the_branch_only",
+            jax=_STEPS
+            + "test_the_compiled_step_of_jax_communicates_gradients_in_the_branch_only",
             tensorflow=_STEPS + "test_tensorflow_reduces_once_in_a_window",
             torch=_STEPS + "test_ranks_communicate_once_in_a_window",
         ),
@@ -164,20 +177,28 @@ FEATURES = [
     ),
     Feature(
         "`MixedPrecision`: float32 master weights",
-        _on(everywhere="unit/optimizers/test_mixed_precision.py::test_updates_too_small_for_the_weight_add_up"),
+        _on(
+            everywhere="unit/optimizers/test_mixed_precision.py::test_updates_too_small_for_the_weight_add_up"
+        ),
     ),
     Feature(
         "`optimize_loss` on replicas",
-        _on(everywhere="promises/test_optimize_loss_on_replicas.py::test_replicas_are_identical_and_equal_one_process"),
+        _on(
+            everywhere="promises/test_optimize_loss_on_replicas.py::test_replicas_are_identical_and_equal_one_process"
+        ),
     ),
     Feature(
         "`Tower` and `replicate`",
-        _on(everywhere="unit/optimizers/test_tower.py::test_fit_with_towers_equals_the_whole_batch"),
+        _on(
+            everywhere="unit/optimizers/test_tower.py::test_fit_with_towers_equals_the_whole_batch"
+        ),
         dict.fromkeys(_EVERYWHERE, "one device"),
     ),
     Feature(
         "schedules count updates",
-        _on(everywhere="unit/schedules/test_schedules_in_keras.py::test_update_s_uses_the_rate_of_step_s"),
+        _on(
+            everywhere="unit/schedules/test_schedules_in_keras.py::test_update_s_uses_the_rate_of_step_s"
+        ),
     ),
     Feature(
         "`CheckReplicas` finds one flipped bit",
@@ -240,11 +261,22 @@ def outcomes(*files: pathlib.Path) -> dict[str, collections.Counter[str]]:
     for case in (case for file in files for case in ET.parse(file).iter("testcase")):
         given = re.sub(r"@[^\]]*$", "", case.get("name", ""))  # the group of pytest-xdist
         function, bracket, values = given.partition("[")
-        test = f"{case.get('classname', '').replace('.', '/')}.py::{function}", bracket + values
+        test = (
+            f"{case.get('classname', '').replace('.', '/')}.py::{function}",
+            bracket + values,
+        )
         kinds = {child.tag for child in case}
-        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        outcome = (
+            "failed"
+            if kinds & {"failure", "error"}
+            else "skipped"
+            if "skipped" in kinds
+            else "passed"
+        )
         worst[test] = max(outcome, worst.get(test, outcome), key=order.index)
-    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    found: dict[str, collections.Counter[str]] = collections.defaultdict(
+        collections.Counter
+    )
     for (name, values), outcome in worst.items():
         for key in {name, name + values}:
             found[key][outcome] += 1
@@ -259,7 +291,13 @@ def cell(feature: Feature, backend: str, found: dict[str, collections.Counter[st
         total += found.get(test, collections.Counter())
     if total["failed"]:
         return f"**fails**: {total['failed']} of {total['failed'] + total['passed']}"
-    said = str(total["passed"]) if total["passed"] else "not run" if feature.tests.get(backend) else "no"
+    said = (
+        str(total["passed"])
+        if total["passed"]
+        else "not run"
+        if feature.tests.get(backend)
+        else "no"
+    )
     return f"{said}; {remark}" if remark else said
 
 
@@ -269,19 +307,37 @@ def page(folder: pathlib.Path) -> str:
     for file in sorted(folder.glob("*.xml")):
         backend, version, *_ = file.stem.split("-")
         files[backend, version].append(file)
-    columns = sorted(files, key=lambda c: (list(BACKENDS).index(c[0]), [-int(part) for part in c[1].split(".")]))
-    lines = ["| | " + " | ".join(f"{BACKENDS[backend]}, Keras {version}" for backend, version in columns) + " |"]
+    columns = sorted(
+        files,
+        key=lambda c: (
+            list(BACKENDS).index(c[0]),
+            [-int(part) for part in c[1].split(".")],
+        ),
+    )
+    lines = [
+        "| | "
+        + " | ".join(
+            f"{BACKENDS[backend]}, Keras {version}" for backend, version in columns
+        )
+        + " |"
+    ]
     lines.append("|---|" + "---|" * len(columns))
     reports = [(column[0], outcomes(*files[column])) for column in columns]
     for feature in FEATURES:
-        lines.append(f"| {feature.name} | " + " | ".join(cell(feature, b, found) for b, found in reports) + " |")
+        lines.append(
+            f"| {feature.name} | "
+            + " | ".join(cell(feature, b, found) for b, found in reports)
+            + " |"
+        )
     return HEAD + "\n".join(lines) + "\n"
 
 
 def run(folder: pathlib.Path) -> int:
     """Runs the tests of this environment's backend."""
     backend = os.environ.get("KERAS_BACKEND", "jax")
-    tests = sorted({test for feature in FEATURES for test in feature.tests.get(backend, [])})
+    tests = sorted(
+        {test for feature in FEATURES for test in feature.tests.get(backend, [])}
+    )
     command = [sys.executable, "-m", "pytest", "-q", "--suite", "all", *tests]
     environment = {**os.environ, "KERAS_BACKEND": backend, "REPORTS": str(folder.resolve())}
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
@@ -289,7 +345,9 @@ def run(folder: pathlib.Path) -> int:
 
 def main() -> None:
     """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["run", "write"])
     parser.add_argument("folder", type=pathlib.Path)
     arguments = parser.parse_args()

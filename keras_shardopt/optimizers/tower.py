@@ -169,7 +169,8 @@ class Tower(OptimizerWrapper):
         >>> optimizer = ks.Tower(lambda: keras.optimizers.SGD(1.0))
         >>> def step(batch):
         ...     optimizer.apply([keras.ops.sum(batch)], [weight])
-        >>> ks.replicate(step, num_towers=2, loss_reduction="sum")(keras.ops.convert_to_tensor([1.0, 2.0]))
+        >>> in_towers = ks.replicate(step, num_towers=2, loss_reduction="sum")
+        >>> in_towers(keras.ops.convert_to_tensor([1.0, 2.0]))
         >>> float(keras.ops.convert_to_numpy(weight)), int(optimizer.iterations)
         (7.0, 1)
 

@@ -223,6 +223,20 @@ def test_the_picture_of_the_readme_is_that_of_the_results(monkeypatch):
     assert "CrossShard" in draw_readme.picture()
 
 
+WIDTH = 92  # characters of code that a page shows at 1280 px (docs/stylesheets/site.css)
+
+
+@pytest.mark.neutral
+def test_no_line_of_code_is_cut_off_on_a_page():
+    blocks = [block for page in pages.PAGES if page != pages.README for block in pages.blocks(page)]
+    shown = {f"{block.page}, line {block.line}": block.code.splitlines() for block in blocks}
+    shown |= {str(f): f.read_text(encoding="utf-8").splitlines() for f in (pages.ROOT / "examples").rglob("*.py")}
+    for file in (pages.ROOT / "keras_shardopt").rglob("*.py"):
+        lines = re.findall(r"^ +((?:>>>|\.\.\.) .*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        shown[str(file)] = lines
+    assert not [(where, line) for where, lines in shown.items() for line in lines if len(line) > WIDTH]
+
+
 @pytest.mark.neutral
 def test_the_readme_is_short():
     assert len(pages.README.read_text(encoding="utf-8").splitlines()) <= 100
