@@ -37,7 +37,7 @@ class Feature:
     Args:
         name: what it says.
         tests: per backend, the tests that stand for it; none where it does not exist.
-        remarks: per backend, what goes with the "yes"; or why there is none.
+        remarks: per backend, where it works only; or why it does not.
     """
 
     name: str
@@ -99,6 +99,43 @@ FEATURES = [
             one_program="promises/test_uneven_batches_devices.py::test_update_and_metrics_are_those_of_one_process",
             torch="promises/test_uneven_batches_ranks.py::test_update_and_metrics_are_those_of_one_process",
         ),
+    ),
+    Feature(
+        "several processes are given the same data, and `fit` divides it",
+        _on(
+            jax="promises/test_automatic_sharding_jax.py::test_the_updates_are_those_of_one_process",
+            torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks",
+        ),
+        {"tensorflow": "`fit` of several processes is refused"},
+    ),
+    Feature(
+        "`predict` returns all rows on every process",
+        _on(
+            jax="promises/test_automatic_sharding_jax.py::test_evaluate_and_predict_tell_of_all_rows",
+            torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks[evaluate_and_predict] "
+            "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[outputs_of_other_kinds]",
+        ),
+        {"tensorflow": "`fit` of several processes is refused"},
+    ),
+    Feature(
+        "one script with callbacks, metrics, files: the outcome of one process",
+        _on(everywhere="promises/test_same_script.py::test_it_does_what_one_process_does"),
+    ),
+    Feature(
+        "`BatchNormalization(synchronized=True)`",
+        _on(
+            everywhere="promises/test_synchronized_batch_normalization.py::test_update_is_that_of_one_process"
+        ),
+    ),
+    Feature(
+        "`steps_per_execution`",
+        _on(
+            jax="promises/test_uneven_batches_devices.py::test_state_of_layers_in_a_shard_map",
+            tensorflow="unit/fit/test_tensorflow_scopes.py::"
+            "test_several_steps_per_execution_need_prepare_and_are_those_of_one",
+            torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks[several_steps_per_execution]",
+        ),
+        {"tensorflow": "after `prepare`"},
     ),
     Feature(
         "`gradient_accumulation_steps`: the update of the larger batch",
@@ -241,12 +278,12 @@ HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
 
 # Support matrix
 
-A number is how many tests that stand for the feature passed on that backend with that Keras, when this page was written
-last; many more hold the details. "Fails" and "not run" are what they say. A backend or a Keras without a column had no
-report. What is not in the table is not promised.
+**Never run: a GPU, a TPU, several machines.** All numbers come from CPUs of one machine: TensorFlow and JAX on several CPU
+devices of one process, except where several processes are named, and PyTorch in several processes with "gloo".
 
-TensorFlow and JAX ran on several CPU devices of one process, except where several processes are named, and PyTorch in
-several processes with "gloo". No number here comes from a GPU or a TPU.
+✓ works; ◐ works in part, and the note says where; ✗ does not. The number is how many tests that stand for the feature
+passed on that backend with that Keras, when this page was written last; many more hold the details. "Fails" and "not run"
+are what they say. A backend or a Keras without a column had no report. What is not in the table is not promised.
 
 """
 
@@ -290,15 +327,12 @@ def cell(feature: Feature, backend: str, found: dict[str, collections.Counter[st
     for test in feature.tests.get(backend, []):
         total += found.get(test, collections.Counter())
     if total["failed"]:
-        return f"**fails**: {total['failed']} of {total['failed'] + total['passed']}"
-    said = (
-        str(total["passed"])
-        if total["passed"]
-        else "not run"
-        if feature.tests.get(backend)
-        else "no"
-    )
-    return f"{said}; {remark}" if remark else said
+        return f"✗ **fails**: {total['failed']} of {total['failed'] + total['passed']}"
+    if not feature.tests.get(backend):
+        return f"✗ {remark}".rstrip()
+    if not total["passed"]:
+        return "not run"
+    return f"◐ {total['passed']}; {remark}" if remark else f"✓ {total['passed']}"
 
 
 def page(folder: pathlib.Path) -> str:
