@@ -70,18 +70,23 @@ with ks.data_parallel(num_replicas=None if on_torch else 4) as replicas:
     model = compiled(build_model(), ks.CrossShard(keras.optimizers.Adam(2e-3)))
 
 # %% [markdown]
-# `fit` gets the whole data and the batch size of one process. 1500 rows make 23 batches
+# `fit` gets the whole data and the global batch size. 1500 rows make 23 batches
 # of 64 and one of 28, which is divided among the replicas like the others: 7 rows each.
 
+
 # %%
-history = model.fit(
-    train_images,
-    train_labels,
-    batch_size=64,
-    epochs=5,
-    validation_data=(test_images, test_labels),
-    verbose=2,
-)
+def train(model, verbose):
+    return model.fit(
+        train_images,
+        train_labels,
+        batch_size=64,
+        epochs=5,
+        validation_data=(test_images, test_labels),
+        verbose=verbose,
+    )
+
+
+history = train(model, verbose=2)
 difference = replicas.largest_difference(model)
 
 # %% [markdown]
@@ -100,7 +105,7 @@ rank_0 = replicas.is_chief
 replicas.close()
 
 alone = compiled(build_model(), keras.optimizers.Adam(2e-3))
-alone.fit(train_images, train_labels, batch_size=64, epochs=5, verbose=0)
+train(alone, verbose=0)
 pairs = zip(weights, alone.get_weights())
 apart = max(float(np.abs(a - b).max()) for a, b in pairs)
 
