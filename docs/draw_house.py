@@ -37,10 +37,15 @@ def arrows() -> dict[str, set[str]]:
             continue
         targets = found.setdefault(here, set())
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE.name:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").partition(".")[0] == PACKAGE.name
+            ):
                 for alias in node.names:
                     there = room_of(tuple(f"{node.module}.{alias.name}".split(".")[1:]))
-                    targets |= {there} - {None, here} if (PACKAGE / str(there)).is_dir() else set()
+                    targets |= (
+                        {there} - {None, here} if (PACKAGE / str(there)).is_dir() else set()
+                    )
     return found
 
 
@@ -63,12 +68,18 @@ def drawing() -> str:
 
 def main() -> None:
     """Writes the drawing, or checks it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     page = PAGE.read_text(encoding="utf-8")
     drawn = re.sub(f"{BEGIN}.*?{END}", lambda _: drawing(), page, flags=re.DOTALL)
     if parser.parse_args().check:
-        sys.exit(f"{PAGE.name} is out of date: run `python docs/draw_house.py`" if drawn != page else 0)
+        sys.exit(
+            f"{PAGE.name} is out of date: run `python docs/draw_house.py`"
+            if drawn != page
+            else 0
+        )
     PAGE.write_text(drawn, encoding="utf-8")
 
 

@@ -39,7 +39,10 @@ STYLE = """text { font: 13px system-ui, sans-serif; fill: #24292f } .title { fon
 def milliseconds(name: str) -> dict[str, float]:
     """The medians of the newest result of that name."""
     text = max(RESULTS.glob(f"*_{name}.md")).read_text(encoding="utf-8")
-    return {row: float(time) for row, time in re.findall(r"^\| (\S.*?) \| ([\d.]+) \|", text, re.MULTILINE)}
+    return {
+        row: float(time)
+        for row, time in re.findall(r"^\| (\S.*?) \| ([\d.]+) \|", text, re.MULTILINE)
+    }
 
 
 def picture() -> str:

@@ -43,8 +43,14 @@ def megabytes(num_replicas: int, shard_state: bool) -> float:
 def main() -> None:
     """Measures and draws."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path(__file__).parent / "images" / "memory.svg")
-    parser.add_argument("--numbers", action="store_true", help="print them, and draw nothing")
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=pathlib.Path(__file__).parent / "images" / "memory.svg",
+    )
+    parser.add_argument(
+        "--numbers", action="store_true", help="print them, and draw nothing"
+    )
     arguments = parser.parse_args()
     whole = [megabytes(n, False) for n in NUM_REPLICAS]
     divided = [megabytes(n, True) for n in NUM_REPLICAS]
@@ -60,12 +66,16 @@ def main() -> None:
     import matplotlib.pyplot as plt
 
     # Text as text, and nothing of the day it was drawn: the file changes when the numbers do.
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "memory", "font.family": "sans-serif"})
+    plt.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "memory", "font.family": "sans-serif"}
+    )
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     places = range(len(NUM_REPLICAS))
     for sizes, shift, color, label in ((whole, -0.2, "0.6", "CrossShard(Adam())"),
                                        (divided, 0.2, "tab:blue", "CrossShard(Adam(), shard_state=True)")):  # fmt: skip
-        bars = axes.bar([place + shift for place in places], sizes, 0.38, color=color, label=label)
+        bars = axes.bar(
+            [place + shift for place in places], sizes, 0.38, color=color, label=label
+        )
         axes.bar_label(bars, [f"{size:.2f}" for size in sizes], fontsize=8)
     axes.set_xticks(list(places), [str(n) for n in NUM_REPLICAS])
     axes.set_xlabel("replicas")

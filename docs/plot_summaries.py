@@ -46,7 +46,9 @@ def draw_distribution(ax: Any, histograms: list[Any], color: str) -> None:
         bands.append(np.interp(quantiles, counted, limits))
     steps, lines = [event.step for event in histograms], np.array(bands).T
     for low, high in zip(range(4), range(8, 4, -1)):
-        ax.fill_between(steps, lines[low], lines[high], color=color, alpha=0.22, linewidth=0)
+        ax.fill_between(
+            steps, lines[low], lines[high], color=color, alpha=0.22, linewidth=0
+        )
     ax.plot(steps, lines[4], color=color, linewidth=1)
 
 
@@ -59,15 +61,26 @@ def main() -> None:
     arguments = parser.parse_args()
     everything = {"scalars": 0, "histograms": 0}
     folders = sorted(folder for folder in arguments.log_dir.iterdir() if folder.is_dir())
-    runs = {folder.name: EventAccumulator(str(folder), size_guidance=everything).Reload() for folder in folders}
+    runs = {
+        folder.name: EventAccumulator(str(folder), size_guidance=everything).Reload()
+        for folder in folders
+    }
 
-    plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
+    plt.rcParams.update(
+        {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
+    )
     figure, axes = plt.subplots(2, 5, figsize=(15, 5), layout="constrained")
     for ax, tag in zip(axes.flat, SCALARS + HISTOGRAMS):
         for (name, run), color in zip(runs.items(), COLORS):
             if tag in run.Tags()["scalars"]:
                 events = run.Scalars(tag)
-                ax.plot([e.step for e in events], [e.value for e in events], label=name, color=color, linewidth=1.2)
+                ax.plot(
+                    [e.step for e in events],
+                    [e.value for e in events],
+                    label=name,
+                    color=color,
+                    linewidth=1.2,
+                )
         if tag in HISTOGRAMS:
             draw_distribution(ax, runs[folders[0].name].Histograms(tag), COLORS[0])
         ax.set_title(tag.removeprefix(PREFIX), fontsize=7.5)
@@ -75,7 +88,9 @@ def main() -> None:
     axes.flat[0].legend(frameon=False)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.output, dpi=90, pil_kwargs={"optimize": True})
-    print(f"{len(SCALARS) + len(HISTOGRAMS)} summaries of {len(runs)} runs drawn into {arguments.output}")
+    print(
+        f"{len(SCALARS) + len(HISTOGRAMS)} summaries of {len(runs)} runs drawn into {arguments.output}"
+    )
 
 
 if __name__ == "__main__":

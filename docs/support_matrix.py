@@ -37,7 +37,7 @@ class Feature:
     Args:
         name: what it says.
         tests: per backend, the tests that stand for it; none where it does not exist.
-        remarks: per backend, what goes with the "yes"; or why there is none.
+        remarks: per backend, where it works only; or why it does not.
     """
 
     name: str
@@ -46,7 +46,11 @@ class Feature:
 
 
 def _on(
-    jax: str = "", tensorflow: str = "", torch: str = "", everywhere: str = "", one_program: str = ""
+    jax: str = "",
+    tensorflow: str = "",
+    torch: str = "",
+    everywhere: str = "",
+    one_program: str = "",
 ) -> dict[str, list[str]]:
     """`one_program` stands for JAX and TensorFlow, where one program has all replicas."""
     given = {
@@ -54,7 +58,11 @@ def _on(
         "tensorflow": tensorflow or one_program or everywhere,
         "torch": torch or everywhere,
     }
-    return {backend: [f"tests/{name}" for name in names.split()] for backend, names in given.items() if names}
+    return {
+        backend: [f"tests/{name}" for name in names.split()]
+        for backend, names in given.items()
+        if names
+    }
 
 
 _DEVICES = "promises/test_equals_one_process_devices.py::"
@@ -63,7 +71,9 @@ _FOUR = "promises/test_several_processes_torch.py::test_on_four_ranks"
 _TF = "promises/test_reduced_once_tensorflow.py::"
 _JAX = "promises/test_reduced_once_jax.py::"
 _STEPS = "promises/test_gradient_accumulation.py::"
-_STYLES = "promises/test_training_styles.py::test_replicas_are_identical_and_equal_one_process"
+_STYLES = (
+    "promises/test_training_styles.py::test_replicas_are_identical_and_equal_one_process"
+)
 
 FEATURES = [
     Feature(
@@ -79,7 +89,9 @@ FEATURES = [
     ),
     Feature(
         "clipping, LARC, loss scaling, master weights inside see global gradients",
-        _on(everywhere="promises/test_global_gradients_inside.py::test_inside_cross_shard_it_sees_global_gradients"),
+        _on(
+            everywhere="promises/test_global_gradients_inside.py::test_inside_cross_shard_it_sees_global_gradients"
+        ),
     ),
     Feature(
         "`prepare`: uneven batches",
@@ -87,6 +99,43 @@ FEATURES = [
             one_program="promises/test_uneven_batches_devices.py::test_update_and_metrics_are_those_of_one_process",
             torch="promises/test_uneven_batches_ranks.py::test_update_and_metrics_are_those_of_one_process",
         ),
+    ),
+    Feature(
+        "several processes are given the same data, and `fit` divides it",
+        _on(
+            jax="promises/test_automatic_sharding_jax.py::test_the_updates_are_those_of_one_process",
+            torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks",
+        ),
+        {"tensorflow": "`fit` of several processes is refused"},
+    ),
+    Feature(
+        "`predict` returns all rows on every process",
+        _on(
+            jax="promises/test_automatic_sharding_jax.py::test_evaluate_and_predict_tell_of_all_rows",
+            torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks[evaluate_and_predict] "
+            "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[outputs_of_other_kinds]",
+        ),
+        {"tensorflow": "`fit` of several processes is refused"},
+    ),
+    Feature(
+        "one script with callbacks, metrics, files: the outcome of one process",
+        _on(everywhere="promises/test_same_script.py::test_it_does_what_one_process_does"),
+    ),
+    Feature(
+        "`BatchNormalization(synchronized=True)`",
+        _on(
+            everywhere="promises/test_synchronized_batch_normalization.py::test_update_is_that_of_one_process"
+        ),
+    ),
+    Feature(
+        "`steps_per_execution`",
+        _on(
+            jax="promises/test_uneven_batches_devices.py::test_state_of_layers_in_a_shard_map",
+            tensorflow="unit/fit/test_tensorflow_scopes.py::"
+            "test_several_steps_per_execution_need_prepare_and_are_those_of_one",
+            torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks[several_steps_per_execution]",
+        ),
+        {"tensorflow": "after `prepare`"},
     ),
     Feature(
         "`gradient_accumulation_steps`: the update of the larger batch",
@@ -98,7 +147,8 @@ FEATURES = [
     Feature(
         "no communication of gradients in between",
         _on(
-            jax=_STEPS + "test_the_compiled_step_of_jax_communicates_gradients_in_the_branch_only",
+            jax=_STEPS
+            + "test_the_compiled_step_of_jax_communicates_gradients_in_the_branch_only",
             tensorflow=_STEPS + "test_tensorflow_reduces_once_in_a_window",
             torch=_STEPS + "test_ranks_communicate_once_in_a_window",
         ),
@@ -164,20 +214,28 @@ FEATURES = [
     ),
     Feature(
         "`MixedPrecision`: float32 master weights",
-        _on(everywhere="unit/optimizers/test_mixed_precision.py::test_updates_too_small_for_the_weight_add_up"),
+        _on(
+            everywhere="unit/optimizers/test_mixed_precision.py::test_updates_too_small_for_the_weight_add_up"
+        ),
     ),
     Feature(
         "`optimize_loss` on replicas",
-        _on(everywhere="promises/test_optimize_loss_on_replicas.py::test_replicas_are_identical_and_equal_one_process"),
+        _on(
+            everywhere="promises/test_optimize_loss_on_replicas.py::test_replicas_are_identical_and_equal_one_process"
+        ),
     ),
     Feature(
         "`Tower` and `replicate`",
-        _on(everywhere="unit/optimizers/test_tower.py::test_fit_with_towers_equals_the_whole_batch"),
+        _on(
+            everywhere="unit/optimizers/test_tower.py::test_fit_with_towers_equals_the_whole_batch"
+        ),
         dict.fromkeys(_EVERYWHERE, "one device"),
     ),
     Feature(
         "schedules count updates",
-        _on(everywhere="unit/schedules/test_schedules_in_keras.py::test_update_s_uses_the_rate_of_step_s"),
+        _on(
+            everywhere="unit/schedules/test_schedules_in_keras.py::test_update_s_uses_the_rate_of_step_s"
+        ),
     ),
     Feature(
         "`CheckReplicas` finds one flipped bit",
@@ -220,12 +278,12 @@ HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
 
 # Support matrix
 
-A number is how many tests that stand for the feature passed on that backend with that Keras, when this page was written
-last; many more hold the details. "Fails" and "not run" are what they say. A backend or a Keras without a column had no
-report. What is not in the table is not promised.
+**Never run: a GPU, a TPU, several machines.** All numbers come from CPUs of one machine: TensorFlow and JAX on several CPU
+devices of one process, except where several processes are named, and PyTorch in several processes with "gloo".
 
-TensorFlow and JAX ran on several CPU devices of one process, except where several processes are named, and PyTorch in
-several processes with "gloo". No number here comes from a GPU or a TPU.
+✓ works; ◐ works in part, and the note says where; ✗ does not. The number is how many tests that stand for the feature
+passed on that backend with that Keras, when this page was written last; many more hold the details. "Fails" and "not run"
+are what they say. A backend or a Keras without a column had no report. What is not in the table is not promised.
 
 """
 
@@ -240,11 +298,22 @@ def outcomes(*files: pathlib.Path) -> dict[str, collections.Counter[str]]:
     for case in (case for file in files for case in ET.parse(file).iter("testcase")):
         given = re.sub(r"@[^\]]*$", "", case.get("name", ""))  # the group of pytest-xdist
         function, bracket, values = given.partition("[")
-        test = f"{case.get('classname', '').replace('.', '/')}.py::{function}", bracket + values
+        test = (
+            f"{case.get('classname', '').replace('.', '/')}.py::{function}",
+            bracket + values,
+        )
         kinds = {child.tag for child in case}
-        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        outcome = (
+            "failed"
+            if kinds & {"failure", "error"}
+            else "skipped"
+            if "skipped" in kinds
+            else "passed"
+        )
         worst[test] = max(outcome, worst.get(test, outcome), key=order.index)
-    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    found: dict[str, collections.Counter[str]] = collections.defaultdict(
+        collections.Counter
+    )
     for (name, values), outcome in worst.items():
         for key in {name, name + values}:
             found[key][outcome] += 1
@@ -258,9 +327,12 @@ def cell(feature: Feature, backend: str, found: dict[str, collections.Counter[st
     for test in feature.tests.get(backend, []):
         total += found.get(test, collections.Counter())
     if total["failed"]:
-        return f"**fails**: {total['failed']} of {total['failed'] + total['passed']}"
-    said = str(total["passed"]) if total["passed"] else "not run" if feature.tests.get(backend) else "no"
-    return f"{said}; {remark}" if remark else said
+        return f"✗ **fails**: {total['failed']} of {total['failed'] + total['passed']}"
+    if not feature.tests.get(backend):
+        return f"✗ {remark}".rstrip()
+    if not total["passed"]:
+        return "not run"
+    return f"◐ {total['passed']}; {remark}" if remark else f"✓ {total['passed']}"
 
 
 def page(folder: pathlib.Path) -> str:
@@ -269,19 +341,37 @@ def page(folder: pathlib.Path) -> str:
     for file in sorted(folder.glob("*.xml")):
         backend, version, *_ = file.stem.split("-")
         files[backend, version].append(file)
-    columns = sorted(files, key=lambda c: (list(BACKENDS).index(c[0]), [-int(part) for part in c[1].split(".")]))
-    lines = ["| | " + " | ".join(f"{BACKENDS[backend]}, Keras {version}" for backend, version in columns) + " |"]
+    columns = sorted(
+        files,
+        key=lambda c: (
+            list(BACKENDS).index(c[0]),
+            [-int(part) for part in c[1].split(".")],
+        ),
+    )
+    lines = [
+        "| | "
+        + " | ".join(
+            f"{BACKENDS[backend]}, Keras {version}" for backend, version in columns
+        )
+        + " |"
+    ]
     lines.append("|---|" + "---|" * len(columns))
     reports = [(column[0], outcomes(*files[column])) for column in columns]
     for feature in FEATURES:
-        lines.append(f"| {feature.name} | " + " | ".join(cell(feature, b, found) for b, found in reports) + " |")
+        lines.append(
+            f"| {feature.name} | "
+            + " | ".join(cell(feature, b, found) for b, found in reports)
+            + " |"
+        )
     return HEAD + "\n".join(lines) + "\n"
 
 
 def run(folder: pathlib.Path) -> int:
     """Runs the tests of this environment's backend."""
     backend = os.environ.get("KERAS_BACKEND", "jax")
-    tests = sorted({test for feature in FEATURES for test in feature.tests.get(backend, [])})
+    tests = sorted(
+        {test for feature in FEATURES for test in feature.tests.get(backend, [])}
+    )
     command = [sys.executable, "-m", "pytest", "-q", "--suite", "all", *tests]
     environment = {**os.environ, "KERAS_BACKEND": backend, "REPORTS": str(folder.resolve())}
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
@@ -289,7 +379,9 @@ def run(folder: pathlib.Path) -> int:
 
 def main() -> None:
     """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["run", "write"])
     parser.add_argument("folder", type=pathlib.Path)
     arguments = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Handwritten digits with weights that are really bfloat16: what float32 master weights are for.
+"""Handwritten digits with weights in bfloat16: what float32 master weights are for.
 
     python examples/bfloat16_digits.py
 
-Trains one model in three ways, each with the same three seeds: in float32; in bfloat16, where updates smaller than
-1/256 of a weight are lost, and Adam's averages stand still, because 0.999 is 1; and in bfloat16 with `MixedPrecision`,
-which keeps float32 master weights. Prints the mean accuracy on held-out digits.
+Trains one model in three ways, each with the same three seeds: in float32; in bfloat16,
+where updates smaller than 1/256 of a weight are lost, and Adam's averages stand still,
+because 0.999 is 1; and in bfloat16 with `MixedPrecision`, which keeps float32 master
+weights. Prints the mean accuracy on held-out digits.
 """
 
 import argparse
@@ -22,7 +23,9 @@ import keras_shardopt as ks
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=25)
-    parser.add_argument("--steps", type=int, help="one seed and so many steps, for a quick look")
+    parser.add_argument(
+        "--steps", type=int, help="one seed and so many steps, for a quick look"
+    )
     arguments = parser.parse_args()
 
     images, labels = load_digits(return_X_y=True)
@@ -42,7 +45,13 @@ def main():
         model = keras.Sequential(layers)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(ks.CrossShard(optimizer), loss, metrics=["accuracy"])
-        model.fit(train_images[:rows], train_labels[:rows], batch_size=64, epochs=epochs, verbose=0)
+        model.fit(
+            train_images[:rows],
+            train_labels[:rows],
+            batch_size=64,
+            epochs=epochs,
+            verbose=0,
+        )
         return model.evaluate(test_images, test_labels, verbose=0)[1]
 
     def adam():

@@ -1,11 +1,12 @@
-"""A character-level language model, trained with `optimize_loss` on the texts that Python's `help()` prints.
+"""A character-level language model, trained with `optimize_loss` on Python's own help.
 
-    python examples/char_lm.py --replicas 4                          # JAX, four CPU devices
+    python examples/char_lm.py --replicas 4  # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/char_lm.py --larc
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/char_lm.py
-    python examples/char_lm.py --with-fit                            # the same through `compile` and `fit`
+    python examples/char_lm.py --with-fit  # the same through `compile` and `fit`
 
-Prints bits per character, which fall, on text that was held out. `--log-dir` takes TensorBoard's event files.
+Prints bits per character, which fall, on text that was held out. `--log-dir` takes
+TensorBoard's event files.
 """
 
 import argparse
@@ -21,12 +22,21 @@ import keras_shardopt as ks
 
 WINDOW = 32
 ITER_SIZE = 2  # micro-batches of an update
-SUMMARIES = ["learning_rate", "loss_scale", "global_gradient_norm", "gradient_norm", "gradients", "variable_norm"]
+SUMMARIES = [
+    "learning_rate",
+    "loss_scale",
+    "global_gradient_norm",
+    "gradient_norm",
+    "gradients",
+    "variable_norm",
+]
 SUMMARIES += ["variables", "larc_summaries"]
 
 
 def text():
-    joined = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    joined = "\n".join(
+        pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)
+    )
     return np.frombuffer(joined.encode("ascii", "replace"), "uint8").astype("int32") % 128
 
 
@@ -38,52 +48,100 @@ def batches(characters, batch_size, random):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, help="how many; default: all devices, or all torchrun processes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        help="how many; default: all devices, or all torchrun processes",
+    )
     parser.add_argument("--steps", type=int, default=600, help="updates")
-    parser.add_argument("--batch-size", type=int, default=64, help="of a micro-batch, over all replicas")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="of a micro-batch, over all replicas"
+    )
     parser.add_argument("--larc", action="store_true", help="LARC instead of clipping")
-    parser.add_argument("--with-fit", action="store_true", help="compile(build_optimizer(...)) and fit")
+    parser.add_argument(
+        "--with-fit", action="store_true", help="compile(build_optimizer(...)) and fit"
+    )
     parser.add_argument("--log-dir", help="where TensorBoard's files go")
     parser.add_argument("--every", type=int, default=10, help="write every so many updates")
     arguments = parser.parse_args()
     keras.utils.set_random_seed(1)
-    # LARC sets the length of each step, so it goes with momentum; before Adam it would mostly cancel.
+    # LARC sets the length of each step, so it goes with momentum; Adam would undo it.
     how = {"optimizer": "Adam", "clip_gradients": 1.0}
     if arguments.larc:
-        how = {"optimizer": "Momentum", "optimizer_params": {"momentum": 0.9}, "larc_params": {"larc_eta": 0.02}}
-    rate = ks.schedules.CosineDecay(1.0 if arguments.larc else 4e-3, decay_steps=arguments.steps)
-    how |= {"learning_rate_decay_fn": rate, "loss_scaling": "Backoff", "iter_size": ITER_SIZE}
+        how = {
+            "optimizer": "Momentum",
+            "optimizer_params": {"momentum": 0.9},
+            "larc_params": {"larc_eta": 0.02},
+        }
+    rate = ks.schedules.CosineDecay(
+        1.0 if arguments.larc else 4e-3, decay_steps=arguments.steps
+    )
+    how |= {
+        "learning_rate_decay_fn": rate,
+        "loss_scaling": "Backoff",
+        "iter_size": ITER_SIZE,
+    }
     with ks.data_parallel(arguments.replicas) as replicas:
-        embedding = keras.layers.Embedding(128, 32, keras.initializers.RandomNormal(stddev=1.0))
+        embedding = keras.layers.Embedding(
+            128, 32, keras.initializers.RandomNormal(stddev=1.0)
+        )
         layers = [keras.Input((WINDOW,), dtype="int32"), embedding]
-        for i in range(5):  # each sees what is before it: 2, 4, 8, 16 and at last 32 characters
-            layers.append(keras.layers.Conv1D(64, 2, dilation_rate=2**i, padding="causal", activation="relu"))
+        for i in range(
+            5
+        ):  # each sees what is before it: 2, 4, 8, 16 and at last 32 characters
+            layers.append(
+                keras.layers.Conv1D(
+                    64, 2, dilation_rate=2**i, padding="causal", activation="relu"
+                )
+            )
         model = keras.Sequential([*layers, keras.layers.Dense(128)])
         error = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         if arguments.with_fit:
             model.compile(ks.build_optimizer(**how, cross_shard=True), error)
         else:
-            watch = {"summaries": SUMMARIES, "log_dir": arguments.log_dir, "every": arguments.every}
-            how |= {"on_horovod": True, "model": model} | (watch if arguments.log_dir else {})
+            watch = {
+                "summaries": SUMMARIES,
+                "log_dir": arguments.log_dir,
+                "every": arguments.every,
+            }
+            how |= {"on_horovod": True, "model": model} | (
+                watch if arguments.log_dir else {}
+            )
             step = ks.optimize_loss(lambda x, y: error(y, model(x, training=True)), **how)
 
     characters = text()
     held_out = characters[-256 * (WINDOW + 1) :].reshape(8, 32, WINDOW + 1)
-    # `fit` divides each batch among the processes; a custom step takes rows of this process.
-    parts, part = (1, 0) if arguments.with_fit else (replicas.num_processes, replicas.process_id)
-    data = batches(characters[:-20_000], arguments.batch_size // parts, np.random.default_rng(part))
+    # `fit` divides each batch among the processes; a step takes rows of this process.
+    parts, part = (
+        (1, 0) if arguments.with_fit else (replicas.num_processes, replicas.process_id)
+    )
+    data = batches(
+        characters[:-20_000], arguments.batch_size // parts, np.random.default_rng(part)
+    )
 
     def tell(update):
-        nats = np.mean([float(error(rows[:, 1:], model(rows[:, :-1]))) for rows in held_out])
+        nats = np.mean(
+            [float(error(rows[:, 1:], model(rows[:, :-1]))) for rows in held_out]
+        )
         if replicas.is_chief:
-            print(f"after {update:4} updates: {nats / np.log(2):.2f} bits per character", flush=True)
+            print(
+                f"after {update:4} updates: {nats / np.log(2):.2f} bits per character",
+                flush=True,
+            )
 
     tell(0)
     micro_steps = arguments.steps * ITER_SIZE
     if arguments.with_fit:
         seen = ks.callbacks.TrainingSummaries(arguments.log_dir, every=arguments.every)
-        model.fit(data, steps_per_epoch=micro_steps, callbacks=[seen], verbose=2 * replicas.is_chief)
+        model.fit(
+            data,
+            steps_per_epoch=micro_steps,
+            callbacks=[seen],
+            verbose=2 * replicas.is_chief,
+        )
     else:
         for i, (x, y) in zip(range(1, micro_steps + 1), data):
             step(x, y)
@@ -93,7 +151,9 @@ def main():
     tell(arguments.steps)
     difference = replicas.largest_difference(model)
     if replicas.is_chief:
-        print(f"largest difference between {replicas.num_replicas} replicas: {difference:g}")
+        print(
+            f"largest difference between {replicas.num_replicas} replicas: {difference:g}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Handwritten digits on one or several replicas: the same file on TensorFlow, JAX and PyTorch.
+"""Handwritten digits on any number of replicas: one file for TensorFlow, JAX and PyTorch.
 
     python examples/digits.py --replicas 4                          # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/digits.py --replicas 2
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/digits.py
 
-Prints the accuracy on digits that were held out, the speed, and the largest difference between the replicas'
-weights, which is 0: every replica sees its own part of each batch, and all make the same update.
+Prints the accuracy on digits that were held out, the speed, and the largest difference
+between the replicas' weights, which is 0: every replica sees its own part of each batch,
+and all make the same update.
 """
 
 import argparse
@@ -39,10 +40,18 @@ class Speed(keras.callbacks.Callback):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, help="how many; default: all devices, or all torchrun processes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        help="how many; default: all devices, or all torchrun processes",
+    )
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--steps", type=int, help="stop each epoch after so many steps, for a quick look")
+    parser.add_argument(
+        "--steps", type=int, help="stop each epoch after so many steps, for a quick look"
+    )
     arguments = parser.parse_args()
     keras.utils.set_random_seed(1)
 
@@ -57,11 +66,17 @@ def main():
             ]
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=ks.CrossShard(keras.optimizers.Adam(2e-3)), loss=loss, metrics=["accuracy"])
+        model.compile(
+            optimizer=ks.CrossShard(keras.optimizers.Adam(2e-3)),
+            loss=loss,
+            metrics=["accuracy"],
+        )
 
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8, 1) / 16).astype("float32")
-    split = train_test_split(images, labels, train_size=22 * 64, test_size=6 * 64, random_state=0)
+    split = train_test_split(
+        images, labels, train_size=22 * 64, test_size=6 * 64, random_state=0
+    )
     train_images, test_images, train_labels, test_labels = split
     speed = Speed()
     model.fit(
@@ -79,7 +94,8 @@ def main():
         print(f"backend                        {keras.config.backend()}")
         print(f"replicas                       {replicas.num_replicas}")
         print(f"accuracy on held-out digits    {accuracy:.3f}")
-        print(f"steps per second               {speed.steps / speed.seconds if speed.steps else float('nan'):.0f}")
+        per_second = speed.steps / speed.seconds if speed.steps else float("nan")
+        print(f"steps per second               {per_second:.0f}")
         print(f"largest weight difference      {difference:g}")
 
 

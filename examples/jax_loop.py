@@ -2,9 +2,9 @@
 
     python examples/jax_loop.py --replicas 4
 
-Each device computes the gradient of its rows; `stateless_apply` averages over the axis "batch" and updates. Trains on
-handwritten digits, on several devices and on one, and prints the largest difference between the weights, in units of
-how far weights have moved.
+Each device computes the gradient of its rows; `stateless_apply` averages over the axis
+"batch" and updates. Trains on handwritten digits, on several devices and on one, and
+prints the largest difference between the weights, in units of how far weights have moved.
 """
 
 import argparse
@@ -25,10 +25,18 @@ BATCH_SIZE = 64
 
 def trained(num_devices, images, labels):
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(10)])
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            keras.layers.Dense(32, activation="tanh"),
+            keras.layers.Dense(10),
+        ]
+    )
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     # Clipped inside CrossShard: by the norm of the gradient of the whole batch.
-    optimizer = ks.CrossShard(ks.GradientClipping(keras.optimizers.SGD(0.2, momentum=0.9), 1.0), axis_name="batch")
+    optimizer = ks.CrossShard(
+        ks.GradientClipping(keras.optimizers.SGD(0.2, momentum=0.9), 1.0), axis_name="batch"
+    )
     optimizer.build(model.trainable_variables)
 
     def step(weights, state, x, y):
@@ -41,11 +49,17 @@ def trained(num_devices, images, labels):
         return weights, state, jax.lax.pmean(loss, "batch")
 
     mesh = jax.sharding.Mesh(jax.devices()[:num_devices], ("batch",))
-    # Without `check_vma` gradients arrive as each device has computed them; with it, JAX has summed them already, and
-    # CrossShard divides by their number.
+    # Without `check_vma` gradients arrive as each device has computed them. With it, JAX
+    # has summed them already, and CrossShard divides by their number.
     rows = P("batch")
     step = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), rows, rows), out_specs=(P(), P(), P()), check_vma=False)
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P(), P(), rows, rows),
+            out_specs=(P(), P(), P()),
+            check_vma=False,
+        )
     )
     start = [np.asarray(v.value) for v in model.trainable_variables]
     weights, state = start, [np.asarray(v.value) for v in optimizer.variables]
@@ -58,8 +72,15 @@ def trained(num_devices, images, labels):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=4, help="devices; made of the CPU where there are fewer")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=4,
+        help="devices; made of the CPU where there are fewer",
+    )
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

@@ -1,12 +1,13 @@
-"""float16 on several replicas: gradients that vanish without a loss scale, and one bad row that all replicas skip.
+"""float16 on several replicas: small gradients, and one bad row that all replicas skip.
 
-    python examples/loss_scaling.py --replicas 4                          # JAX, four CPU devices
+    python examples/loss_scaling.py --replicas 4  # JAX, four CPU devices
     KERAS_BACKEND=tensorflow python examples/loss_scaling.py --replicas 2
     KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/loss_scaling.py
 
-Trains a model under the "mixed_float16" policy on handwritten digits, with a loss that counts 1e-6, so that its
-gradients are below what float16 holds. Then again with `LossScaling`, and with one image of infinities, which one
-replica meets once in each epoch. Prints the accuracies, how many updates were skipped, and the largest difference
+Trains a model under the "mixed_float16" policy on handwritten digits, with a loss that
+counts 1e-6, so that its gradients are below what float16 holds. Then again with
+`LossScaling`, and with one image of infinities, which one replica meets once in each
+epoch. Prints the accuracies, how many updates were skipped, and the largest difference
 between replicas.
 """
 
@@ -25,8 +26,14 @@ BATCH_SIZE = 64
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, help="how many; default: all devices, or all torchrun processes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        help="how many; default: all devices, or all torchrun processes",
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=22, help="steps per epoch")
     arguments = parser.parse_args()
@@ -45,7 +52,9 @@ def main():
                 keras.layers.Dense(10, dtype="mixed_float16"),
             ]
             model = keras.Sequential(layers)
-            optimizer = ks.CrossShard(ks.LossScaling(keras.optimizers.Adam(5e-3, epsilon=1e-12), loss_scaling))
+            optimizer = ks.CrossShard(
+                ks.LossScaling(keras.optimizers.Adam(5e-3, epsilon=1e-12), loss_scaling)
+            )
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(optimizer, loss, loss_weights=[1e-6], metrics=["accuracy"])
         x, y = images[:num_rows], labels[:num_rows]
@@ -69,8 +78,9 @@ def main():
         print(f"replicas                   {replicas.num_replicas}")
         print(f"accuracy, not scaled       {unscaled:.3f}")
         print(f"accuracy, scaled           {scaled:.3f}")
-        print(f"skipped steps              {int(keras.ops.convert_to_numpy(model.optimizer.skipped_steps))}")
-        print(f"loss scale                 {float(keras.ops.convert_to_numpy(model.optimizer.loss_scale)):.0f}")
+        skipped, scale = model.optimizer.skipped_steps, model.optimizer.loss_scale
+        print(f"skipped steps              {int(keras.ops.convert_to_numpy(skipped))}")
+        print(f"loss scale                 {float(keras.ops.convert_to_numpy(scale)):.0f}")
         print(f"largest difference         {difference:g}")
 
 

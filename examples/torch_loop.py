@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/torch_loop.py
 
-`with_ddp` is the loop as it is written with `DistributedDataParallel` and `torch.optim`; `with_cross_shard` is the same
-training of a Keras model. Both clip the gradient of the whole batch. Prints the largest difference between the weights,
-in units of how far weights have moved.
+`with_ddp` is the loop as it is written with `DistributedDataParallel` and `torch.optim`;
+`with_cross_shard` is the same training of a Keras model. Both clip the gradient of the
+whole batch. Prints the largest difference between the weights, in units of how far
+weights have moved.
 """
 
 import argparse
@@ -27,7 +28,9 @@ def with_ddp(start, batches):
     module = torch.nn.Sequential(*layers)
     with torch.no_grad():
         for parameter, array in zip(module.parameters(), start):
-            parameter.copy_(torch.from_numpy(array.T))  # PyTorch's kernels are (outputs, inputs)
+            parameter.copy_(
+                torch.from_numpy(array.T)
+            )  # PyTorch's kernels are (outputs, inputs)
     model = module
     if torch.distributed.is_initialized():
         model = torch.nn.parallel.DistributedDataParallel(module)
@@ -43,7 +46,9 @@ def with_ddp(start, batches):
 
 def with_cross_shard(model, batches):
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer = ks.CrossShard(ks.GradientClipping(keras.optimizers.SGD(0.2, momentum=0.9), 1.0))
+    optimizer = ks.CrossShard(
+        ks.GradientClipping(keras.optimizers.SGD(0.2, momentum=0.9), 1.0)
+    )
     variables = model.trainable_variables
     optimizer.build(variables)
     for x, y in batches:
@@ -55,17 +60,27 @@ def with_cross_shard(model, batches):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
 
-    with ks.data_parallel() as replicas:  # opens the process group, and gives all ranks one seed
-        layers = [keras.Input((64,)), keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(10)]
+    with (
+        ks.data_parallel() as replicas
+    ):  # opens the process group, and gives all ranks one seed
+        layers = [
+            keras.Input((64,)),
+            keras.layers.Dense(32, activation="tanh"),
+            keras.layers.Dense(10),
+        ]
         model = keras.Sequential(layers)
         start = model.get_weights()
         images, labels = load_digits(return_X_y=True)
         rows = np.arange(arguments.steps * BATCH_SIZE) % len(images)
-        x, y = ks.shard_data((images[rows] / 16).astype("float32"), labels[rows].astype("int64"))
+        x, y = ks.shard_data(
+            (images[rows] / 16).astype("float32"), labels[rows].astype("int64")
+        )
         data = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
         batches = torch.utils.data.DataLoader(data, BATCH_SIZE // replicas.num_processes)
         old = with_ddp(start, batches)

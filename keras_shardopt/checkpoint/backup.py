@@ -79,7 +79,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         ...     model.compile(ks.CrossShard("sgd"), "mse")
         >>> backup = ks.callbacks.BackupAndRestore(tempfile.mkdtemp())
-        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), epochs=2, callbacks=[backup], verbose=0)
+        >>> x, y = np.ones((8, 4)), np.ones((8, 1))
+        >>> history = model.fit(x, y, epochs=2, callbacks=[backup], verbose=0)
         >>> replicas.close()
 
     References:

@@ -145,7 +145,8 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         >>> model.compile(ks.CrossShard("sgd"), "mse")
         >>> folder = tempfile.mkdtemp()
         >>> save = ks.callbacks.ModelCheckpoint(os.path.join(folder, "{epoch:02d}.keras"), "loss")
-        >>> history = model.fit(np.ones((8, 4)), np.ones((8, 1)), epochs=2, callbacks=[save], verbose=0)
+        >>> x, y = np.ones((8, 4)), np.ones((8, 1))
+        >>> history = model.fit(x, y, epochs=2, callbacks=[save], verbose=0)
         >>> sorted(os.listdir(folder))
         ['01.keras', '02.keras']
 

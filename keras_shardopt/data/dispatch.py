@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
 import keras
 import numpy as np
@@ -24,7 +24,40 @@ from keras_shardopt.data.py_dataset import PartOfPyDataset
 from keras_shardopt.data.tf_dataset import part_of_tf_dataset, steps_of
 from keras_shardopt.data.torch_loader import part_of_loader
 
+X = TypeVar("X")
+Y = TypeVar("Y")
+Weight = TypeVar("Weight")
+Seed: TypeAlias = "int | None"
 
+
+class _Batches(Protocol):
+    """A `keras.utils.PyDataset`, for type checkers that take Keras' classes for anything."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+    def on_epoch_end(self) -> None: ...
+
+
+@overload
+def shard_data(
+    x: _Batches, y: None = ..., sample_weight: None = ..., *, shuffle: bool = ..., seed: Seed = ...
+) -> keras.utils.PyDataset: ...
+@overload
+def shard_data(
+    x: X, y: None = ..., sample_weight: None = ..., *, batch_size: None = ..., shuffle: bool = ..., seed: Seed = ...
+) -> X: ...
+@overload
+def shard_data(
+    x: X, y: Y, sample_weight: None = ..., *, batch_size: None = ..., shuffle: bool = ..., seed: Seed = ...
+) -> tuple[X, Y]: ...
+@overload
+def shard_data(
+    x: X, y: Y, sample_weight: Weight, *, batch_size: None = ..., shuffle: bool = ..., seed: Seed = ...
+) -> tuple[X, Y, Weight]: ...
+@overload
+def shard_data(
+    x: Any, y: Any = ..., sample_weight: Any = ..., *, batch_size: int, shuffle: bool = ..., seed: Seed = ...
+) -> keras.utils.PyDataset: ...
 def shard_data(
     x: Any,
     y: Any = None,

@@ -21,7 +21,7 @@ import functools
 import inspect
 import math
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 from keras import ops
@@ -35,13 +35,14 @@ from keras_shardopt.numerics import Tensor, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
 _Layer = keras.layers.BatchNormalization
+Layer = TypeVar("Layer")
 
 # Where the sum over replicas has no gradient by itself, and where Keras synchronises by itself.
 _sums = for_backend({"torch": "keras_shardopt.backends.torch.summed"})
 _in_keras_too = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow"}) is not None
 
 
-def synchronize_batch_normalization(model: Any) -> Any:
+def synchronize_batch_normalization(model: Layer) -> Layer:
     """Lets every `BatchNormalization` of a model normalise with all rows of the global batch.
 
     It sets `synchronized=True`, as `keras.layers.BatchNormalization(synchronized=True)` does, which works on all

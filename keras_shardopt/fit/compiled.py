@@ -124,7 +124,7 @@ def _fit(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 
 def _warn_of_unprepared(model: Any) -> None:
-    if processes.process()[0] == 1 or processes.num_replicas() == 1 or not reducers_in(model, cross_shards):
+    if processes.process()[0] == 1 or not reducers_in(model, cross_shards) or processes.num_replicas() == 1:
         return
     object.__setattr__(model, _IS_LEFT, True)  # once is enough
     warnings.warn(

@@ -21,30 +21,31 @@ Model = TypeVar("Model")
 
 
 def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = None) -> Model:
-    """Makes the model's `fit` do what one process with the whole batch would do, whatever each replica's part of it is.
+    """Makes `fit` on several replicas exact: updates, losses and metrics are those of one process with the whole batch.
 
-    On several processes `fit`, `evaluate` and `predict` are given the same data by each of them, and `batch_size` is
-    that of one process: every process goes through all batches, shuffled alike, and works on its rows of each. What
-    has gone through `shard_data` or a `DistributedSampler` is that process's own part, in batches of its own.
+    `compile` and `load_model` inside `data_parallel()` call it. Call it yourself for a model that is compiled
+    elsewhere. See the guides on [uneven batches](../uneven_batches.md) and
+    [data on several processes](../processes.md#data).
 
-    `CrossShard` averages gradients, and sees neither batches nor metrics. After `prepare` the calls `fit`, `evaluate`,
-    `train_on_batch` and `test_on_batch` are exact for uneven batches: one does not divide by
-    the number of replicas, a process has fewer rows or none left, or sample weights, class weights and masks are
-    spread unevenly. Losses divide by what all replicas have together (rows, sum of weights, mask), so the update is
-    that of one process, and so are losses and metrics.
+    On several processes, give `fit`, `evaluate` and `predict` the same data on each of them; `batch_size` is the
+    global batch size. Every process goes through all batches, shuffled alike, and works on its rows of each. What
+    `shard_data` or a `DistributedSampler` has divided is that process's own part, in batches of its own.
 
-    `compile` and `load_model` inside `data_parallel()` do it by themselves; it is for models that are compiled
-    elsewhere. What changes for this model:
+    Batches may be uneven in `fit`, `evaluate`, `train_on_batch` and `test_on_batch`: a batch does not divide by the
+    number of replicas, a process has fewer rows or none left, or sample weights, class weights and masks are spread
+    unevenly. Losses divide by what all replicas have together (rows, sum of weights, mask).
+
+    What changes for this model:
 
     - TensorFlow: steps exchange numbers of rows and of weights: one small all-reduce for the batch, one for each loss.
       With `steps_per_execution` steps are made one by one.
     - JAX: a batch that does not divide is put on every device whole; processes tell each other their numbers of rows;
       only process 0 prints. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass
       then run in a `shard_map` over the replicas.
-    - PyTorch: before each batch ranks tell each other their numbers of rows, and a rank without a batch left goes
-      along. At the end of an epoch metrics and moving statistics are those of all ranks, and so are the logs of a batch
-      where a callback looks at them. Only rank 0 prints. With `steps_per_execution` steps are made one by one. The DDP
-      of Keras 3.16 stays off.
+    - PyTorch: before each batch ranks tell each other their numbers of rows, and a rank without a batch left takes
+      part with none. At the end of an epoch metrics and moving statistics are those of all ranks, and so are the logs
+      of a batch where a callback looks at them. Only rank 0 prints. With `steps_per_execution` steps are made one by
+      one. The DDP of Keras 3.16 stays off.
     - Several processes: at the start of `fit` all take process 0's weights, state and seeds where these differ, and a
       warning says which. Callbacks decide alike everywhere, and what they write is written once, by process 0.
       `predict` returns all rows on every process. The order of rows is that which one process draws. `train_on_batch`

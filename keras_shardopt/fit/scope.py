@@ -51,7 +51,7 @@ class data_parallel:
     group stays until `close()`, until the next scope is entered, or until the program ends.
 
     On PyTorch, and on JAX with several processes, each process makes the same calls with the same data: of every batch
-    a prepared model works on the rows of its process, and `batch_size` is that of one process. Data that is divided
+    a prepared model works on the rows of its process, and `batch_size` is the global one. Data that is divided
     already comes from `shard_data`, or with `auto_shard=False`. Ranks that do not agree on Keras' random seed take rank
     0's, so that models start equal; in its training steps, each then draws random numbers of its own from it.
 

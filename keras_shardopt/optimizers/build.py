@@ -34,7 +34,7 @@ def build_optimizer(
     cross_shard: bool | Mapping[str, Any] = False,
     *,
     tf1_defaults: bool = False,
-) -> Any:
+) -> keras.optimizers.Optimizer:
     """An optimizer for `model.compile` with what the arguments ask for around it, in the order that is right.
 
     The order is `CrossShard(MixedPrecision or LossScaling(GradientClipping or LARC(optimizer)))`: accumulate and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 
@@ -29,6 +29,9 @@ from keras_shardopt.update.trainer_context import joins_uneven_inputs, row_share
 from keras_shardopt.wrapping.chain import base_optimizers, children, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -260,7 +263,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         return {**super().get_config(), **self._options.config()}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
         """The reverse of `get_config`. `config` is left as it is."""
         loaded: Any = super().from_config(CrossShardOptions.from_config(config, custom_objects), custom_objects)
         loaded.peers.is_loaded = True

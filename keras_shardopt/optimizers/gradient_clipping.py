@@ -122,7 +122,8 @@ def clip_by_global_norm(
 
     Example:
         >>> import keras, keras_shardopt as ks
-        >>> clipped, norm = ks.clip_by_global_norm([keras.ops.convert_to_tensor([3.0, 4.0]), None], 1.0)
+        >>> gradient = keras.ops.convert_to_tensor([3.0, 4.0])
+        >>> clipped, norm = ks.clip_by_global_norm([gradient, None], 1.0)
         >>> float(norm), [round(float(t), 4) for t in clipped[0]], clipped[1]
         (5.0, [0.6, 0.8], None)
 
@@ -168,7 +169,8 @@ def clip_gradients_by_norm(
     Example:
         >>> import keras, keras_shardopt as ks
         >>> weight = keras.Variable([1.0, 2.0])
-        >>> ((grad, _),) = ks.clip_gradients_by_norm([(keras.ops.convert_to_tensor([3.0, 4.0]), weight)], 1.0)
+        >>> pairs = [(keras.ops.convert_to_tensor([3.0, 4.0]), weight)]
+        >>> ((grad, _),) = ks.clip_gradients_by_norm(pairs, 1.0)
         >>> [round(float(g), 4) for g in grad]
         [0.6, 0.8]
 

@@ -69,7 +69,8 @@ class LARC(OptimizerWrapper):
         >>> import keras, keras_shardopt as ks
         >>> weight = keras.Variable([3.0, 4.0])
         >>> optimizer = ks.LARC(keras.optimizers.SGD(1.0), larc_eta=0.02)
-        >>> optimizer.apply([keras.ops.convert_to_tensor([30.0, 40.0])], [weight])  # by 0.02 * 5, not by 50
+        >>> gradient = keras.ops.convert_to_tensor([30.0, 40.0])
+        >>> optimizer.apply([gradient], [weight])  # by 0.02 * 5, not by 50
         >>> [round(float(w), 4) for w in keras.ops.convert_to_numpy(weight)]
         [2.94, 3.92]
 

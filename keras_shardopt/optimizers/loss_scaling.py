@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import ops
@@ -22,6 +22,9 @@ from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_gra
 from keras_shardopt.update.nonfinite import largest_of_all
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ScaledUpdate(OptimizerWrapper):
@@ -188,7 +191,7 @@ class ScaledUpdate(OptimizerWrapper):
         return {**super().get_config(), self._scale_argument: stored}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
         """The reverse of `get_config`. `config` is left as it is."""
         stored = config.get(cls._scale_argument)
         if isinstance(stored, dict):

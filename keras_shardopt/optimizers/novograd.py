@@ -67,7 +67,8 @@ class NovoGrad(SlotAccess, keras.optimizers.Optimizer):
         >>> import keras, keras_shardopt as ks
         >>> weight = keras.Variable([1.0, 2.0])
         >>> optimizer = ks.NovoGrad(learning_rate=0.1)
-        >>> optimizer.apply([keras.ops.convert_to_tensor([30.0, 40.0])], [weight])  # (0.6, 0.8) when normalised
+        >>> gradient = keras.ops.convert_to_tensor([30.0, 40.0])
+        >>> optimizer.apply([gradient], [weight])  # (0.6, 0.8) when normalised
         >>> [round(float(w), 4) for w in keras.ops.convert_to_numpy(weight)]
         [0.94, 1.92]
 

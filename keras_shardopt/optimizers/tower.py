@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import keras
 from keras import ops, tree
@@ -18,7 +18,7 @@ from keras.src.backend.common import global_state
 
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
-from keras_shardopt.numerics import Gradients, Tensor, Variable, add, map_values, overwrites_variable
+from keras_shardopt.numerics import FunctionT, Gradients, Tensor, Variable, add, map_values, overwrites_variable
 from keras_shardopt.wrapping.chain import get_optimizer, shown
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -169,7 +169,8 @@ class Tower(OptimizerWrapper):
         >>> optimizer = ks.Tower(lambda: keras.optimizers.SGD(1.0))
         >>> def step(batch):
         ...     optimizer.apply([keras.ops.sum(batch)], [weight])
-        >>> ks.replicate(step, num_towers=2, loss_reduction="sum")(keras.ops.convert_to_tensor([1.0, 2.0]))
+        >>> in_towers = ks.replicate(step, num_towers=2, loss_reduction="sum")
+        >>> in_towers(keras.ops.convert_to_tensor([1.0, 2.0]))
         >>> float(keras.ops.convert_to_numpy(weight)), int(optimizer.iterations)
         (7.0, 1)
 
@@ -262,11 +263,11 @@ def _mark_used() -> None:
 
 
 def replicate(
-    step: Callable[..., Any],
+    step: FunctionT,
     num_towers: int,
     loss_reduction: str = "mean",
     devices: Sequence[str] | None = None,
-) -> Callable[..., Any]:
+) -> FunctionT:
     """Makes a step run once per tower, on its part of the batch, with one update at the end.
 
     The step must update with `Tower` optimizers. Its batch, the last argument, may be any nest of arrays; all are
@@ -362,7 +363,7 @@ def replicate(
                     outputs = loss = loss + outputs * factor
         return (outputs, *state) if state else outputs
 
-    return replicated
+    return cast(FunctionT, replicated)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,8 @@ class VariableClipping(OptimizerWrapper):
     Example:
         >>> import keras, keras_shardopt as ks
         >>> weight = keras.Variable([[3.0, 4.0], [0.6, 0.8]])
-        >>> optimizer = ks.VariableClipping(keras.optimizers.SGD(0.5), [(weight, [1])], max_norm=2.5)
+        >>> sgd = keras.optimizers.SGD(0.5)
+        >>> optimizer = ks.VariableClipping(sgd, [(weight, [1])], max_norm=2.5)
         >>> optimizer.apply([keras.ops.zeros((2, 2))], [weight])
         >>> [[round(float(w), 4) for w in row] for row in keras.ops.convert_to_numpy(weight)]
         [[1.5, 2.0], [0.6, 0.8]]

@@ -44,7 +44,8 @@ class Warmup(Schedule):
 
     Example:
         >>> import keras_shardopt as ks
-        >>> schedule = ks.schedules.Warmup(ks.schedules.PolyDecay(1.0, decay_steps=4), warmup_steps=2)
+        >>> decay = ks.schedules.PolyDecay(1.0, decay_steps=4)
+        >>> schedule = ks.schedules.Warmup(decay, warmup_steps=2)
         >>> [float(schedule(step)) for step in range(7)]
         [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
 
@@ -88,7 +89,8 @@ class Join(Schedule):
 
     Example:
         >>> import keras_shardopt as ks
-        >>> schedule = ks.schedules.Join([0.5, ks.schedules.PolyDecay(1.0, decay_steps=4)], boundaries=[2])
+        >>> decay = ks.schedules.PolyDecay(1.0, decay_steps=4)
+        >>> schedule = ks.schedules.Join([0.5, decay], boundaries=[2])
         >>> [float(schedule(step)) for step in range(7)]
         [0.5, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
 

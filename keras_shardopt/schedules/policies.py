@@ -76,8 +76,8 @@ class PiecewiseConstant(Policy):
 
     Example:
         >>> import keras_shardopt as ks
-        >>> schedule = ks.schedules.PiecewiseConstant(0.5, boundaries=[30, 60], decay_rates=[0.5, 0.25],
-        ...                                           steps_per_epoch=10)
+        >>> arguments = dict(boundaries=[30, 60], decay_rates=[0.5, 0.25], steps_per_epoch=10)
+        >>> schedule = ks.schedules.PiecewiseConstant(0.5, **arguments)
         >>> [float(schedule(step)) for step in (0, 300, 301, 600, 601)]
         [0.5, 0.5, 0.25, 0.25, 0.125]
 
@@ -143,7 +143,8 @@ class ExpDecay(Policy):
 
     Example:
         >>> import keras_shardopt as ks
-        >>> schedule = ks.schedules.ExpDecay(1.0, decay_steps=10, decay_rate=0.25, use_staircase_decay=False)
+        >>> arguments = dict(decay_steps=10, decay_rate=0.25, use_staircase_decay=False)
+        >>> schedule = ks.schedules.ExpDecay(1.0, **arguments)
         >>> [float(schedule(step)) for step in (0, 5, 10)]
         [1.0, 0.5, 0.25]
 
@@ -215,7 +216,8 @@ class PolyDecay(Policy):
 
     Example:
         >>> import keras_shardopt as ks
-        >>> schedule = ks.schedules.PolyDecay(1.0, decay_steps=8, power=2, begin_decay_at=4, warmup_steps=4)
+        >>> arguments = dict(decay_steps=8, power=2, begin_decay_at=4, warmup_steps=4)
+        >>> schedule = ks.schedules.PolyDecay(1.0, **arguments)
         >>> [float(schedule(step)) for step in (0, 2, 4, 8, 12, 100)]
         [0.0, 0.5, 1.0, 0.25, 0.0, 0.0]
 

@@ -165,7 +165,8 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
 
     Example:
         >>> import keras_shardopt as ks
-        >>> ks.schedules.get("exp_decay", learning_rate=0.1, decay_steps=10, decay_rate=0.5, use_staircase_decay=True)
+        >>> arguments = dict(learning_rate=0.1, decay_steps=10, decay_rate=0.5)
+        >>> ks.schedules.get("exp_decay", **arguments, use_staircase_decay=True)
         ExpDecay(learning_rate=0.1, decay_steps=10, decay_rate=0.5, use_staircase_decay=True, begin_decay_at=0, \
 min_lr=0.0)
     """

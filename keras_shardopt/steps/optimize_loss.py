@@ -325,7 +325,8 @@ def get_regularization_loss(model: Any) -> Tensor:
 
     Example:
         >>> import keras, keras_shardopt as ks
-        >>> layer = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.5))
+        >>> l2 = keras.regularizers.L2(0.5)
+        >>> layer = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=l2)
         >>> layer.build((None, 4))
         >>> float(keras.ops.convert_to_numpy(ks.get_regularization_loss(layer)))
         2.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
@@ -162,19 +162,21 @@ class HasOptions:
     """The options of an optimizer, as attributes that cannot be set."""
 
     _options: CrossShardOptions
-    reduction = _option("reduction", '"mean" or "sum".')
-    group_assignment = _option("group_assignment", "Lists of replica ids, or None.")
-    gradients = _option("gradients", "How gradients arrive, as was told.")
-    replica_clipnorm = _option("replica_clipnorm", "The largest norm of a replica's own gradient, or None.")
-    replica_transform = _option("replica_transform", "What is done to a replica's own gradients, or None.")
-    on_nonfinite = _option("on_nonfinite", '"ignore", "skip" or "raise".')
-    shard_state = _option("shard_state", "Whether the optimizer state is divided.")
-    compression = _option("compression", "The dtype in which gradients are sent, or None.")
-    fused = _option("fused", '"auto" or False.')
-    overlap = _option("overlap", '"auto" or False.')
-    stages = _option("stages", "Further stages, in their order.")
-    bucket_mib = _option("bucket_mib", "How many MiB of gradients are sent at a time.")
-    axis_name = _option("axis_name", "The mapped axis of replicas on JAX.")
+    reduction: str = _option("reduction", '"mean" or "sum".')
+    group_assignment: list[list[int]] | None = _option("group_assignment", "Lists of replica ids, or None.")
+    gradients: str = _option("gradients", "How gradients arrive, as was told.")
+    replica_clipnorm: float | None = _option("replica_clipnorm", "The largest norm of a replica's gradient, or None.")
+    replica_transform: LocalTransform | None = _option(
+        "replica_transform", "What is done to a replica's own gradients, or None."
+    )
+    on_nonfinite: str = _option("on_nonfinite", '"ignore", "skip" or "raise".')
+    shard_state: bool = _option("shard_state", "Whether the optimizer state is divided.")
+    compression: str | None = _option("compression", "The dtype in which gradients are sent, or None.")
+    fused: Literal["auto", False] = _option("fused", '"auto" or False.')
+    overlap: Literal["auto", False] = _option("overlap", '"auto" or False.')
+    stages: Sequence[Stage] = _option("stages", "Further stages, in their order.")
+    bucket_mib: float = _option("bucket_mib", "How many MiB of gradients are sent at a time.")
+    axis_name: str = _option("axis_name", "The mapped axis of replicas on JAX.")
 
 
 def _one_of(name: str, value: Any, known: Any, rule: str) -> None:

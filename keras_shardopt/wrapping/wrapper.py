@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -49,6 +49,9 @@ from keras_shardopt.wrapping.stored_state import (
     named_store,
     portable,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
 
@@ -341,7 +344,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     # -- what callbacks read and write ---------------------------------------------------------------------------
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> keras.Variable:
         """The number of updates so far."""
         return self.inner.iterations
 
@@ -355,7 +358,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         self.inner.learning_rate = value
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> keras.Variable | float:
         """By what the loss is multiplied now: a scalar variable or a number; 1.0 where nothing inside scales it."""
         inner = self.inner
         if isinstance(inner, OptimizerWrapper):
@@ -365,7 +368,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return 1.0 if inner.loss_scale_factor is None else inner.loss_scale_factor
 
     @property
-    def skipped_steps(self) -> Any:
+    def skipped_steps(self) -> keras.Variable | int:
         """How many updates an overflow has prevented so far: a scalar variable, or 0 where nobody counts them."""
         return self.inner.skipped_steps if isinstance(self.inner, OptimizerWrapper) else 0
 
@@ -465,7 +468,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> OptimizerWrapper:
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
         """The reverse of `get_config`. `config` is left as it is."""
         config = dict(config)
         inner = portable(config.pop("inner_optimizer"))

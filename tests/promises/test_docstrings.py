@@ -34,6 +34,11 @@ def test_public_names_have_a_docstring_with_an_example(name):
     assert ">>>" in thing.__doc__ or not callable(thing)
 
 
+@pytest.mark.neutral
+def test_help_of_cross_shard_fits_two_screens():
+    assert len(inspect.getdoc(ks.CrossShard).splitlines()) <= 60
+
+
 # What wrappers have for users besides what every optimizer of Keras has.
 FOR_USERS = {
     *("inner", "loss_scale", "skipped_steps", "get_slot", "get_slot_names", "get_name"),

@@ -196,11 +196,12 @@ def test_the_support_matrix_counts_what_passed_and_says_what_failed(tmp_path):
         feature = script.Feature("it", {"jax": [f"tests/unit/test_it.py::{t}" for t in tests]}, **more)
         return script.cell(feature, "jax", found)
 
-    assert cell("a") == "**fails**: 1 of 2"
-    assert cell("b") == "2" and cell("b[x]") == "1"
+    assert cell("a") == "✗ **fails**: 1 of 2"
+    assert cell("b") == "✓ 2" and cell("b[x]") == "✓ 1"
     assert cell("c") == cell("gone") == "not run"
-    assert cell("b", remarks={"jax": "in `fit`"}) == "2; in `fit`"
-    assert cell() == "no"
+    assert cell("b", remarks={"jax": "in `fit`"}) == "◐ 2; in `fit`"
+    assert cell() == "✗"
+    assert script.cell(script.Feature("it", {}, {"jax": "is refused"}), "jax", found) == "✗ is refused"
 
     # Reports of one backend and version are one column; what two of them have counts once.
     feature = script.FEATURES[0]
@@ -211,7 +212,7 @@ def test_the_support_matrix_counts_what_passed_and_says_what_failed(tmp_path):
         report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
     (tmp_path / "jax-3.15.1.xml").unlink()
     title, _, first, *_ = script.page(tmp_path).removeprefix(script.HEAD).splitlines()
-    assert title == "| | JAX, Keras 3.15.1 |" and first == f"| {feature.name} | 3 |"
+    assert title == "| | JAX, Keras 3.15.1 |" and first == f"| {feature.name} | ✓ 3 |"
 
 
 @pytest.mark.neutral
@@ -221,6 +222,20 @@ def test_the_picture_of_the_readme_is_that_of_the_results(monkeypatch):
 
     assert draw_readme.PICTURE.read_text(encoding="utf-8") == draw_readme.picture(), "run `python docs/draw_readme.py`"
     assert "CrossShard" in draw_readme.picture()
+
+
+WIDTH = 92  # characters of code that a page shows at 1280 px (docs/stylesheets/site.css)
+
+
+@pytest.mark.neutral
+def test_no_line_of_code_is_cut_off_on_a_page():
+    blocks = [block for page in pages.PAGES if page != pages.README for block in pages.blocks(page)]
+    shown = {f"{block.page}, line {block.line}": block.code.splitlines() for block in blocks}
+    shown |= {str(f): f.read_text(encoding="utf-8").splitlines() for f in (pages.ROOT / "examples").rglob("*.py")}
+    for file in (pages.ROOT / "keras_shardopt").rglob("*.py"):
+        lines = re.findall(r"^ +((?:>>>|\.\.\.) .*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        shown[str(file)] = lines
+    assert not [(where, line) for where, lines in shown.items() for line in lines if len(line) > WIDTH]
 
 
 @pytest.mark.neutral

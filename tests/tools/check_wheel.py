@@ -3,6 +3,7 @@
 import email
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -36,6 +37,11 @@ def check_metadata(wheel, names):
     for field in ("Name", "Version", "Summary", "Author", "License-Expression", "Keywords", "Requires-Python"):
         assert metadata[field], f"{field} is missing"
     assert metadata["Description-Content-Type"] == "text/markdown" and "# keras_shardopt" in metadata.get_payload()
+    links = re.findall(r"\]\((?!https?:)[^)]*\)", metadata.get_payload())
+    assert not links, f"an index would break {links}"
+    classifiers = metadata.get_all("Classifier")
+    for start in ("Programming Language :: Python :: 3.", "Operating System ::", "Topic ::", "Typing :: Typed"):
+        assert any(each.startswith(start) for each in classifiers), f"no classifier {start}"
     extras = set(metadata.get_all("Provides-Extra"))
     assert {"tensorflow", "jax", "torch", "summaries", "plot", "examples"} <= extras, extras
     needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]

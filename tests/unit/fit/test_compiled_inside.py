@@ -113,3 +113,12 @@ def test_a_model_made_before_the_scope_is_refused_by_compile():
         compiled(model)
     with ks.data_parallel(1):
         pass
+
+
+@pytest.mark.backends("torch")
+def test_a_plain_model_of_a_process_that_torchrun_started_trains_by_itself(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", loss="mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)

@@ -1,0 +1,60 @@
+"""What mkdocs does besides: tutorials become pages, formulas become MathML, and nothing is loaded from a network.
+
+A tutorial is a script with `# %%` cells, under examples/tutorials/. Cells marked `[markdown]` are its prose.
+"""
+
+from __future__ import annotations
+
+import html
+import pathlib
+import re
+from typing import Any
+
+import latex2mathml.converter
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+TUTORIALS = pathlib.Path(__file__).parents[1] / "examples" / "tutorials"
+
+
+def as_markdown(script: str) -> str:
+    """A script with `# %%` cells as a page."""
+    parts = []
+    for kind, cell in re.findall(r"^# %%(.*)\n((?:(?!# %%).*\n?)*)", script, re.MULTILINE):
+        if "[markdown]" in kind:
+            parts.append(re.sub(r"^# ?", "", cell, flags=re.MULTILINE).strip())
+        else:
+            parts.append(f"```python\n{cell.strip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds a page for each tutorial."""
+    for script in sorted(TUTORIALS.glob("*.py")):
+        page = as_markdown(script.read_text(encoding="utf-8"))
+        files.append(File.generated(config, f"tutorials/{script.stem}.md", content=page))
+    return files
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Sets formulas as MathML, which browsers show without a script."""
+
+    def formula(match: re.Match[str]) -> str:
+        latex = html.unescape(match[2])
+        display = "block" if latex.startswith("\\[") else "inline"
+        return latex2mathml.converter.convert(latex[2:-2], display=display)
+
+    pattern = r'<(span|div) class="arithmatex">(\\[(\[].*?\\[)\]])</\1>'
+    return re.sub(pattern, formula, content, flags=re.DOTALL)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Refuses a page that needs a network to be shown."""
+    loaded = r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?:https?:)?//[^>]*>|<link[^>]*\srel=\"?stylesheet[^>]*https?:[^>]*>"
+    found = [
+        *re.findall(loaded, output),
+        *re.findall(r'class="(?:mermaid|arithmatex)"', output),
+    ]
+    if found:
+        raise PluginError(f"{page.file.src_uri} is not whole without a network: {found}")
+    return output
