@@ -1,0 +1,113 @@
+"""What a step of `fit` costs with each option and wrapper, against the same step without it.
+
+    KERAS_BACKEND=jax python benchmarks/modes.py [--replicas 8] [--write]
+    KERAS_BACKEND=torch torchrun --nproc-per-node 2 benchmarks/modes.py [--write]
+
+Target: within 1.03 times the step without it; summaries every 100 updates within 1.05 times. Options that train
+otherwise (accumulation, mixed precision) are there for what they cost, and have no target on a CPU.
+`--cpu` measures the time of this process on the CPU, which a busy machine changes less. `--quick` runs in seconds, on
+sizes that say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import keras
+import numpy as np
+import timing
+
+import keras_shardopt as ks
+
+ROWS = 64
+PLAIN = "CrossShard(Adam)"
+
+
+def modes() -> dict[str, Callable[[], keras.optimizers.Optimizer]]:
+    """By name, what makes the optimizer."""
+
+    def adam() -> keras.optimizers.Optimizer:
+        return keras.optimizers.Adam(1e-4)
+
+    made: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+        PLAIN: lambda: ks.CrossShard(adam()),
+        'on_nonfinite="skip"': lambda: ks.CrossShard(adam(), on_nonfinite="skip"),
+        "shard_state=True": lambda: ks.CrossShard(adam(), shard_state=True),
+        'compression="bfloat16"': lambda: ks.CrossShard(adam(), compression="bfloat16"),
+        "gradient_accumulation_steps=4": lambda: ks.CrossShard(adam(), gradient_accumulation_steps=4),
+        "replica_clipnorm=1.0": lambda: ks.CrossShard(adam(), replica_clipnorm=1.0),
+        "LossScaling": lambda: ks.CrossShard(ks.LossScaling(adam())),
+        "LARC": lambda: ks.CrossShard(ks.LARC(adam(), larc_eta=0.002)),
+        "GradientClipping": lambda: ks.CrossShard(ks.GradientClipping(adam(), 1.0)),
+        "MixedPrecision": lambda: ks.CrossShard(ks.MixedPrecision(adam())),
+    }
+    return {**made, f"{PLAIN} again": made[PLAIN]}  # for how much of a ratio is noise
+
+
+def make_model(width: int, num_layers: int) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(width, activation="relu") for _ in range(num_layers)]
+    return keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(width)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=None, help="of JAX and TensorFlow; PyTorch has ranks")
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="measure the time of the CPU")
+    parser.add_argument("--only", nargs="*", default=[], help="which modes, besides the plain one")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args()
+    width, num_layers, rounds = (16, 1, 2) if arguments.quick else (512, 5, arguments.rounds)
+    backend = keras.config.backend()
+    runs, left_out = {}, []
+    with ks.data_parallel(None if backend == "torch" else arguments.replicas) as replicas:
+        random = np.random.default_rng(0)
+        x, y = (random.normal(size=(arguments.steps * ROWS, width)).astype("float32") for _ in range(2))
+
+        def add(name: str, optimizer: keras.optimizers.Optimizer, callbacks: tuple = ()) -> None:
+            model = make_model(width, num_layers)
+            model.compile(optimizer, "mse")
+            more = {"batch_size": ROWS, "verbose": 0, "shuffle": False, "callbacks": list(callbacks)}
+            runs[name] = lambda: model.fit(x, y, **more)
+            runs[name]()
+
+        for name, make in modes().items():
+            if arguments.only and not name.startswith(PLAIN) and name not in arguments.only:
+                continue
+            try:
+                add(name, make())
+            except ValueError as error:
+                left_out.append(f"Left out: {name} ({str(error).split('. ')[0]}).")
+        with tempfile.TemporaryDirectory() as folder:
+            if not arguments.only:
+                summaries = ks.callbacks.TrainingSummaries(folder, every=100)
+                add("TrainingSummaries(every=100)", ks.CrossShard(keras.optimizers.Adam(1e-4)), (summaries,))
+            clock = time.process_time if arguments.cpu else time.perf_counter
+            seconds = timing.in_turns(runs, rounds, clock=clock)
+    if replicas.is_chief:
+        number = replicas.num_replicas
+        start = f"torchrun --nproc-per-node {number}" if backend == "torch" else "python"
+        size = "" if backend == "torch" else f" --replicas {number}"
+        timing.report(
+            f"A step of fit in each mode on {number} replica{'s' if number > 1 else ''} of {backend}",
+            f"KERAS_BACKEND={backend} {start} benchmarks/modes.py{size}{' --cpu' if arguments.cpu else ''}",
+            "\n\n".join([timing.table(seconds, [PLAIN], arguments.steps), *left_out]),
+            {"Keras": keras.__version__, backend: importlib.import_module(backend).__version__},
+            arguments.write,
+        )
+    replicas.close()
+
+
+if __name__ == "__main__":
+    main()

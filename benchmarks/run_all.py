@@ -1,0 +1,130 @@
+"""Runs every benchmark on this machine, and makes one page of their newest results, docs/benchmarks.md.
+
+    python benchmarks/run_all.py [--only torch_fit modes]
+    python benchmarks/run_all.py --page      # the page alone, of the results that are there
+
+The machine should do nothing else meanwhile: about an hour on two cores. What needs a package that is not installed, or
+a GPU where there is none, is left out with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+COMMANDS: list[tuple[str, str, list[str]]] = [
+    ("torch", "torch_fit.py", [*TORCHRUN, "2"]),
+    ("torch", "torch_shards.py", [*TORCHRUN, "2"]),
+    ("torch", "torch_update.py --threads 1", []),
+    ("jax", "jax_update.py", []),
+    *[(backend, "fit.py", []) for backend in ("jax", "tensorflow", "torch")],
+    ("jax", "fit.py --replicas 8", []),
+    ("tensorflow", "fit.py --replicas 2", []),
+    ("torch", "modes.py", [*TORCHRUN, "2"]),
+    ("jax", "modes.py --replicas 8", []),
+    ("tensorflow", "modes.py --replicas 2", []),
+    *[(backend, "variables.py", []) for backend in ("jax", "tensorflow", "torch")],
+    *[(backend, "accumulation.py", []) for backend in ("jax", "tensorflow", "torch")],
+    *[(backend, "summaries.py", []) for backend in ("jax", "tensorflow", "torch")],
+    *[(backend, "gpu.py", []) for backend in ("torch", "jax")],
+]
+
+HEAD = """# Benchmarks
+
+The newest result of each benchmark, with its date, machine, versions and command; `python benchmarks/run_all.py` makes
+them anew. A bar shows the time against the row with 1.00, in which the line ends; the thin line spans the quartiles.
+[Performance](performance.md) says in one table what they come to.
+"""
+
+
+def run(backend: str, script: str, start: list[str]) -> str | None:
+    """Runs one, and returns the last line that it printed where it failed."""
+    name, *arguments = script.split()
+    command = [*(start or [sys.executable]), str(HERE / name), *arguments, "--write"]
+    print(f"KERAS_BACKEND={backend} {' '.join(command)}", flush=True)
+    done = subprocess.run(command, env={**os.environ, "KERAS_BACKEND": backend}, capture_output=True, text=True)
+    print(done.stdout, flush=True)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["failed"])[-1]
+
+
+def newest() -> list[str]:
+    """The newest page of each title, in the order of the titles."""
+    found: dict[str, pathlib.Path] = {}
+    for file in sorted((HERE / "results").glob("*.md")):  # by date
+        found[file.stem.partition("_")[2]] = file
+    return [found[name].read_text(encoding="utf-8") for name in sorted(found)]
+
+
+ROW = re.compile(r"^\| (?P<name>\S.*?) \| (?P<ms>[\d.]+) \| (?P<ratio>[\d.]+) \((?P<low>[\d.]+) to (?P<high>[\d.]+)\)")
+
+
+def picture(table: list[str]) -> str:
+    """Bars of the first ratios of a table, as SVG."""
+    rows = [found for line in table if (found := ROW.match(line))]
+    if len(rows) < 2:
+        return ""
+    longest = max(float(row["high"]) for row in rows)
+    unit, left = 320 / longest, 330
+    shapes = []
+    for number, row in enumerate(rows):
+        top = 24 * number
+        ratio, low, high = (float(row[name]) * unit for name in ("ratio", "low", "high"))
+        label = row["name"].replace("&", "&amp;").replace("<", "&lt;")
+        kind = ' class="ours"' if "CrossShard" in label or "fit," in label else ""
+        shapes += [
+            f'<text x="{left - 8}" y="{top + 16}" text-anchor="end">{label}</text>',
+            f'<rect{kind} x="{left}" y="{top + 4}" width="{ratio:.1f}" height="16" rx="2"/>',
+            f'<path d="M{left + low:.1f} {top + 12}H{left + high:.1f}"/>',
+            f'<text x="{left + high + 6:.1f}" y="{top + 16}">{row["ratio"]}</text>',
+        ]
+    height = 24 * len(rows)
+    return (
+        f'<svg class="bars" viewBox="0 0 720 {height}" width="720" role="img" aria-label="times as bars">'
+        f'<path class="one" d="M{left + unit:.1f} 0V{height}"/>{"".join(shapes)}</svg>\n'
+    )
+
+
+def page() -> str:
+    """The page, of the newest results."""
+    parts = [HEAD]
+    for text in newest():
+        lines = text.replace("# ", "## ", 1).splitlines()
+        table: list[str] = []
+        for line in [*lines, ""]:
+            if line.startswith("|"):
+                table.append(line)
+            elif table:
+                parts += [*table, "", picture(table)]
+                table = []
+            if not line.startswith("|"):
+                parts.append(line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).strip() + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true", help="run nothing")
+    parser.add_argument("--only", nargs="*", default=[], help="names of scripts, without `.py`")
+    arguments = parser.parse_args()
+    left_out = {}
+    for backend, script, start in [] if arguments.page else COMMANDS:
+        if not arguments.only or script.partition(".")[0] in arguments.only:
+            reason = run(backend, script, start)
+            if reason is not None:
+                left_out[f"{script} on {backend}"] = reason
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
+    for what, reason in left_out.items():
+        print(f"left out: {what}: {reason}")
+
+
+if __name__ == "__main__":
+    main()
