@@ -224,6 +224,15 @@ def test_the_picture_of_the_readme_is_that_of_the_results(monkeypatch):
     assert "CrossShard" in draw_readme.picture()
 
 
+@pytest.mark.neutral
+def test_the_page_of_benchmarks_is_of_the_newest_results(monkeypatch):
+    monkeypatch.syspath_prepend(pages.DOCS.parent / "benchmarks")
+    import run_all
+
+    assert run_all.PAGE.read_text(encoding="utf-8") == run_all.page(), "run `python benchmarks/run_all.py --page`"
+    assert run_all.page().count("<svg") > len(run_all.newest())
+
+
 WIDTH = 92  # characters of code that a page shows at 1280 px (docs/stylesheets/site.css)
 
 
