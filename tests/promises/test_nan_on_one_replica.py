@@ -107,6 +107,7 @@ def test_on_any_replica_the_update_is_left_out_on_all(way):
 
 
 @in_one_process
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_a_check_that_is_left_out_turns_the_check_red(monkeypatch):
     monkeypatch.setattr(finite, "first_not_finite", lambda grads, variables: keras.ops.zeros((), "int32"))
     run = Steps("accumulating")
@@ -115,6 +116,7 @@ def test_a_check_that_is_left_out_turns_the_check_red(monkeypatch):
 
 
 @in_one_process
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_flags_of_another_replica_turn_the_check_red(monkeypatch):
     real = finite.flags
     monkeypatch.setattr(finite, "flags", lambda position, replica, *rest: real(position, 0, *rest))
@@ -124,6 +126,7 @@ def test_flags_of_another_replica_turn_the_check_red(monkeypatch):
 
 
 @in_one_process
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_what_a_transform_has_put_right_counts(monkeypatch):
     def finite_ones(grads, variables):
         return [keras.ops.where(keras.ops.isfinite(grad), grad, keras.ops.zeros_like(grad)) for grad in grads]
@@ -189,6 +192,7 @@ def test_raise_ends_training_and_leaves_the_weights(num_replicas, num_steps):
 
 
 @pytest.mark.parametrize("num_steps", some([None, 2], [2], "jax", "tensorflow"))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_training_may_go_on_after_the_error(num_steps):
     model, error = fit(1, ks.callbacks.StopOnNonFinite(), num_steps=num_steps)
     assert error is not None

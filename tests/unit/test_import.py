@@ -57,6 +57,7 @@ def test_dir_shows_public_names_only():
         assert all(hasattr(module, name) for name in dir(module))
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_the_module_run_as_a_program_prints_what_a_bug_report_needs():
     import keras
 
