@@ -407,7 +407,7 @@ def test_tensorflow_traced_and_compiled(wrapper, compile_arguments):
 
 
 @pytest.mark.backends("torch")
-@pytest.mark.parametrize("wrapper", some(catalogue.WRAPPERS, ["CrossShard", "LARC"]))
+@pytest.mark.parametrize("wrapper", some(catalogue.WRAPPERS, ["CrossShard"]))
 def test_torch_compile(wrapper):
     # Updates alone, and without PyTorch's generator of code, which takes most of the time. Whole steps of `fit` are
     # compiled in test_fused.py, test_skipped_updates_leave_nothing.py (those that check) and on ranks, and with that
