@@ -1,6 +1,5 @@
 """PyTorch: the same data on every rank trains as in one process; all in rank_sharding.py, on 3 ranks."""
 
-import functools
 import pathlib
 
 import pytest
@@ -25,24 +24,14 @@ ON_ANY_NUMBER = [
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    """Of the checks that run by default, or of the others, those that passed and what was printed in the rest."""
-    folder = tmp_path_factory.mktemp("sharding")
-
-    @functools.cache
-    def run(by_default):
-        names = [name for name in CHECKS if (name in BY_DEFAULT) == by_default]
-        return checks.passed_and_failures(SOURCE, 3, folder / f"{by_default}.json", names, timeout_alone=60)
-
-    return run
+def runs(tmp_path_factory):
+    others = [name for name in CHECKS if name not in BY_DEFAULT]
+    return checks.Runs(SOURCE, 3, tmp_path_factory.mktemp("sharding"), others)
 
 
 @pytest.mark.parametrize("name", some(CHECKS, BY_DEFAULT))
-def test_on_three_ranks(outcome, name):
-    passed, failures = outcome(name in BY_DEFAULT)
-    if name in failures:
-        pytest.fail(failures[name], pytrace=False)
-    assert name in passed
+def test_on_three_ranks(runs, name):
+    runs.verify(name)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
