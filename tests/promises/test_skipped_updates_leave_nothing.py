@@ -350,7 +350,9 @@ LOOPS += [("scaling", 4, True)] * (BACKEND == "tensorflow")
 
 
 @pytest.mark.backends("tensorflow", "torch")
-@pytest.mark.parametrize(("way", "window", "traced"), suites.some(LOOPS, lambda loop: loop[2], "tensorflow"))
+@pytest.mark.parametrize(
+    ("way", "window", "traced"), suites.some(LOOPS, lambda loop: loop[2] or BACKEND != "tensorflow", "tensorflow")
+)
 def test_in_a_custom_training_loop(way, window, traced):
     x, y = batches()
     gone = range(1) if window == 1 else range(4)
