@@ -4,29 +4,34 @@ import pathlib
 
 import pytest
 from support import checks
+from support.suites import some
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(400)]
 
 SOURCE = pathlib.Path(__file__).parent / "processes" / "rank_sharding.py"
 CHECKS = checks.names_in(SOURCE)
+# Of each kind of data one way, what is to be refused, and what is no data of all.
+BY_DEFAULT = [
+    *("arrays", "class_weights", "nested_inputs_and_outputs", "py_datasets", "data_loaders", "generators"),
+    *("evaluate_and_predict", "several_steps_per_execution", "predictions_in_the_middle_of_training"),
+    *("parts_of_its_own", "parts_that_each_rank_loads", "data_that_differ_are_refused_on_every_rank"),
+    *("batches_with_fewer_rows_than_ranks", "one_rank_alone_predicts_where_nothing_is_gathered"),
+]
 ON_ANY_NUMBER = [
-    *("arrays", "batches_with_fewer_rows_than_ranks", "class_weights", "a_second_fit_draws_other_orders"),
-    *("py_datasets", "data_loaders", "generators", "evaluate_and_predict"),
+    *("arrays", "arrays_in_other_ways", "batches_with_fewer_rows_than_ranks", "class_weights"),
+    *("a_second_fit_draws_other_orders", "py_datasets", "data_loaders", "generators", "evaluate_and_predict"),
 ]
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    file = tmp_path_factory.mktemp("sharding") / "passed.json"
-    return checks.passed_and_failures(SOURCE, 3, file, CHECKS, timeout_alone=60)
+def runs(tmp_path_factory):
+    others = [name for name in CHECKS if name not in BY_DEFAULT]
+    return checks.Runs(SOURCE, 3, tmp_path_factory.mktemp("sharding"), others)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_three_ranks(outcome, name):
-    passed, failures = outcome
-    if name in failures:
-        pytest.fail(failures[name], pytrace=False)
-    assert name in passed
+@pytest.mark.parametrize("name", some(CHECKS, BY_DEFAULT))
+def test_on_three_ranks(runs, name):
+    runs.verify(name)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

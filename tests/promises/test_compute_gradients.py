@@ -60,6 +60,7 @@ each_inner = pytest.mark.parametrize("inner", INNERS)
 
 @each_inner
 @pytest.mark.parametrize("step", [minimize, two_phases])
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_it_trains(inner, step):
     weights = trained_by(step, ks.CrossShard(INNERS[inner]()))
     assert problem.relative_difference(weights, in_numpy()) <= 1e-5
@@ -85,6 +86,7 @@ def test_gradients_are_in_units_of_the_loss_and_may_be_changed_in_between(inner)
 
 
 @each_inner
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_a_loop_that_scales_its_loss_itself_still_works_after_it(inner):
     """`compute_gradients` only to look at gradients, then `fit`."""
     optimizer = ks.CrossShard(INNERS[inner]())
@@ -109,6 +111,7 @@ def test_units_that_are_not_restored_turn_the_check_red(monkeypatch):
 
 @pytest.mark.parametrize("gradient_state", [GradientState.LOCAL, GradientState.LOCAL_PRESCALED])
 @each_inner
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_replicas_equal_one_process_with_the_whole_batch(inner, gradient_state, monkeypatch):
     world = FakeWorld(2, gradient_state, is_spmd=False).hold(monkeypatch)
     models = [problem.model() for _ in range(2)]

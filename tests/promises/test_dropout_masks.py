@@ -36,7 +36,7 @@ WAYS = {
     "gradients of each replica": (True, {"replica_clipnorm": 1e9}),  # on JAX: a program for each replica
     "accumulating": (True, {"gradient_accumulation_steps": 1, "replica_clipnorm": 1e9}),
 }
-CHOSEN = [("plain", None), ("prepared" if BACKEND == "tensorflow" else "gradients of each replica", 3)]
+CHOSEN = [("prepared" if BACKEND == "tensorflow" else "gradients of each replica", 3)]
 
 
 @pytest.mark.parametrize(("way", "seed"), some([(way, seed) for way in WAYS for seed in (None, 3)], CHOSEN))

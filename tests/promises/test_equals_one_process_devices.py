@@ -94,6 +94,7 @@ def test_the_sum_is_that_many_times_the_mean(num_replicas):
 
 
 @pytest.mark.parametrize("clip", some([{"global_clipnorm": 0.1}, {"clipnorm": 0.05}, {"clipvalue": 0.01}], 3))
+@pytest.mark.exhaustive
 def test_clipping_inside_sees_the_global_gradient(clip):
     def make():
         return keras.optimizers.SGD(0.1, momentum=0.9, **clip)
@@ -118,6 +119,7 @@ def test_clipping_inside_sees_the_global_gradient(clip):
         ),
     ],
 )
+@pytest.mark.exhaustive
 def test_composed_optimizers(make):
     weights = fit_on_replicas(2, lambda: ks.CrossShard(make()))
     assert problem.relative_difference(weights, fit(make()).get_weights()) <= problem.TOLERANCE
@@ -138,11 +140,13 @@ def test_multi_optimizer(outside):
     assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_nesting_reduces_once():
     weights = fit_on_replicas(2, lambda: ks.CrossShard(ks.CrossShard(problem.sgd_momentum(), reduction="sum")))
     assert problem.relative_difference(weights, on_one_device("SGD momentum")) <= problem.TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_a_weight_constraint():
     def constrained():
         return problem.model(constraint=keras.constraints.MaxNorm(0.5))
@@ -171,6 +175,7 @@ FAULTS = {"tensorflow": [_unreduced, _reduced_twice, _taken_for_summed], "jax": 
 
 
 @pytest.mark.parametrize("fault", some(FAULTS.get(BACKEND, []), 3))
+@pytest.mark.exhaustive
 def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
     monkeypatch.setattr(reducers, "global_gradients", fault)
     with pytest.raises(AssertionError):

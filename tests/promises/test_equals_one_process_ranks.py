@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support import launch, problem
+from support.suites import some
 
 from keras_shardopt.backends.side_channel import NUM_MARKS
 
@@ -14,20 +15,22 @@ pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(400)]
 FOR_ALL = ["SGD momentum", "sum", "clipped", "scaled", "eager loop", "replica clip", "replica clip, scaled"]
 FOR_ALL += ["fault: dropped", "fault: summed twice"]
 OPTIMIZERS = [name for name in problem.keras_optimizers() if name != "SGD momentum"]
+BY_DEFAULT = [("Adam", 2), ("Lamb", 2)]  # one element by element, one that sees whole gradients
 NUM_PARAMETERS = sum(w.size for w in problem.start_weights())
+each_number = pytest.mark.parametrize("num_replicas", some([2, 4], [2]))
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Runs of rank_fit.py, one spawn of workers for all cases of one number of ranks."""
 
+    names = {2: [name for name, _ in BY_DEFAULT], 4: OPTIMIZERS}
+
     @functools.cache
     def run(num_replicas):
         file = tmp_path_factory.mktemp("ranks") / "results.npz"
         try:
-            launch.torchrun(
-                "rank_fit.py", num_replicas, file, "same", *FOR_ALL, *(OPTIMIZERS if num_replicas == 4 else [])
-            )
+            launch.torchrun("rank_fit.py", num_replicas, file, "same", *FOR_ALL, *names[num_replicas])
         except launch.WorkersFailed as failure:
             return failure  # remembered: one spawn that fails is enough
         return np.load(file)
@@ -61,7 +64,7 @@ def difference(results, name, factor=1.0):
     return problem.relative_difference(weights, one_process(name, factor))
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
+@each_number
 @pytest.mark.parametrize("name", ["SGD momentum", "clipped", "scaled", "eager loop"])
 def test_ranks_equal_one_process(ranks, num_replicas, name):
     results = ranks(num_replicas)
@@ -69,7 +72,7 @@ def test_ranks_equal_one_process(ranks, num_replicas, name):
     assert results[f"{name}/difference"] == 0
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
+@each_number
 @pytest.mark.parametrize("name", ["replica clip", "replica clip, scaled"])
 def test_each_replica_is_clipped_by_itself(ranks, num_replicas, name):
     results = ranks(num_replicas)
@@ -79,19 +82,19 @@ def test_each_replica_is_clipped_by_itself(ranks, num_replicas, name):
     assert results[f"{name}/difference"] == 0
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
+@each_number
 def test_the_sum_is_that_many_times_the_mean(ranks, num_replicas):
     # A rate times N, the momentum scaled along with it.
     assert difference(ranks(num_replicas), "sum", float(num_replicas)) <= problem.TOLERANCE
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_keras_optimizer(ranks, name):
-    assert difference(ranks(4), name) <= problem.tolerance(name)
-    assert ranks(4)[f"{name}/difference"] == 0
+@pytest.mark.parametrize(("name", "num_replicas"), some([*BY_DEFAULT, *((name, 4) for name in OPTIMIZERS)], BY_DEFAULT))
+def test_every_keras_optimizer(ranks, name, num_replicas):
+    assert difference(ranks(num_replicas), name) <= problem.tolerance(name)
+    assert ranks(num_replicas)[f"{name}/difference"] == 0
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
+@each_number
 def test_one_flat_all_reduce_per_update(ranks, num_replicas):
     # All gradients, and one number per variable that says whether it had one.
     calls = ranks(num_replicas)["SGD momentum/calls"]
@@ -100,7 +103,7 @@ def test_one_flat_all_reduce_per_update(ranks, num_replicas):
     np.testing.assert_array_equal(calls, [NUM_PARAMETERS + 9 + NUM_MARKS] * (problem.NUM_STEPS + 1))
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
+@each_number
 @pytest.mark.parametrize("fault", ["fault: dropped", "fault: summed twice"])
 def test_a_planted_fault_is_seen(ranks, num_replicas, fault):
     assert difference(ranks(num_replicas), fault) > 1000 * problem.TOLERANCE

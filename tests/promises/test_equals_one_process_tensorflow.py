@@ -63,7 +63,7 @@ PENALISED = [*[(way, False) for way in WRAPPED], ("in CrossShard", True)]
 
 
 @pytest.mark.parametrize("num_replicas", some([2, 4], [2]))
-@pytest.mark.parametrize(("way", "prepare"), some(PENALISED, lambda case: case != ("in CrossShard", False)))
+@pytest.mark.parametrize(("way", "prepare"), some(PENALISED, [("in CrossShard", True)]))
 def test_penalties_of_masters_are_those_of_one_process(way, prepare, num_replicas):
     alone = of_one_process(way)
     # All of these are powers of two, so that half precision is exact: 0.5 - 0.5 * (2 * 0.25 + 2 * 0.125) * 0.5. (An
@@ -81,7 +81,7 @@ def test_penalties_of_masters_are_those_of_one_process(way, prepare, num_replica
 SUMS = list(itertools.product([(True, 2), (True, 4), (False, 2)], [None, 2]))
 
 
-@pytest.mark.parametrize(("divided", "num_steps"), some(SUMS, [((True, 2), 2), ((False, 2), None)]))
+@pytest.mark.parametrize(("divided", "num_steps"), some(SUMS, [((True, 2), 2)]))
 def test_the_sum_of_prescaled_gradients(divided, num_steps):
     """It is N times the mean, so a rate of 1/N makes the updates of one process."""
     shard_state, num_replicas = divided
@@ -111,7 +111,7 @@ COMPRESSED = list(itertools.product(["mean", "sum"], ["bfloat16", "float16"], ["
 
 @pytest.mark.parametrize(
     ("reduction", "compression", "gradients"),
-    some(COMPRESSED, [("mean", "bfloat16", "local"), ("sum", "float16", "prescaled")]),
+    some(COMPRESSED, [("sum", "float16", "prescaled")]),
 )
 def test_compression_in_groups_divides_by_the_size_of_a_group(reduction, compression, gradients):
     strategy = replicas(4)

@@ -66,6 +66,7 @@ def test_each_replica_is_clipped_once_in_a_window(num_replicas):
 
 
 @in_one_process
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_a_window_goes_on_in_the_next_epoch():
     weights, state = trained("momentum", 2, 8, epochs=2)
     assert state[0] == 3
@@ -85,6 +86,7 @@ def test_without_prepare_it_is_right_and_says_what_is_not_saved():
 
 @in_one_process
 @pytest.mark.parametrize("num_replicas", some([1, 2, 4], [2]))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_batches_that_do_not_divide_are_a_mean_over_micro_steps(num_replicas):
     """After `prepare` each micro-batch is exact, and the window is the mean of them."""
     x, y = (a[:61] for a in problem.data(4))  # 16, 16, 16, 13 rows
@@ -193,6 +195,7 @@ def test_the_compiled_step_of_jax_communicates_gradients_in_the_branch_only(num_
 
 
 @pytest.mark.backends("jax")
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_the_count_can_fail():
     assert sum(collectives(2, prepared=False)["always"]) >= NUM_PARAMETERS
 
@@ -212,6 +215,7 @@ real_add_to = runtime.add_n
 
 
 @pytest.mark.parametrize("fault", ["not cleared", "not divided"])
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
     if fault == "not cleared":
         monkeypatch.setattr(runtime, "add_n", _not_cleared)
@@ -222,6 +226,7 @@ def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
 
 
 @in_one_process
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_a_lost_reduction_turns_the_check_red(monkeypatch):
     # On JAX the sums are per replica, and leaving out the reduction leaves replicas with weights of their own.
     monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: list(grads))

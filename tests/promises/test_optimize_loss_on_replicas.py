@@ -48,7 +48,7 @@ def test_summaries_of_fit_on_replicas(tmp_path):
             assert other == pytest.approx(value, rel=1e-4), tag
 
 
-@pytest.mark.parametrize("config", some(steps.CONFIGS, ["keras.losses", "everything"], "jax", "tensorflow"))
+@pytest.mark.parametrize("config", some(steps.CONFIGS, ["everything"], "jax", "tensorflow"))
 def test_replicas_are_identical_and_equal_one_process(world, config):
     reference, losses, seen = one_process(config)
     warns = contextlib.nullcontext()

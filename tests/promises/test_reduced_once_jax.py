@@ -142,6 +142,7 @@ def test_an_overflow_on_any_replica_is_skipped_on_all(way, monkeypatch):
 
 
 @pytest.mark.parametrize("name", some(["shard_map, local", "pmap"], 2))
+@pytest.mark.exhaustive
 def test_outside_of_cross_shard_the_check_is_made_global(name, monkeypatch):
     x, y = problem.data(num_steps=4)
     x[problem.BATCH_SIZE + 13, 2] = np.inf
@@ -263,6 +264,7 @@ def test_the_sum_of_local_gradients_is_that_of_numpy(way, compression, num_micro
 
 
 @by_local
+@pytest.mark.exhaustive
 def test_a_dropped_reduction_turns_the_check_red(way, one_device, monkeypatch):
     monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: grads)
     # Where JAX knows what varies, it refuses weights that differ between replicas; elsewhere the numbers tell.
@@ -272,6 +274,7 @@ def test_a_dropped_reduction_turns_the_check_red(way, one_device, monkeypatch):
 
 
 @pytest.mark.parametrize("op", some(["sum", "mean"], ["mean"]))
+@pytest.mark.exhaustive
 def test_a_second_reduction_turns_the_check_red(one_device, monkeypatch, op):
     def wrong(grads, variables, replicas, reduction="mean", gradient_state=None, trained=None):
         once = replicas.all_reduce(grads, "sum")
@@ -396,6 +399,7 @@ def test_each_replica_is_clipped_by_itself(way):
     assert problem.relative_difference(weights, reference) <= problem.TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_clipping_in_units_of_the_loss_that_is_scaled_inside():
     inner = keras.optimizers.LossScaleOptimizer(problem.sgd_momentum(), initial_scale=4096.0)
     optimizer = ks.CrossShard(inner, replica_clipnorm=problem.CLIPNORM)
@@ -479,6 +483,7 @@ def test_groups_drift_apart(way, clipnorm):
     assert problem.relative_difference(found[0], found[1]) > 1e-2
 
 
+@pytest.mark.exhaustive
 def test_forgotten_groups_turn_the_check_red(monkeypatch):
     real = reducers.global_gradients
     monkeypatch.setattr(

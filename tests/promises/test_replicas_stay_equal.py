@@ -42,6 +42,7 @@ def test_one_flipped_bit_is_found_in_every_trial(four_replicas, num_trials):
 
 
 @several_devices
+@pytest.mark.exhaustive("tensorflow")
 def test_equal_copies_pass_whatever_they_hold(four_replicas):
     model = flips.trained_with_many_dtypes(adam, problem.data(1), batch_size=16)
     for variable in model.trainable_weights[:3]:

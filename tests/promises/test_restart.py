@@ -75,6 +75,7 @@ def assert_same(some, others):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_what_was_interrupted_ends_as_if_it_was_not(tmp_path, alone):
     trained(tmp_path / "backup", interrupted=True)
     assert os.listdir(tmp_path / "backup") == ["backup.npz"]

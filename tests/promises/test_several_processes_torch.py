@@ -3,6 +3,7 @@
 import pytest
 from support import checks, launch
 from support.launch import patient
+from support.suites import some
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(600)]
 
@@ -10,18 +11,18 @@ SOURCE = launch.SCRIPTS / "rank_checks.py"
 CHECKS = checks.names_in(SOURCE)
 
 
+# What test_every_argument.py shows of replicas in threads by default.
+OTHERS = ["every_argument_does_what_the_docstring_says"]
+
+
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    file = tmp_path_factory.mktemp("ranks") / "passed.json"
-    return checks.passed_and_failures(SOURCE, 4, file, CHECKS, timeout_alone=60)
+def runs(tmp_path_factory):
+    return checks.Runs(SOURCE, 4, tmp_path_factory.mktemp("ranks"), OTHERS)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_four_ranks(outcome, name):
-    passed, failures = outcome
-    if name in failures:
-        pytest.fail(failures[name], pytrace=False)
-    assert name in passed
+@pytest.mark.parametrize("name", some(CHECKS, lambda name: name not in OTHERS))
+def test_on_four_ranks(runs, name):
+    runs.verify(name)
 
 
 def test_a_worker_that_fails_or_hangs_is_reported_in_time():

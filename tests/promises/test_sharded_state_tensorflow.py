@@ -168,6 +168,7 @@ def test_excluded_masters_do_not_decay():
 
 
 @pytest.mark.parametrize("window", some([1, 2], [2]))
+@pytest.mark.exhaustive
 def test_next_values_are_the_largest_of_all_replicas(window):
     """As float8 scales are: neither averaged, nor unscaled, nor cut into slices, nor updated."""
     strategy = mirrored(2)
@@ -191,12 +192,13 @@ def test_next_values_are_the_largest_of_all_replicas(window):
     np.testing.assert_array_equal(scale.numpy(), (np.array([3, 3, 1], "float32") / np.float32(1 + window)))
 
 
-@pytest.mark.parametrize("case", some(CASES, ["accumulates, skips", "scaled, clipped"]))
+@pytest.mark.parametrize("case", some(CASES, ["accumulates, skips"]))
 def test_around_it_everything_means_the_same(case):
     make, given = CASES[case]
     both(make, **given)
 
 
+@pytest.mark.exhaustive
 def test_rows_of_an_embedding_are_summed_first():
     whole = trained(problem.sgd_momentum, shard_state=False, sparse=True, num_steps=2)
     # Keras multiplies the listed rows by the rate before it adds them up.
@@ -208,6 +210,7 @@ def test_it_may_be_built_by_the_first_update():
     check_equal(trained(problem.sgd_momentum, build=False, **how), trained(problem.sgd_momentum, 2, False, **how))
 
 
+@pytest.mark.exhaustive
 def test_the_checks_can_fail(monkeypatch):
     expected = arrays(trained(problem.sgd_momentum, shard_state=False, num_steps=1)[1])
     real = even_shards.PaddedShards._slice

@@ -258,7 +258,7 @@ def test_names_are_those_of_any_chain(tmp_path, source, target):
 
 
 @pytest.mark.filterwarnings("ignore:.build... was called on layer")  # the blocks of keras.io have none
-@pytest.mark.parametrize("name", some(corpus.MODELS, ["nested", "tied embeddings"], "jax", "tensorflow"))
+@pytest.mark.parametrize("name", some(corpus.MODELS, ["nested", "tied embeddings"]))
 def test_files_of_ordinary_models(tmp_path, name):
     make = corpus.MODELS[name]
     plain = corpus.filled(make(), corpus.adam())

@@ -33,6 +33,7 @@ def test_replicas_are_identical_and_equal_one_process(world, style, one_process)
 
 
 @pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.exhaustive
 def test_replicas_that_do_not_reduce_are_found(world, monkeypatch):
     """The zero above can be something else."""
     monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: grads)

@@ -52,6 +52,7 @@ def test_backups_hold_every_optimizer(tmp_path):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.exhaustive("tensorflow")
 def test_a_prepared_model_needs_a_reducing_optimizer_where_it_trains():
     with pytest.raises(ValueError, match="compiled with a `CrossShard`"):
         ks.prepare(gan.compiled())

@@ -101,14 +101,15 @@ IN_FILES_WITH_EVERY_INNER = ("CrossShard",) if IS_QUICK else ()
 if os.environ.get("ONE_OF_EACH_KIND"):
     WITH_EVERY_INNER = IN_FILES_WITH_EVERY_INNER = ()
 ALL_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w in WITH_EVERY_INNER else REPRESENTATIVE)]
-# What runs by default: the wrapper that everybody uses around each kind of inner optimizer, the others around one of
-# them, another each time; on PyTorch, which compiles nothing, the wrapper with an update path of its own around each
-# kind too.
-IN_FULL = ("CrossShard", "LossScaling") if IS_QUICK else ("CrossShard",)
+# What runs by default: the wrapper that everybody uses around the kinds that are composed, the others around one of
+# each kind, another each time; on PyTorch, which compiles nothing, that wrapper and the one with an update path of its
+# own around each kind.
+COMPOSED = [inner for inner in ("Adam ema", "LossScaleOptimizer", "MultiOptimizer") if inner in INNERS]
+IN_FULL = dict.fromkeys(["CrossShard", "LossScaling"], REPRESENTATIVE) if IS_QUICK else {"CrossShard": COMPOSED}
 DEFAULT_PAIRS = [
     (w, i)
     for number, w in enumerate(WRAPPERS if IS_QUICK else ONE_OF_EACH_CLASS)
-    for i in (REPRESENTATIVE if w in IN_FULL else [REPRESENTATIVE[number % len(REPRESENTATIVE)]])
+    for i in (IN_FULL.get(w) or [REPRESENTATIVE[number % len(REPRESENTATIVE)]])
 ]
 LONG_PAIRS = [(w, i) for w in WRAPPERS for i in (INNERS if w in IN_FILES_WITH_EVERY_INNER else REPRESENTATIVE)]
 

@@ -84,3 +84,22 @@ def passed_and_failures(source, num_ranks, file, names, timeout_alone):
                 failures[name] = str(failure)
         return passed, failures
     return json.loads(file.read_text()), {}
+
+
+class Runs:
+    """The checks of a file for workers on so many ranks, in one spawn; `others`, not run by default, in another."""
+
+    def __init__(self, source, num_ranks, folder, others=(), timeout_alone=60):
+        self._source, self._num_ranks, self._folder, self._others = source, num_ranks, folder, others
+        self._timeout_alone = timeout_alone
+        self._outcomes = {}
+
+    def verify(self, name):
+        """That the check with this name has passed; if not, with what the workers printed."""
+        key = name in self._others
+        if key not in self._outcomes:
+            names = [each for each in names_in(self._source) if (each in self._others) == key]
+            file = self._folder / f"{self._num_ranks}-{key}.json"
+            self._outcomes[key] = passed_and_failures(self._source, self._num_ranks, file, names, self._timeout_alone)
+        passed, failures = self._outcomes[key]
+        assert name in passed, failures.get(name)

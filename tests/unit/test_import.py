@@ -6,6 +6,7 @@ import sys
 import pytest
 from conftest import BACKEND
 from support import launch
+from support.launch import patient
 
 PROGRAM = """
 import sys
@@ -22,7 +23,7 @@ def test_no_package_but_itself_is_loaded_that_keras_does_not_load():
         printed = launch.program(BACKEND, PROGRAM, environment=launch.variables(BACKEND))
     else:
         command = [sys.executable, "-c", PROGRAM]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patient(120)).stdout
     assert printed.split() == ["keras_shardopt"]
 
 
@@ -40,7 +41,7 @@ import keras_shardopt
 @pytest.mark.backends("jax")
 def test_without_a_framework_one_sentence_names_the_extras():
     command = [sys.executable, "-c", WITHOUT_FRAMEWORKS]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
     assert run.returncode == 1
     *traceback, message = run.stderr.strip().splitlines()
     assert message.startswith("ModuleNotFoundError: Keras needs the framework that it runs on, and `jax` is not")
@@ -57,13 +58,14 @@ def test_dir_shows_public_names_only():
         assert all(hasattr(module, name) for name in dir(module))
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_the_module_run_as_a_program_prints_what_a_bug_report_needs():
     import keras
 
     import keras_shardopt as ks
 
     run = subprocess.run(
-        [sys.executable, "-m", "keras_shardopt"], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-m", "keras_shardopt"], capture_output=True, text=True, check=True, timeout=patient(120)
     )
     rows = dict(line.split(maxsplit=1) for line in run.stdout.splitlines())
     assert list(rows) == ["keras_shardopt", "Python", "packages", "backend", "device", "precision", "replicas"]

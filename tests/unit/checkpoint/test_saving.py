@@ -69,7 +69,7 @@ same = pytest.mark.exhaustive("jax", "tensorflow")
 
 
 @both
-@pytest.mark.parametrize("kind", [str, pathlib.Path])
+@pytest.mark.parametrize("kind", some([str, pathlib.Path], [pathlib.Path], "jax", "tensorflow"))
 def test_the_file_is_the_one_of_keras(tmp_path, name, kind):
     model = trained()
     SAVE[name](model, kind(tmp_path / name))
@@ -160,6 +160,7 @@ def full_disk(monkeypatch, fails=lambda key: True):
 
 
 @both
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_a_full_disk_leaves_the_file_before(tmp_path, monkeypatch, name):
     SAVE[name](trained(), tmp_path / name)
     before = (tmp_path / name).read_bytes()
@@ -291,6 +292,7 @@ PLACES = ["in the description of the model", "in the weights", "in the state", "
 
 
 @pytest.mark.parametrize("place", some([*PLACES, "after the state"], ["in the state"], "jax", "tensorflow"))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_what_fails_on_the_chief_fails_on_all(tmp_path, monkeypatch, place):
     path = tmp_path / "model.keras"
     ks.save_model(trained(), path)
@@ -334,6 +336,7 @@ def test_arguments_that_are_wrong_on_one_process_fail_on_all(tmp_path, monkeypat
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_the_older_format_cannot_have_state_in_parts(tmp_path, monkeypatch):
     processes = Processes(monkeypatch, 2)
     models, _ = models_in_parts(processes)
@@ -390,6 +393,7 @@ CHECKPOINTS = [
 
 @pytest.mark.parametrize(("name", "arguments"), some(CHECKPOINTS, [CHECKPOINTS[3]], "jax", "tensorflow"))
 @pytest.mark.filterwarnings("ignore:Can save best model only")
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_the_callback_decides_as_the_one_of_keras(tmp_path, name, arguments, capsys):
     printed = []
     for folder, kind in (("their", keras.callbacks.ModelCheckpoint), ("ours", ks.callbacks.ModelCheckpoint)):

@@ -237,6 +237,7 @@ def test_py_dataset(process, shuffles, shuffle, num_processes):
 
 
 @pytest.mark.parametrize("make", [lambda: Numbers(shuffles=True), lambda: loader("shuffled")])
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_without_common_random_numbers_rows_are_lost(process, monkeypatch, make):
     """That the tests above can fail."""
     pytest.importorskip("torch")

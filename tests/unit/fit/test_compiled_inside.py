@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from promises.problems import gan
 from support import problem
+from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.backends.models import is_prepared
@@ -21,8 +22,9 @@ def compiled(model=None, optimizer=None):
 
 
 @with_devices
-def test_the_first_program_of_the_readme_is_that_of_one_process():
-    """Batches that do not divide, on 2 and 4 replicas, without a further call."""
+@pytest.mark.parametrize("num_replicas", some([2, 4], [2]))
+def test_the_first_program_of_the_readme_is_that_of_one_process(num_replicas):
+    """Batches that do not divide, without a further call."""
     x, y = (rows[:61] for rows in problem.data(4))
 
     def trained(num_replicas):
@@ -32,12 +34,10 @@ def test_the_first_program_of_the_readme_is_that_of_one_process():
         replicas.close()
         return model.get_weights(), history.history
 
-    weights, logs = trained(1)
-    for num_replicas in (2, 4):
-        mine, my_logs = trained(num_replicas)
-        assert problem.relative_difference(mine, weights) <= problem.TOLERANCE
-        for name in logs:
-            np.testing.assert_allclose(my_logs[name], logs[name], rtol=1e-5)
+    (weights, logs), (mine, my_logs) = trained(1), trained(num_replicas)
+    assert problem.relative_difference(mine, weights) <= problem.TOLERANCE
+    for name in logs:
+        np.testing.assert_allclose(my_logs[name], logs[name], rtol=1e-5)
 
 
 @with_devices

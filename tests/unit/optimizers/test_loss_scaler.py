@@ -71,6 +71,7 @@ def test_backoff_golden(id):
 
 
 @pytest.mark.parametrize("id", LOGMAX)
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_logmax_golden(id):
     case = LOGMAX[id]
     scaler = ks.AutomaticLossScaler(case.get("algorithm", "LogMax"), case["params"], faithful=True)
@@ -105,6 +106,7 @@ def test_repaired_logmax_doubles_on_zeros_and_passes_over_no_gradients():
     assert mixed == [2.0, 4.0, 8.0, 8.0, *plain]
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_logmax_is_the_published_rule():
     """Against means over all past steps, weighted by hand, in float64."""
     amax = np.exp(np.random.default_rng(0).normal(size=40))
@@ -119,6 +121,7 @@ def test_logmax_is_the_published_rule():
 
 
 @pytest.mark.parametrize("id", CHECK_GRADS)
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_check_grads_golden(id, backend):
     case = CHECK_GRADS[id]
     if any(golden.is_sparse(grad) for grad in case["grads"]) and backend != "tensorflow":

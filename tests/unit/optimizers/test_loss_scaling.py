@@ -55,7 +55,7 @@ def fit(model, x, y, **arguments):
             *[("in CrossShard", inner, np.inf) for inner in EVERYTHING_THAT_MOVES],
             *[(way, "decay, average and schedule", np.nan) for way in WAYS if way != "in CrossShard"],
         ],
-        3,
+        [("in CrossShard", "decay, average and schedule", np.inf)],
         "jax",
         "tensorflow",
     ),
@@ -213,6 +213,7 @@ class Read(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("wrap", some([lambda inner: inner, ks.CrossShard], [ks.CrossShard], "jax", "tensorflow"))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_callbacks_read_the_scalars_at_epoch_ends(wrap):
     x, y = problem.data(num_steps=2)
     x[-1, 0] = np.inf
@@ -253,6 +254,7 @@ def loaded(optimizer, path, build_first=True):
 
 
 @pytest.mark.parametrize("build_first", some([True, False], [False], "jax", "tensorflow"))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_files_hold_the_scale_beside_the_state_of_the_inner_optimizer(tmp_path, build_first):
     path = tmp_path / "model.weights.h5"
     model = saved(ks.CrossShard(ks.LossScaling(o.Adam(0.01), "LogMax")), path)
@@ -271,6 +273,7 @@ def test_files_hold_the_scale_beside_the_state_of_the_inner_optimizer(tmp_path, 
     assert number(back.optimizer.loss_scale) == 8.0
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_the_state_of_another_scaler_is_an_error(tmp_path):
     path = tmp_path / "model.weights.h5"
     saved(ks.LossScaling(o.SGD(), "LogMax"), path)

@@ -115,6 +115,7 @@ def test_which_variables_have_masters():
 
 
 @pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_masters_follow_whoever_sets_the_weights(compiled):
     keras.config.set_dtype_policy("bfloat16")
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, use_bias=False)])
@@ -144,6 +145,7 @@ def test_a_weight_beyond_the_range_is_clamped():
 
 
 @pytest.mark.parametrize("scale", [None, 128.0])
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_an_overflow_is_skipped_counted_and_leaves_nothing_behind(scale):
     """Of the original it left an infinite master, and 65504 in the weight."""
     weights, grads = [low([1.0, -2.0]), keras.Variable([3.0])], [[[0.5, 0.25], [2.0]], [[-0.5, 1.0], [1.0]]]
@@ -179,6 +181,7 @@ def test_without_a_scale_nothing_is_checked_where_nothing_overflows():
     assert np.isinf(value(weight)).all() and optimizer.skipped_steps == 0
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_constraints_decay_and_averages_work_on_the_masters():
     def made(dtype, wrap):
         weights = [keras.Variable(of_dtype([[3.0, 4.0]], dtype), dtype=dtype, name=name) for name in ("kernel", "bias")]
@@ -203,6 +206,7 @@ def test_constraints_decay_and_averages_work_on_the_masters():
         np.testing.assert_array_equal(value(optimizer.get_slot(weight, "master")), value(average))
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_rules_by_path_and_wrappers_inside_see_the_weights_names():
     keras.config.set_dtype_policy("float16")
     model = problem.model()
@@ -326,6 +330,7 @@ def test_an_optimizer_that_was_never_built_is_saved_too(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:The file holds no optimizer state")
 @pytest.mark.parametrize("build_first", some([True, False], [True], "jax", "tensorflow"))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_masters_follow_a_file_without_an_optimizer(tmp_path, build_first):
     keras.config.set_dtype_policy("bfloat16")
     source = problem.model()

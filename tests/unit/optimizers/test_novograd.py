@@ -41,6 +41,7 @@ def problem_of(shape, num_steps=12):
     ],
     ids=str,
 )
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_it_is_the_published_algorithm(shape, arguments):
     start, grads = problem_of(shape)
     weight = keras.Variable(start)
@@ -128,6 +129,7 @@ def fitted(optimizer, **arguments):
     return model
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_fit_saves_and_continues(tmp_path):
     model = fitted(ks.NovoGrad(0.01, weight_decay=1e-3))
     model.save(tmp_path / "model.keras")

@@ -257,11 +257,13 @@ def test_fit_eager_and_compiled(compile_arguments):
     assert_same(model, trained(problem.sgd_momentum())[0])
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_fit_sums():
     model, _ = trained(ks.Tower(keras.optimizers.SGD(0.02, momentum=0.9)), 4, "sum")
     assert_same(model, trained(keras.optimizers.SGD(0.08, momentum=0.9))[0])
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_fit_with_adam_in_cross_shard_saves_and_continues(tmp_path):
     model, _ = trained(ks.Tower(ks.CrossShard(keras.optimizers.Adam(0.01))), 2)
     assert_same(model, trained(keras.optimizers.Adam(0.01))[0], num_times=20)
@@ -273,12 +275,14 @@ def test_fit_with_adam_in_cross_shard_saves_and_continues(tmp_path):
         np.testing.assert_array_equal(ops.convert_to_numpy(got), ops.convert_to_numpy(expected))
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_seen_by_what_is_inside_is_the_sum():
     clipped = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1)
     model, _ = trained(ks.Tower(ks.GradientClipping(problem.sgd_momentum(), 0.1)), 4)
     assert_same(model, trained(clipped)[0], num_times=3)
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_one_tower_runs_the_step_unchanged():
     def step(batch):
         return batch
@@ -407,6 +411,7 @@ def test_a_batch_of_unknown_size_is_checked_when_it_runs():
 
 
 @pytest.mark.parametrize("jit_compile", some([False, True], 2, "jax", "tensorflow"))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_a_smaller_last_batch_is_refused_before_anything_moves(jit_compile):
     if BACKEND == "torch" and jit_compile:
         pytest.skip("slow; test_torch_compile")
@@ -477,6 +482,7 @@ def test_sparse_and_ragged_batches_are_divided():
     golden.assert_close(v, [-21.0])
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_a_step_assigned_after_a_first_fit_is_used_when_keras_is_told():
     x, y = problem.data(num_steps=1)
     model, sizes = problem.model(), []
@@ -517,6 +523,7 @@ def test_next_values_of_float8_scales_take_the_largest():
     golden.assert_close(weight, [-3.0, -3.0])
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_the_default_averages():
     model, _ = trained(ks.Tower(problem.sgd_momentum()))
     x, y = problem.data(num_steps=6)
@@ -611,6 +618,7 @@ def test_replicated_steps_do_not_nest():
         ks.replicate(ks.replicate(lambda rows: None, 2), 2)(np.ones(4))
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_what_belongs_inside_is_refused_outside():
     v = keras.Variable([0.0])
     for wrap in (ks.CrossShard, keras.optimizers.LossScaleOptimizer):

@@ -241,8 +241,8 @@ def test_it_must_be_inside_cross_shard():
         )
 
 
-@pytest.mark.parametrize("wrap", [lambda o: o, ks.CrossShard], ids=["alone", "in CrossShard"])
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("wrap", some([lambda o: o, ks.CrossShard], [ks.CrossShard]), ids=["alone", "in CrossShard"])
+@pytest.mark.parametrize("run_eagerly", some([False, True], [False], "jax", "tensorflow"))
 def test_fit_compiled_and_eager(wrap, run_eagerly):
     x, y = problem.data(num_steps=3)
     model = problem.model()

@@ -91,6 +91,7 @@ def test_golden(policy, case):
 
 
 @pytest.mark.parametrize(("policy", "case"), golden("cases"))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_golden_in_float64(policy, case, float64):
     if case["id"] in REFUSED or case["id"] == FLOAT16_CASE:
         pytest.skip("test_golden says what is different in this case")
@@ -140,6 +141,7 @@ each_policy = pytest.mark.parametrize("policy", EXAMPLES)
 
 
 @each_policy
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_reference(policy):
     expected = [references.POLICIES[policy](step, **EXAMPLES[policy]) for step in range(30)]
     np.testing.assert_allclose(rates(SCHEDULES[policy](), range(30)), expected, FLOAT32)
@@ -178,6 +180,7 @@ def test_forms_of_a_step(schedule, form):
 
 
 @each_schedule
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_many_steps_at_once(schedule):
     steps = np.arange(12).reshape(3, 4)
     many = ops.convert_to_numpy(schedule(steps))
@@ -188,6 +191,7 @@ def test_many_steps_at_once(schedule):
 
 @pytest.mark.parametrize("floatx", ["float16", "bfloat16"])
 @each_policy
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_half_precision_rounds_only_the_result(policy, floatx):
     schedule = SCHEDULES[policy]()
     expected = [ops.cast(schedule(step), floatx) for step in (0, 5, 8)]
@@ -225,11 +229,8 @@ def compiled(function):
     return tf.function(traced), traces
 
 
-# JAX compiles all of them, and quickly; for the other two it takes a second each.
-ONE_OF_EACH_KIND = ["PolyDecay", "Join", "ScaledByReplicas", "of Keras' own"]
-
-
-@pytest.mark.parametrize("name", some(SCHEDULES, ONE_OF_EACH_KIND, "torch", "tensorflow"))
+# Compiling takes up to a second each.
+@pytest.mark.parametrize("name", some(SCHEDULES, ["Join", "of Keras' own"]))
 def test_compiled_once_for_all_steps(name):
     schedule = SCHEDULES[name]()
     function, traces = compiled(schedule)
@@ -276,6 +277,7 @@ AT_2_24 = {
 
 
 @pytest.mark.parametrize(("policy", "arguments"), [(name, a) for name, many in AT_2_24.items() for a in many])
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_neighbouring_steps_that_float32_cannot_tell_apart(policy, arguments):
     schedule = getattr(schedules, policy)(**arguments)
     reference = [references.POLICIES[policy](2**24 + i, **arguments) for i in range(2)]
@@ -286,6 +288,7 @@ def test_neighbouring_steps_that_float32_cannot_tell_apart(policy, arguments):
 
 
 @pytest.mark.parametrize("decay_steps", [2**31 - 1, 2**31, 2**31 + 0.5, 2**33])
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_spans_longer_than_a_step_can_count(decay_steps):
     for steps in (LARGE_STEPS, [ops.convert_to_tensor(s, dtype="int32") for s in LARGE_STEPS if s < 2**31]):
         got = rates(schedules.PolyDecay(0.1, decay_steps, warmup_steps=math.ceil(decay_steps)), steps)
@@ -327,6 +330,7 @@ def random_arguments(policy, random):
 
 
 @each_policy
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_any_span_at_any_step(policy):
     random = np.random.default_rng(3)
     for _ in range(25):

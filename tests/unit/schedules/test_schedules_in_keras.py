@@ -12,7 +12,9 @@ from support.suites import some
 
 import keras_shardopt as ks
 
-wrapped_or_not = pytest.mark.parametrize("wrap", [lambda inner: inner, ks.CrossShard], ids=["alone", "CrossShard"])
+wrapped_or_not = pytest.mark.parametrize(
+    "wrap", some([lambda inner: inner, ks.CrossShard], [ks.CrossShard]), ids=["alone", "CrossShard"]
+)
 
 
 @each_schedule
@@ -34,6 +36,7 @@ def test_update_s_uses_the_rate_of_step_s(schedule, wrap):
     "name",
     ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop", "SGD"],
 )
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_every_optimizer_takes_one_and_restores_it(name):
     schedule = SCHEDULES["CosineDecay"]()
     optimizer = getattr(keras.optimizers, name)(learning_rate=schedule)
@@ -46,6 +49,7 @@ def test_every_optimizer_takes_one_and_restores_it(name):
 
 
 @each_schedule
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_config_round_trip(schedule):
     config = json.loads(json.dumps(keras.optimizers.schedules.serialize(schedule)))
     restored = keras.optimizers.schedules.deserialize(config)
@@ -76,6 +80,7 @@ def test_a_saved_model_goes_on_where_it_was(name, wrap, tmp_path):
 
 
 @wrapped_or_not
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_reduce_lr_on_plateau_refuses_as_keras_does(wrap):
     x, y = problem.data(num_steps=1)
     messages = []

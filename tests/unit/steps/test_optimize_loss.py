@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from keras import ops
 from support import problem
+from support.suites import some
 
 import keras_shardopt as ks
 
@@ -15,7 +16,7 @@ def weights_of(model):
     return [ops.convert_to_numpy(v) for v in model.trainable_variables]
 
 
-@pytest.mark.parametrize("jit_compile", [None, False])
+@pytest.mark.parametrize("jit_compile", some([None, False], [None], "jax", "tensorflow"))
 def test_a_step_is_that_of_fit(jit_compile):
     x, y = problem.data(num_steps=3)
     reference = problem.model()
@@ -30,6 +31,7 @@ def test_a_step_is_that_of_fit(jit_compile):
     assert problem.relative_difference(weights_of(model), weights_of(reference)) <= problem.TOLERANCE
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_the_model_of_fit_takes_the_optimizer_of_the_same_arguments():
     arguments = dict(clip_gradients=0.3, loss_scaling="Backoff", iter_size=2)
     x, y = problem.data(num_steps=4)
@@ -120,6 +122,7 @@ def test_a_penalty_counts_once_where_the_optimizer_takes_it_on_masters(compiled_
 
 
 @pytest.mark.backends("tensorflow", "jax")  # `torch.compile` needs a C++ compiler
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_compiled_further():
     x, y = problem.data(num_steps=4)
     found = []

@@ -65,6 +65,7 @@ def test_numbers_of_fit_as_tensorboard_reads_them(tmp_path):
                 assert largest == pytest.approx(array.max(), rel=1e-4)
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_larc(tmp_path):
     for mode, tags in (("clip", ("larc_clip_on", "larc_grad_update", "larc_final_lr")), ("scale", ())):
         larc = ks.LARC(keras.optimizers.SGD(0.1), larc_eta=0.02, larc_mode=mode)
@@ -83,6 +84,7 @@ def test_larc(tmp_path):
                 assert f"{P}larc_clip_on/{v.path}" not in found
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_every_update_of_several_epochs_and_fits(tmp_path):
     callback = ks.callbacks.TrainingSummaries(tmp_path, ["global_gradient_norm"], every=3)
     model, _ = fit([callback], ks.CrossShard(keras.optimizers.Adam()), num_steps=4, epochs=2)
@@ -91,6 +93,7 @@ def test_every_update_of_several_epochs_and_fits(tmp_path):
     assert [step for step, _ in events.read(tmp_path)[f"{P}global_gradient_norm"]] == [3, 6, 9, 12]
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_micro_steps_are_not_updates(tmp_path):
     callback = ks.callbacks.TrainingSummaries(tmp_path, ["global_gradient_norm", "learning_rate"], every=2)
     schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 4, 0.0)
@@ -125,6 +128,7 @@ def test_it_changes_nothing_but_the_logs(tmp_path):
     assert list(history.history) == ["loss", "learning_rate", "loss_scale"]
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_verbose_shows_rate_and_scale(capsys):
     optimizer = ks.LossScaling(keras.optimizers.SGD(0.125), "Backoff", {"scale_max": 64.0})
     _, history = fit([ks.callbacks.TrainingSummaries()], optimizer, num_steps=2, verbose=2)
@@ -147,6 +151,7 @@ def test_a_skipped_update_leaves_no_trace(tmp_path):
     assert found[f"{P}loss_scale"] == [(1, 2.0**14), (2, 2.0**13)]
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_steps_that_fail_or_are_skipped_do_not_count(tmp_path):
     weight = keras.Variable([1.0, 2.0], name="weight")
     arguments = dict(loss_scaling="Backoff", log_dir=tmp_path, every=3, summaries=["gradient_norm"], iter_size=2)
@@ -164,6 +169,7 @@ def test_steps_that_fail_or_are_skipped_do_not_count(tmp_path):
     assert found["train_loss"] == [(3, pytest.approx(losses[0])), (6, pytest.approx(losses[1]))]
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_other_optimizers_show_their_rate_only(tmp_path):
     fit([ks.callbacks.TrainingSummaries(tmp_path, every=2)], keras.optimizers.SGD(0.125))
     found = events.read(tmp_path)
@@ -173,6 +179,7 @@ def test_other_optimizers_show_their_rate_only(tmp_path):
         fit([ks.callbacks.TrainingSummaries(tmp_path, ["gradients"])], keras.optimizers.SGD())
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_no_list_is_none_at_all(tmp_path):
     fit([ks.callbacks.TrainingSummaries(tmp_path, [], every=1)], ks.CrossShard("sgd"), num_steps=2)
     assert events.read(tmp_path) == {}

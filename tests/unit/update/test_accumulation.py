@@ -96,6 +96,7 @@ def test_the_next_window_is_clean_also_where_nobody_checks(bad):
     assert values(weights) == [0.0, 0.0]
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_files_fit_any_number_of_steps_and_a_window_starts_anew(tmp_path):
     x, y = problem.data(3)
 

@@ -215,6 +215,7 @@ def description(given):
 
 
 @pytest.mark.parametrize("name", some(MODELS, ["regularizer"], "jax", "tensorflow"))
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_what_differs_in_models_is_named(name):
     one, other, thing, value = MODELS[name]
     found = [description(one), description(other)]
@@ -237,6 +238,7 @@ def test_settings_of_keras_are_compared(setting, value):
     assert differing(one, other) == [f"`keras.config.{setting}()`"]
 
 
+@pytest.mark.exhaustive("jax", "tensorflow")
 def test_right_programs_agree():
     """Other counters, seeds, initial weights, and layers that cannot say what they are."""
 
