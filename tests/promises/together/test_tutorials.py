@@ -29,6 +29,7 @@ def shown(name, backend, num_ranks, folder):
 def test_digits_on_four_replicas(backend, tmp_path):
     output = shown("digits", backend, 4, tmp_path)
     assert float(printed(output, "accuracy on held-out digits")) > 0.85
+    # Adam divides by the size of a gradient, so that rounding grows to 1.2e-4 on TensorFlow; by SGD it is 5e-7.
     assert float(printed(output, "difference to one replica")) < 1e-3
 
 
