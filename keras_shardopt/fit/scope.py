@@ -179,7 +179,7 @@ class data_parallel:
     def largest_difference(self, model: Any) -> float:
         """The largest absolute difference between any two replicas' copies of the model's trainable weights.
 
-        It is 0 as long as training is right. Weights that are not trained do not count: the moving statistics of a
+        It should be exactly 0. Weights that are not trained do not count: the moving statistics of a
         `BatchNormalization` are each replica's own on TensorFlow and PyTorch. All processes must call it together.
         """
         return largest_difference(model.trainable_weights)

@@ -35,7 +35,7 @@ class MemoryReport:
 
     @property
     def max_over_ideal(self) -> float:
-        """The largest share in units of an equal one, as far as known."""
+        """The largest replica's share divided by `ideal` (1.0 is perfectly even), as far as known."""
         return max((held for held in self.held if held is not None), default=0) / max(self.ideal, 1e-9)
 
     def __str__(self) -> str:

@@ -281,10 +281,10 @@ def test_ranks_equal_larger_batches(ranks, num_replicas):
 @pytest.mark.backends("torch")
 @pytest.mark.parametrize("num_replicas", some([2, 4], [2]))
 def test_ranks_communicate_once_in_a_window(ranks, num_replicas):
-    # With which of 4 gradients there are, whether the rank goes on or ends, and 20 marks of what it trains; and once
-    # more when `fit` ends.
+    # With which of 4 gradients there are, whether the rank goes on or ends, 20 marks of what it trains and 3 flags of
+    # buckets; and once more when `fit` ends.
     num_updates = accumulating.NUM_MICRO_STEPS // 3
-    np.testing.assert_array_equal(ranks(num_replicas)["momentum/3/calls"], [NUM_PARAMETERS + 26] * (num_updates + 1))
+    np.testing.assert_array_equal(ranks(num_replicas)["momentum/3/calls"], [NUM_PARAMETERS + 29] * (num_updates + 1))
 
 
 @pytest.mark.backends("torch")

@@ -56,7 +56,8 @@ class JaxProcesses(Processes):
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
-        if timeout is not None and jax.process_count() > 1:
+        # Not by `process_count`, which makes the devices.
+        if timeout is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
             raise ValueError(
                 "`timeout` cannot be set here for several processes, because JAX has started them. "
                 f"Received: timeout={timeout.total_seconds():g} s. Give it to JAX before: "

@@ -112,7 +112,12 @@ def kills(model, folder, rounds, chance):
             counts["saved"] += found - number
             number = found
         save(model, path)
-    return {**counts, "left_behind": sorted(os.listdir(folder))}
+    return {**counts, "left_behind": sorted(name for name in os.listdir(folder) if not is_without_lock(folder / name))}
+
+
+def is_without_lock(path):
+    """Of one that was killed before it had taken its lock, which stays as long as it may be that of a living one."""
+    return path.suffix == ".unfinished" and ".lock" not in os.listdir(path)
 
 
 def main():

@@ -278,7 +278,8 @@ def test_jax_gets_threads_for_its_devices_unless_the_user_has_said_how_many(give
         "import os, sys, keras, keras_shardopt as ks\n"
         "from unittest import mock\n"
         "cores = mock.patch.object(os, 'sched_getaffinity', lambda process: range(int(sys.argv[1])), create=True)\n"
-        "with cores, ks.data_parallel(*map(int, sys.argv[2:])):\n"
+        "with cores, ks.data_parallel(*map(int, sys.argv[2:]), timeout=20) as scope:\n"
+        "    assert [scope.num_replicas] == list(map(int, sys.argv[2:])) or len(sys.argv) == 2\n"
         "    print('threads', os.environ.get('NPROC'), os.environ.get('PJRT_NPROC'))\n"
     )
     names = ("XLA_FLAGS", "NPROC", "PJRT_NPROC")
