@@ -23,7 +23,7 @@ import time
 import traceback
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -224,13 +224,23 @@ def tell(call: str, *numbers: int) -> list[list[int]]:
     Raises:
         ValueError: on every rank, if some are about to do something else.
     """
-    rows = _told([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
-    if len({kind for kind, *_ in rows}) > 1:
-        # All have noticed, and so all make this exchange.
-        letters = call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)
-        calls = [bytes(row).decode(errors="replace").strip() for row in _told(list(letters), call)]
-        raise ValueError(unlike_calls(dict(enumerate(calls)), "rank"))
-    return [told for _, *told in rows]
+    return tell_soon(call, *numbers)()
+
+
+def tell_soon(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
+    """As `tell`, but without waiting for the others: calling what it returns waits, and gives or raises the same."""
+    told = _telling([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
+
+    def wait() -> list[list[int]]:
+        rows = told()
+        if len({kind for kind, *_ in rows}) > 1:
+            # All have noticed, and so all make this exchange.
+            letters = call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)
+            calls = [bytes(row).decode(errors="replace").strip() for row in _telling(list(letters), call)()]
+            raise ValueError(unlike_calls(dict(enumerate(calls)), "rank"))
+        return [numbers for _, *numbers in rows]
+
+    return wait
 
 
 def gather_objects(value: Any, call: str) -> list[Any]:
@@ -242,16 +252,23 @@ def gather_objects(value: Any, call: str) -> list[Any]:
     return everyones
 
 
-def _told(numbers: list[int], call: str) -> list[list[int]]:
-    """The numbers of all ranks, which tell equally many."""
+def _telling(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
+    """Begins to gather the numbers of all ranks, which tell equally many; calling what it returns waits for them."""
     # In a group that somebody else has opened everything travels on its device.
     on_device = _messages is None and dist.get_backend() == "nccl"
     mine = torch.tensor(numbers, device="cuda" if on_device else "cpu")
     everyones = mine.new_empty(mine.numel() * dist.get_world_size())
-    with explaining_failures(call=call):
-        _all_gather(everyones, mine, group=_messages)
-    rows: list[list[int]] = everyones.view(-1, len(numbers)).tolist()
-    return rows
+    under_way: list[Any] = []
+    with explaining_failures(under_way, call):
+        under_way.append(_all_gather(everyones, mine, group=_messages, async_op=True))
+
+    def wait() -> list[list[int]]:
+        with explaining_failures(under_way, call):
+            under_way[0].wait()
+        rows: list[list[int]] = everyones.view(-1, len(numbers)).tolist()
+        return rows
+
+    return wait
 
 
 @contextlib.contextmanager

@@ -28,10 +28,11 @@ from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.placement import fingerprints
-from keras_shardopt.backends.torch.process_group import gather_objects, tell
+from keras_shardopt.backends.torch.process_group import gather_objects, tell, tell_soon
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.whole_batches import checksum, part_of_batch, rows_of_parts
+from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import looks_at_batches, running_callbacks
 from keras_shardopt.fit.overrides import (
     num_rows,
@@ -87,6 +88,10 @@ class Session:
         self.splits_own_part = False
         """Whether the running `fit` splits validation data off this rank's own part."""
         self._has_warned = False
+        self._told: Callable[[], list[list[int]]] | None = None
+        """What waits for the numbers of rows of the others, which this rank takes to be those of its own batch."""
+        self._waits: bool | None = None
+        """Whether a step may begin before; None until somebody asks."""
         self._phase = Phase.TRAIN_BATCH
         self._shown: dict[Phase, dict[str, Any]] = {}
         """What the bar shows: the metrics of all ranks, after some batches."""
@@ -198,13 +203,36 @@ class Session:
         assert self.ranks is not None
         self._phase = phase
         num = 0 if data is None else int(num_rows(data))
-        told = self.exchange(phase, num, 2 * (phase is not Phase.PREDICT_BATCH and self._looks_at_logs(phase)))
-        check_rows([rows for rows, _ in told])
+        looks = phase is not Phase.PREDICT_BATCH and self._looks_at_logs(phase)
+        self._told = tell_soon(phase.value, num, int(looks))
+        if not num or not self._can_wait(phase):
+            self.confirm()
         if not num:
             return None
-        self.shares_logs = any(flags for _, flags in told)
         self.rows = rows_of_parts(num, self.ranks.num_replicas)
         return part_of_batch(data, self.rows, self.ranks.replica_id)
+
+    def _can_wait(self, phase: Phase) -> bool:
+        """Whether the step of this phase exchanges nothing before it has come to the loss."""
+        if self._waits is None:
+            # One that somebody else wrote may not come there, and what is compiled is better left as it is.
+            is_plain = not self.model.jit_compile and not synchronized_statistics(self.model)
+            own = (type(self.model).train_step, type(self.model).test_step)
+            self._waits = is_plain and own == (keras.Model.train_step, keras.Model.test_step)
+        return self._waits and phase is not Phase.PREDICT_BATCH
+
+    @torch.compiler.disable
+    def confirm(self) -> None:
+        """Waits until all ranks have said that they have as many rows.
+
+        Raises:
+            ValueError: on every rank, if some have not, or are in other phases.
+        """
+        told, self._told = self._told, None
+        if told is not None:
+            numbers = told()
+            check_rows([rows for rows, _ in numbers])
+            self.shares_logs = any(looks for _, looks in numbers)
 
     def next_batch(self, data: Any, phase: Phase) -> Any:
         """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
@@ -310,7 +338,7 @@ class Session:
     def forget_batches(self) -> None:
         """Lets go of batches, which need not look like those of another call."""
         self._last_batch.clear()
-        self.rows = None
+        self.rows = self._told = self._waits = None
 
     def _given(self, data: Any, owners: Sequence[int]) -> Any:
         """What the first rank that has something gives to all."""

@@ -60,6 +60,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "test_on_batch", _test_on_batch)
     override_method(model, "train_step", _train_step)
     override_method(model, "test_step", _step)
+    override_method(model, "compute_loss", _compute_loss)
     override_method(model, "predict_step", _predict_step)
     override_method(model, "_symbolic_build", _symbolic_build)
     override_method(model, "_get_metrics_result_or_logs", _metrics_result_or_logs)
@@ -189,6 +190,7 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     if session.ranks is not None:
         session.check_reduces()
     if session.ranks is not None and session.rows is not None and not session.has_started:
+        session.confirm()
         session.start_equal()
     logs = _step(model, real, data)
     session.check_unused()
@@ -213,7 +215,14 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
         for tensor, value in kept:
             tensor.copy_(value)
     session.last_rows = mine
+    session.confirm()
     return session.logs_of_all(logs)
+
+
+def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """From here on ranks exchange tensors, so all must be in the same step."""
+    session_of(model).confirm()
+    return real(*args, **kwargs)
 
 
 @torch.compiler.disable(recursive=False)
