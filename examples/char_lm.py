@@ -29,8 +29,9 @@ SUMMARIES = [
     "gradient_norm",
     "gradients",
     "variable_norm",
+    "variables",
+    "larc_summaries",
 ]
-SUMMARIES += ["variables", "larc_summaries"]
 
 
 def text():

@@ -23,6 +23,12 @@ Gradients = Sequence[Any]
 ReduceOp = Literal["sum", "mean", "max"]
 """What a reduction over replicas computes, element by element."""
 
+UNKNOWN = -1
+"""Stands for a replica or variable that nobody can name."""
+
+ALL_FINITE = (0, UNKNOWN, UNKNOWN)
+"""Stands for `Step.found_inf` where it is known that nothing is to be done."""
+
 Groups = Sequence[Sequence[int]]
 """Disjoint, equally large, ascending lists of replica ids that together name every replica once."""
 

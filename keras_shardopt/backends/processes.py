@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,26 @@ def unlike_calls(calls: dict[int, str], noun: str, more: str = "") -> str:
         f"models, and stop together. Received: {received}{more}. "
         f"Let what stops training depend on an epoch's logs after `prepare`, which are equal on all {plural}."
     )
+
+
+def check_same_calls(
+    kinds: Iterable[int], call: str, gather_letters: Callable[[list[int]], list[list[int]]], noun: str
+) -> None:
+    """Raises ValueError, on all that ask, if not all have the same kind of call; then they exchange their words.
+
+    Args:
+        kinds: of each process or rank, a number that stands for its call.
+        call: what this one does: "rank 0 ...".
+        gather_letters: gives the letters of all of them, equally many.
+        noun: "process" or "rank".
+    """
+    if len(set(kinds)) > 1:
+        letters = gather_letters(list(call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)))
+        calls = [bytes(row).decode(errors="replace").strip() for row in letters]
+        raise ValueError(unlike_calls(dict(enumerate(calls)), noun))
+
+
+_NUM_LETTERS = 120
 
 
 def gather_pickled(

@@ -130,7 +130,7 @@ def _start_equal(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any
 
 def _reset_metrics(model: Any, real: Callable[[], None]) -> None:
     """What begins an epoch: where one process only comes here, JAX would fail with words that say nothing."""
-    if _SPLITS_OWN_PART in vars(model) and jax.process_count() > 1 and _takes_uneven(keras.distribution.distribution()):
+    if _SPLITS_OWN_PART in vars(model) and _is_together():
         tell("starts an epoch of a prepared model")
     real()
 
@@ -148,9 +148,8 @@ def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def _predict_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
     del model
     outputs, others = real(state, data)
-    distribution = keras.distribution.distribution()
-    if jax.process_count() > 1 and _takes_uneven(distribution):
-        everywhere = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
+    if _is_together():
+        everywhere = NamedSharding(keras.distribution.distribution().device_mesh.backend_mesh, PartitionSpec())
         outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
     return outputs, others
 
@@ -188,6 +187,11 @@ def _check_divides(num_rows: int) -> None:
 
 def _takes_uneven(distribution: Any) -> bool:
     return distribution is not None and _TAKES_UNEVEN in vars(distribution) and batch_size_of(distribution) > 1
+
+
+def _is_together() -> bool:
+    """Whether several processes go through the batches of a prepared model together."""
+    return jax.process_count() > 1 and _takes_uneven(keras.distribution.distribution())
 
 
 def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +251,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
         model = caller_instance()  # Keras does not say for which one this is
         data = (x, y, sample_weight)
-        self._is_together = jax.process_count() > 1 and _takes_uneven(keras.distribution.distribution())
+        self._is_together = _is_together()
         self._is_whole = self._is_together and _takes_whole(model, *data)
         self._is_compared = False
         self._draws = SharedDraws() if self._is_whole else None

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import keras
 
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.numerics import Gradients, Variable
-from keras_shardopt.update.nonfinite import UNKNOWN, SkipNonFinite
+from keras_shardopt.numerics import UNKNOWN, Gradients, Variable
+from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 

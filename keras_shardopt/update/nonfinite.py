@@ -14,16 +14,10 @@ from keras import ops
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import Gradients, Tensor, Variable, overwrites_variable, values_of
+from keras_shardopt.numerics import UNKNOWN, Gradients, Tensor, Variable, overwrites_variable, values_of
 from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step, proceed_if
-
-UNKNOWN = -1
-"""Stands for a replica or variable that nobody can name."""
-
-ALL_FINITE = (0, UNKNOWN, UNKNOWN)
-"""Stands for `Step.found_inf` where it is known that nothing is to be done."""
 
 
 class SkipNonFinite(Stage):

@@ -11,9 +11,9 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
-from keras_shardopt.numerics import Tensor, Variable, overwrites_variable
+from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Tensor, Variable, overwrites_variable
 from keras_shardopt.update.all_reduce import global_gradients, join_uneven_inputs
-from keras_shardopt.update.nonfinite import ALL_FINITE, UNKNOWN, all_reduce_and_check, fail_among_all, num_flags
+from keras_shardopt.update.nonfinite import all_reduce_and_check, fail_among_all, num_flags
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Step

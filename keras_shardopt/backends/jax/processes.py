@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from keras_shardopt.backends.jax.communicator import batch_size_of, spans_processes
 from keras_shardopt.backends.keras_callers import is_running
-from keras_shardopt.backends.processes import Processes, World, gather_pickled, unlike_calls
+from keras_shardopt.backends.processes import Processes, World, check_same_calls, gather_pickled
 
 
 class JaxProcesses(Processes):
@@ -124,15 +124,9 @@ def tell(call: str, number: int = 0) -> list[int]:
         ValueError: on every process, if some are about to do something else.
     """
     told = _gather(np.array([zlib.crc32(call.encode()) >> 1, number], "int32")).tolist()
-    if len({kind for kind, _ in told}) > 1:
-        # All have noticed, and so all make this exchange.
-        letters = np.frombuffer(call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS), "uint8")
-        calls = [bytes(row).decode(errors="replace").strip() for row in _gather(letters).tolist()]
-        raise ValueError(unlike_calls(dict(enumerate(calls)), "process"))
+    gather_letters = lambda letters: _gather(np.array(letters, "uint8")).tolist()  # noqa: E731
+    check_same_calls([kind for kind, _ in told], call, gather_letters, "process")
     return [number for _, number in told]
-
-
-_NUM_LETTERS = 120
 
 
 def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:

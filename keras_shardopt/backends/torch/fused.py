@@ -56,8 +56,8 @@ def fused(optimizers: Sequence[Any], exactly: bool, function: Callable[..., None
     """
     # For the time of an update only, so that optimizers can be copied and saved, and used elsewhere, as they are.
     replaced = [optimizer for optimizer in optimizers if is_elementwise(optimizer)]
+    update = update_in_pieces if exactly else _update
     for optimizer in replaced:
-        update = update_in_pieces if exactly else _update
         optimizer.__dict__[step_of(type(optimizer))] = functools.partial(update, optimizer)
     try:
         function(*args)

@@ -36,7 +36,7 @@ from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.flat_bucket import laid_out
 from keras_shardopt.backends.torch.process_group import explaining_failures
-from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype_of
+from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, ReduceOp, Tensor, Variable, dtype_of
 
 _CALL = "reduces the gradients of an update"
 
@@ -383,10 +383,6 @@ class Buckets:
 
 Window = Callable[[int, "Tensor | None"], "Tensor | None"]
 """`(place, grad) -> grad`."""
-
-UNKNOWN = -1
-
-ALL_FINITE = (0, UNKNOWN, UNKNOWN)
 
 
 def _first_not_finite(grads: Gradients) -> int:

@@ -78,8 +78,9 @@ def update_in_pieces(
     kind = type(optimizer)
     step = getattr(kind, step_of(kind))
     columns = columns_of(optimizer, slot_names(optimizer), grads, variables)
-    is_small = sum(column[0].numel() for column in columns) <= PIECE
-    if is_small or not are_alike(columns) or not _is_exact(kind):
+    # Elsewhere than on a CPU pieces gain nothing, and Keras' own pass over all variables makes the fewest calls.
+    is_whole = columns[0][0].device.type != "cpu" or sum(column[0].numel() for column in columns) <= PIECE
+    if is_whole or not are_alike(columns) or not _is_exact(kind):
         step(optimizer, grads, variables, learning_rate)
         return
     # The number that belongs to no variable, and is multiplied once.

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from keras_shardopt.backends.processes import unlike_calls
+from keras_shardopt.backends.processes import check_same_calls, unlike_calls
 
 ANSWER_SECONDS = 1.0
 """For how long a rank at least looks for signs of the others after a collective has failed."""
@@ -208,8 +208,6 @@ _FAILURE = "keras_shardopt/failure"
 # The name since PyTorch 2.13, which warns about the older one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_NUM_LETTERS = 120
-
 
 def tell(call: str, *numbers: int) -> list[list[int]]:
     """Tells all ranks what this one is about to do together with them, and up to two numbers.
@@ -233,11 +231,7 @@ def tell_soon(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
 
     def wait() -> list[list[int]]:
         rows = told()
-        if len({kind for kind, *_ in rows}) > 1:
-            # All have noticed, and so all make this exchange.
-            letters = call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)
-            calls = [bytes(row).decode(errors="replace").strip() for row in _telling(list(letters), call)()]
-            raise ValueError(unlike_calls(dict(enumerate(calls)), "rank"))
+        check_same_calls([kind for kind, *_ in rows], call, lambda letters: _telling(letters, call)(), "rank")
         return [numbers for _, *numbers in rows]
 
     return wait

@@ -25,7 +25,7 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import SingleReplica
-from keras_shardopt.backends.models import optimizers_of
+from keras_shardopt.backends.models import has_built_in_step, optimizers_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.placement import fingerprints
 from keras_shardopt.backends.torch.process_group import gather_objects, tell, tell_soon
@@ -217,8 +217,8 @@ class Session:
         if self._waits is None:
             # One that somebody else wrote may not come there, and what is compiled is better left as it is.
             is_plain = not self.model.jit_compile and not synchronized_statistics(self.model)
-            own = (type(self.model).train_step, type(self.model).test_step)
-            self._waits = is_plain and own == (keras.Model.train_step, keras.Model.test_step)
+            tests_as_keras = type(self.model).test_step is keras.Model.test_step
+            self._waits = is_plain and tests_as_keras and has_built_in_step(self.model)
         return self._waits and phase is not Phase.PREDICT_BATCH
 
     @torch.compiler.disable
