@@ -25,9 +25,10 @@ import keras_shardopt as ks
 ROWS = 64
 
 
-def make_model(width: int) -> keras.Model:
+def make_model(width: int, num_layers: int = 3) -> keras.Model:
+    """A model of so many layers, and one more for its outputs."""
     keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(width, activation="relu") for _ in range(3)]
+    layers = [keras.layers.Dense(width, activation="relu") for _ in range(num_layers)]
     return keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(width)])
 
 

@@ -24,10 +24,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import keras
 import numpy as np
 import timing
+from fit import ROWS, make_model
 
 import keras_shardopt as ks
 
-ROWS = 64
 PLAIN = "CrossShard(Adam)"
 
 
@@ -50,12 +50,6 @@ def modes() -> dict[str, Callable[[], keras.optimizers.Optimizer]]:
         "MixedPrecision": lambda: ks.CrossShard(ks.MixedPrecision(adam())),
     }
     return {**made, f"{PLAIN} again": made[PLAIN]}  # for how much of a ratio is noise
-
-
-def make_model(width: int, num_layers: int) -> keras.Model:
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(width, activation="relu") for _ in range(num_layers)]
-    return keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(width)])
 
 
 def main() -> None:
