@@ -117,7 +117,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         self._options = options  # Keras' constructor, which is yet to come, asks for some of them
         super().__init__(inner_optimizer, name=name)
         _refuse_inside(self.inner)
-        self._refuse_accumulation_inside()
+        refuse_accumulation_inside(base_optimizers(self), options.gradient_accumulation_steps)
         self._inside = descendants(self)
         self._skips_inside = any(map(_skips_overflows, self._inside))
         if self._skips_inside and on_nonfinite == "raise":
@@ -178,11 +178,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
                 self._shards = shards
                 self.pipeline.reducer = ReduceScatter(self, shards)
         super().build(variables)
-        self._refuse_accumulation_inside()
-
-    def _refuse_accumulation_inside(self) -> None:
-        if self._options.gradient_accumulation_steps is not None:
-            refuse_accumulation_inside(base_optimizers(self), self._options.gradient_accumulation_steps)
+        refuse_accumulation_inside(base_optimizers(self), self._options.gradient_accumulation_steps)
 
     @property
     def _lasting_state(self) -> list[Variable]:

@@ -291,11 +291,11 @@ class Accumulation(Stage):
             self.counter.assign(ops.zeros(self.counter.shape, self.counter.dtype))
 
 
-def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num_steps: int) -> None:
-    """Raises ValueError if an innermost optimizer accumulates too."""
+def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num_steps: int | None) -> None:
+    """Raises ValueError if `CrossShard` accumulates, and an innermost optimizer does too."""
     for leaf in leaves:
         theirs = getattr(leaf, "gradient_accumulation_steps", None)
-        if theirs:
+        if num_steps and theirs:
             raise ValueError(
                 "`gradient_accumulation_steps` must be given to `CrossShard` or to the inner optimizer, not to both: "
                 f"updates would come every {num_steps} * {theirs} steps only. "
