@@ -17,7 +17,16 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import GlobalView, GradientState
-from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, in_float32, map_values, overwrites_variable
+from keras_shardopt.numerics import (
+    Gradients,
+    Tensor,
+    Variable,
+    cast,
+    dtype_of,
+    in_float32,
+    map_values,
+    overwrites_variable,
+)
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.update.nonfinite import largest_of_all
 from keras_shardopt.wrapping.chain import descendants
@@ -121,7 +130,8 @@ class ScaledUpdate(OptimizerWrapper):
     def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
         """The gradient, no longer scaled, in the dtype in which the update is made."""
         del variable
-        return ops.cast(in_float32(grad) / ops.cast(scale, dtype_of(in_float32(grad))), dtype_of(grad))
+        wide = in_float32(grad)
+        return cast(wide / ops.cast(scale, dtype_of(wide)), dtype_of(grad))
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Unscales; decides with all other replicas; changes the scale; then updates or not."""

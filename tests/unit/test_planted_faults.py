@@ -239,7 +239,7 @@ FAULTS = [
     ),
     fault(
         "optimizers/larc.py",
-        "divisor = divisor * ops.cast(leaf_of(self, variable).learning_rate, wide.dtype)",
+        "divisor = divisor * self._rates(variables, dtype)",
         "pass",
         "unit/optimizers/test_larc.py::test_clip_mode_follows_a_schedule",
     ),
@@ -248,6 +248,12 @@ FAULTS = [
         "return factor if self.faithful else ops.where(variable_norm == 0, ops.ones_like(factor), factor)",
         "return factor",
         "unit/optimizers/test_larc.py::test_a_variable_of_norm_zero_keeps_its_gradient",
+    ),
+    fault(
+        "optimizers/loss_scaler.py",
+        "has_nan = ops.any(ops.isnan(norms))",
+        "has_nan = ops.any(ops.logical_not(ops.isfinite(norms)))",
+        "unit/optimizers/test_loss_scaler.py::test_what_overflows_when_squared_is_no_nan",
     ),
     fault(
         "optimizers/loss_scaler.py",
