@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.numerics import Variable, global_norm
 from keras_shardopt.update.step import Proceed, Stage, Step
 
@@ -43,10 +43,10 @@ class GradientNoise(Stage):
     def check(self, optimizer: Any) -> None:
         """Refuses what makes other numbers of gradients than those of the formulas."""
         parts = optimizer.shard_state or optimizer.group_assignment
-        if parts or optimizer.reduction == "sum" or optimizer._skips_inside:
+        if parts or optimizer.reduction == "sum":
             raise ValueError(
                 "`GradientNoise` needs the mean of whole gradients over all replicas: no `shard_state`, "
-                f'`group_assignment`, `reduction="sum"` or dynamic loss scaling inside. Received: {optimizer!r}.'
+                f'`group_assignment` or `reduction="sum"`. Received: {optimizer!r}.'
             )
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
@@ -55,8 +55,7 @@ class GradientNoise(Stage):
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Squares the norm of this replica's own gradient, and averages the squares."""
-        unit = comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else 1
-        squared, is_uneven = ops.square(global_norm(step.grads)) * unit**2, abs(step.weight * step.row_share - 1) > 1e-5
+        squared, is_uneven = ops.square(global_norm(step.grads)), abs(step.weight * step.row_share - 1) > 1e-5
         own = ops.stack([ops.cast(squared, "float32"), ops.cast(is_uneven, "float32")])
         self._num_replicas = comm.num_replicas
         return step.replace(notes={**step.notes, "gradient_noise": comm.all_reduce([own], "mean")[0]})

@@ -90,6 +90,9 @@ class Stage:
         2.0
     """
 
+    takes_slices: bool = False
+    """Whether `commit` treats each element by itself, so that `shard_state=True` may give it slices of gradients."""
+
     @property
     def needs_local_gradients(self) -> bool:
         """Whether it must see each replica's own gradients, so that reduced ones are refused."""

@@ -1,4 +1,4 @@
-"""A stage that a user has written, among those of the package: what it hands on is checked."""
+"""A stage that a user has written, among those of the package: it sees the same units everywhere, and is checked."""
 
 from __future__ import annotations
 
@@ -7,29 +7,44 @@ from typing import Any
 
 from keras import ops
 
-from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.scopes import assigning_nothing
-from keras_shardopt.numerics import Variable, dtype_of, is_sparse
+from keras_shardopt.numerics import Variable, is_sparse, like_variable
+from keras_shardopt.update.nonfinite import first_not_finite
 from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.replica_transform import scaled_gradients, unscaled_gradients
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 
 class UserStage(Stage):
     """Runs a stage of a user, and refuses steps that no replica could go on with.
 
-    Only shapes and dtypes are looked at, so that nobody waits for a device.
+    It sees gradients of the replica's mean loss (`local`) and of that of all rows (`commit`), by whatever the loss was
+    multiplied or divided. Only shapes and dtypes are looked at, so that nobody waits for a device.
 
     Args:
         stage: the user's.
+        optimizer: the `CrossShard`.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, optimizer: Any) -> None:
         self._stage = stage
+        self._optimizer = optimizer
+        self._variables: list[Variable] = []
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
         """Those that the options name."""
-        return [cls(stage) for stage in options.stages]
+        in_slices = options.shard_state and placement.state_sharding != "layout"
+        whole = [stage for stage in options.stages if stage._overrides("commit") and not stage.takes_slices]
+        if in_slices and whole:
+            raise ValueError(
+                "With `shard_state=True` `commit` of a stage is given this replica's slices of gradients here, flat "
+                f"and in place of whole ones. Received: stages={whole!r}, of which that is not known. Use "
+                "`shard_state=False`; or set `takes_slices = True` in a class that treats each element by itself."
+            )
+        return [cls(stage, optimizer) for stage in options.stages]
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Builds it. From now on it belongs to this optimizer."""
@@ -42,7 +57,12 @@ class UserStage(Stage):
                 f"Received: {self._stage!r}, which another optimizer was built with. Make a new one."
             )
         vars(self._stage)["_owner"] = mine
-        self._stage.build(variables, add_variable)
+
+        def add(*args: Any, **kwargs: Any) -> Variable:
+            self._variables.append(add_variable(*args, **kwargs))
+            return self._variables[-1]
+
+        self._stage.build(variables, add)
 
     def collect(self, step: Step, proceed: Proceed) -> None:
         """See `Stage.collect`."""
@@ -52,14 +72,34 @@ class UserStage(Stage):
         """See `Stage.local`."""
         if not self._stage._overrides("local"):
             return step
+        own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit := self._unit(step, comm)))
         with assigning_nothing(f"`{self._called('local')}`"):
-            after = self._stage.local(step, comm)
-        self._check(after, step, "local", "It must return the step: end it with `return step.replace(grads=...)`.")
-        return after
+            after = self._stage.local(own, comm)
+        self._check(after, own, "local", "It must return the step: end it with `return step.replace(grads=...)`.")
+        after = _scaled(after, own, step, unit)
+        # In the dtypes in which other replicas send theirs, and zeros in place of None.
+        return after.replace(grads=[like_variable(g, v) for g, v in zip(after.grads, step.variables)])
+
+    def _unit(self, step: Step, comm: Communicator) -> Any:
+        """By what this replica's own gradients were multiplied. There is no mean loss of no rows."""
+        share = step.row_share
+        rows = share or 1.0 if isinstance(share, float) else ops.where(share > 0, share, 1.0)
+        unit = rows * (self._optimizer.loss_scale if step.loss_scale is None else step.loss_scale)
+        return unit / comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else unit
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """See `Stage.commit`."""
-        self._pass("commit", step, proceed)
+        """See `Stage.commit`. Where a loss scaling inside is to see an overflow, the stage's state stays as it was."""
+        if not self._stage._overrides("commit"):
+            proceed(step)
+            return
+        unit = self._optimizer.loss_scale
+        kept = self._variables if self._optimizer._skips_inside else []
+        before = [ops.copy(ops.convert_to_tensor(variable)) for variable in kept]
+        is_bad = first_not_finite(step.grads, step.variables) > 0 if kept else False
+        own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit))
+        self._pass("commit", own, lambda after: proceed(_scaled(after, own, step, unit)))
+        for variable, value in zip(kept, before):
+            variable.assign(ops.where(is_bad, value, ops.convert_to_tensor(variable)))
 
     def reset(self) -> None:
         """See `Stage.reset`."""
@@ -123,11 +163,12 @@ class UserStage(Stage):
                 f"{rule} gradients of the shapes of those that came. Received: shape {tuple(grad.shape)} for {name}, "
                 f"in place of {tuple(like.shape)}. Reduce only with `keepdims=True`, or reshape the result."
             )
-        if is_local and dtype_of(grad) != (dtype := dtype_of(variable if old is None else old)):
-            raise ValueError(
-                f"{rule} gradients of the dtypes in which they came, as replicas send each other these. Received: "
-                f"{dtype_of(grad)} for {name}, in place of {dtype}. Use `keras.ops.cast(grad, {dtype!r})`."
-            )
+
+
+def _scaled(after: Step, own: Step, step: Step, unit: Any) -> Step:
+    """What became of `own`, in the units of `step`."""
+    is_same = after.grads is own.grads
+    return after.replace(grads=step.grads if is_same else scaled_gradients(after.grads, after.variables, unit))
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -11,7 +11,9 @@ from support import problem
 from support.worlds import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.communicator import GradientState, SingleReplica
+from keras_shardopt.update.step import Step
 
 LOCAL, PRESCALED = GradientState.LOCAL, GradientState.LOCAL_PRESCALED
 
@@ -168,18 +170,10 @@ def test_one_replica_has_nothing_to_compare():
 
 
 @pytest.mark.neutral
-@pytest.mark.parametrize(
-    ("inner", "arguments"),
-    [
-        ("sgd", {"reduction": "sum"}),
-        ("sgd", {"shard_state": True}),
-        ("sgd", {"group_assignment": [[0], [1]]}),
-        (lambda: ks.LossScaling("sgd", "Backoff"), {}),
-    ],
-)
-def test_noise_is_refused_where_its_formulas_do_not_hold(inner, arguments):
+@pytest.mark.parametrize("arguments", [{"reduction": "sum"}, {"shard_state": True}, {"group_assignment": [[0], [1]]}])
+def test_noise_is_refused_where_its_formulas_do_not_hold(arguments):
     with pytest.raises(ValueError, match="`GradientNoise` needs the mean of whole gradients over all replicas"):
-        ks.CrossShard(inner() if callable(inner) else inner, stages=[ks.GradientNoise()], **arguments)
+        ks.CrossShard("sgd", stages=[ks.GradientNoise()], **arguments)
 
 
 @pytest.mark.neutral
@@ -284,18 +278,71 @@ def test_what_no_replica_can_go_on_with_is_refused(hook, change, error, words):
     assert int(optimizer.iterations) == 0
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda step: step.replace(grads=[ops.cast(g, "float16") for g in step.grads]), "`keras.ops.cast"),
-        (lambda step: step.replace(grads=step.grads[:1], variables=step.variables[:1]), "own `variables`"),
-    ],
-)
-def test_gradients_that_replicas_send_are_those_of_all_variables_in_their_dtypes(change, words):
+def test_replicas_send_gradients_of_all_variables_in_their_dtypes():
+    def fewer(step):
+        return step.replace(grads=step.grads[:1], variables=step.variables[:1])
+
     weights = [keras.Variable([1.0, 2.0]) for _ in range(2)]
-    with pytest.raises(ValueError, match=words):
-        ks.CrossShard("sgd", stages=[Hands("local", change)]).apply([ops.ones(2), ops.ones(2)], weights)
-    ks.CrossShard("sgd", stages=[Hands("commit", change)]).apply([ops.ones(2), ops.ones(2)], weights)
+    with pytest.raises(ValueError, match="`Hands.local` must hand on the step's own `variables`"):
+        ks.CrossShard("sgd", stages=[Hands("local", fewer)]).apply([ops.ones(2), ops.ones(2)], weights)
+    ks.CrossShard("sgd", stages=[Hands("commit", fewer)]).apply([ops.ones(2), ops.ones(2)], weights)
+    wide = Hands("local", lambda step: step.replace(grads=[ops.cast(g, "float32") for g in step.grads]))
+    optimizer, weight = ks.CrossShard("sgd", stages=[wide]), keras.Variable([1.0, 2.0], dtype="bfloat16")
+    optimizer.build([weight])
+    sent = optimizer.pipeline.stages[0].local(Step([ops.ones(2, "bfloat16")], [weight]), SingleReplica())
+    assert keras.backend.standardize_dtype(sent.grads[0].dtype) == "bfloat16"
+
+
+class Signs(ks.Stage):
+    """Keeps the signs of a replica's own gradients, and of their mean the third root; and adds up what it sees."""
+
+    def build(self, variables, add_variable):
+        self.total = add_variable(shape=(2,), initializer="zeros", name="total")
+
+    def local(self, step, comm):
+        return step.replace(grads=[ops.sign(grad) for grad in step.grads])
+
+    def commit(self, step, proceed):
+        self.total.assign(self.total + step.grads[0])
+        proceed(step.replace(grads=[ops.sign(grad) * ops.abs(grad) ** (1 / 3) for grad in step.grads]))
+
+
+@pytest.mark.parametrize("state", [LOCAL, PRESCALED])
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_a_stage_sees_gradients_of_the_mean_loss_however_they_arrive(state, scale, monkeypatch):
+    world, grads = FakeWorld(4, state).hold(monkeypatch), rows(3, 4)
+    arriving = scale * (grads / 4 if state is PRESCALED else grads)
+    inner = lambda: ks.LossScaling(keras.optimizers.SGD(1.0), scale) if scale > 1 else keras.optimizers.SGD(1.0)  # noqa: E731
+    means = np.sign(grads).mean(axis=1)
+    for optimizer, weight in trained(world, lambda: ks.CrossShard(inner(), stages=[Signs()]), arriving):
+        np.testing.assert_allclose(weight, -np.cbrt(means).sum(axis=0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(optimizer.stages[0].total, means.sum(axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_an_overflow_that_a_loss_scaling_skips_leaves_nothing_in_the_state_of_a_stage(monkeypatch):
+    world, grads = FakeWorld(2).hold(monkeypatch), rows(3, 2)
+    grads[1, 1, 0] = np.inf
+
+    class Sums(Signs):
+        local = ks.Stage.local
+
+    inner = lambda: ks.LossScaling(keras.optimizers.SGD(1.0), ks.AutomaticLossScaler("Backoff", {"scale_max": 8.0}))  # noqa: E731
+    finite = grads[[0, 2]].mean(axis=1)
+    for optimizer, weight in trained(world, lambda: ks.CrossShard(inner(), stages=[Sums()]), grads * 8.0):
+        assert int(ops.convert_to_numpy(optimizer.skipped_steps)) == 1
+        assert np.isfinite(weight).all()
+        # After the overflow the scale is 4, and what comes is that of 8.
+        np.testing.assert_allclose(optimizer.stages[0].total, finite[0] + 2 * finite[1], rtol=1e-5)
+
+
+@pytest.mark.neutral
+def test_a_stage_that_may_need_whole_gradients_is_refused_where_replicas_get_slices(monkeypatch):
+    monkeypatch.setattr(placement, "state_sharding", "slices")
+    with pytest.raises(ValueError, match="`commit` of a stage is given this replica's slices.*`takes_slices = True`"):
+        ks.CrossShard("sgd", shard_state=True, stages=[Signs()])
+    ks.CrossShard("sgd", shard_state=True, stages=[Counts(), type("Each", (Signs,), {"takes_slices": True})()])
+    monkeypatch.setattr(placement, "state_sharding", "layout")
+    ks.CrossShard("sgd", shard_state=True, stages=[Signs()])
 
 
 @pytest.mark.neutral
