@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.communicator import Communicator
-from keras_shardopt.numerics import Variable, global_norm
+from keras_shardopt.numerics import Tensor, Variable, dense, global_norm
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 
@@ -42,8 +42,7 @@ class GradientNoise(Stage):
 
     def check(self, optimizer: Any) -> None:
         """Refuses what makes other numbers of gradients than those of the formulas."""
-        parts = optimizer.shard_state or optimizer.group_assignment
-        if parts or optimizer.reduction == "sum":
+        if optimizer.shard_state or optimizer.group_assignment or optimizer.reduction == "sum":
             raise ValueError(
                 "`GradientNoise` needs the mean of whole gradients over all replicas: no `shard_state`, "
                 f'`group_assignment` or `reduction="sum"`. Received: {optimizer!r}.'
@@ -55,18 +54,20 @@ class GradientNoise(Stage):
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Squares the norm of this replica's own gradient, and averages the squares."""
-        squared, is_uneven = ops.square(global_norm(step.grads)), abs(step.weight * step.row_share - 1) > 1e-5
-        own = ops.stack([ops.cast(squared, "float32"), ops.cast(is_uneven, "float32")])
+        own = ops.stack([self._squared_norm(step), ops.cast(abs(step.weight * step.row_share - 1) > 1e-5, "float32")])
         self._num_replicas = comm.num_replicas
-        return step.replace(notes={**step.notes, "gradient_noise": comm.all_reduce([own], "mean")[0]})
+        return step.replace(notes={**step.notes, "noise": comm.all_reduce([own], "mean")[0]})
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """Compares with the norm of the mean."""
-        (mean, uneven), size = ops.unstack(step.notes["gradient_noise"], 2), self._num_replicas
-        of_mean = ops.cast(global_norm(step.grads) ** 2, "float32")
+        (mean, uneven), size = ops.unstack(step.notes["noise"], 2), self._num_replicas
+        of_mean = self._squared_norm(step)
         now = ops.stack([size * of_mean - mean, size * (mean - of_mean)]) / max(size - 1, 1)
         self.averages.assign(self.averages + ops.where(uneven > 0, 0.0, (1 - self.momentum) * (now - self.averages)))
         proceed(step)
+
+    def _squared_norm(self, step: Step) -> Tensor:
+        return ops.cast(global_norm(list(map(dense, step.grads, step.variables))) ** 2, "float32")
 
     @property
     def noise_scale(self) -> float:

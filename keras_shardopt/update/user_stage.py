@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 from keras import ops
 
-from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.numerics import Variable, is_sparse, like_variable
@@ -63,6 +64,23 @@ class UserStage(Stage):
             return self._variables[-1]
 
         self._stage.build(variables, add)
+        self._check_variables([*variables, *self._variables])
+
+    def _check_variables(self, known: Sequence[Variable]) -> None:
+        """Refuses variables of which the optimizer, and so a compiled step, knows nothing."""
+        found: list[Any] = []
+        for value in vars(self._stage).values():
+            found += (
+                value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+            )
+        if runtime.updates_are_stateless:  # elsewhere they draw anew in each step
+            found = [each.state if isinstance(each, keras.random.SeedGenerator) else each for each in found]
+        others = [v for v in found if isinstance(v, keras.Variable) and not any(v is each for each in known)]
+        if others:
+            raise ValueError(
+                f"`{self._called('build')}` must make variables with its `add_variable`, or compiled steps would lose "
+                f"what is assigned to them. Received: {[v.path for v in others]}, which the optimizer does not have."
+            )
 
     def collect(self, step: Step, proceed: Proceed) -> None:
         """See `Stage.collect`."""

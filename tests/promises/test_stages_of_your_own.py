@@ -335,6 +335,47 @@ def test_an_overflow_that_a_loss_scaling_skips_leaves_nothing_in_the_state_of_a_
         np.testing.assert_allclose(optimizer.stages[0].total, finite[0] + 2 * finite[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("holds", [lambda v: v, lambda v: [v], lambda v: {"count": v}])
+def test_variables_that_the_optimizer_does_not_have_are_refused(holds):
+    class Own(ks.Stage):
+        def build(self, variables, add_variable):
+            self.known = [*variables, add_variable(shape=(), initializer="zeros", name="count")]
+            self.held = holds(keras.Variable(0.0, name="mine", trainable=False))
+
+    with pytest.raises(ValueError, match=r"`Own.build` must make variables with its `add_variable`.*\['mine'\]"):
+        ks.CrossShard("sgd", stages=[Own()]).build([keras.Variable([1.0, 2.0])])
+
+
+@pytest.mark.backends("jax")
+def test_seeds_that_no_compiled_step_would_advance_are_refused():
+    class Draws(ks.Stage):
+        def build(self, variables, add_variable):
+            self.seed = keras.random.SeedGenerator(1)
+
+    with pytest.raises(ValueError, match="`Draws.build` must make variables with its `add_variable`"):
+        ks.CrossShard("sgd", stages=[Draws()]).build([keras.Variable([1.0, 2.0])])
+
+
+@pytest.mark.backends("tensorflow")
+def test_rows_that_a_gradient_lists_twice_are_one_row_of_the_noise(monkeypatch):
+    import tensorflow as tf
+
+    def scale(is_sparse):
+        world = FakeWorld(2, PRESCALED).hold(monkeypatch)
+
+        def of_replica(replicas):
+            optimizer, weight = ks.CrossShard("sgd", stages=[ks.GradientNoise()]), keras.Variable(np.zeros((3, 2)))
+            values = ops.convert_to_tensor([[1.0, 2.0], [3.0 + replicas.replica_id, 4.0]])
+            grad = tf.IndexedSlices(values, tf.constant([1, 1]), tf.constant([3, 2]))
+            optimizer.apply([grad if is_sparse else tf.convert_to_tensor(grad)], [weight])
+            return optimizer.stages[0].noise_scale
+
+        return world.run(of_replica)
+
+    np.testing.assert_allclose(scale(True), scale(False), rtol=1e-6)
+    assert np.isfinite(scale(False)).all()
+
+
 @pytest.mark.neutral
 def test_a_stage_that_may_need_whole_gradients_is_refused_where_replicas_get_slices(monkeypatch):
     monkeypatch.setattr(placement, "state_sharding", "slices")
