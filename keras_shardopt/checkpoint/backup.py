@@ -150,13 +150,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         num_processes, process_id = processes.process()
         if len(header["random_states"]) == num_processes:
             _set_random_state(header["random_states"][process_id])
-        for accumulation in _accumulating(model):
-            accumulation.reset()
+        for part in _cross_shards(model):
+            part.pipeline.reset()
         model._initial_epoch = header["epoch"]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup."""
-        if not self._warned and any(accumulation.num_taken for accumulation in _accumulating(self.model)):
+        windows = [part.accumulation for part in _cross_shards(self.model) if part.accumulation is not None]
+        if not self._warned and any(window.num_taken for window in windows):
             self._warned = True
             warnings.warn(
                 f"Epoch {epoch} ended within a window of micro-batches, which no backup holds: training that is "
@@ -327,9 +328,8 @@ def _variables_of(optimizer: Any) -> list[keras.Variable]:
     return shared_variables(optimizer)
 
 
-def _accumulating(model: Any) -> list[Any]:
-    reducers = [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
-    return [part.accumulation for part in reducers if part.accumulation is not None]
+def _cross_shards(model: Any) -> list[Any]:
+    return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
 
 
 def _global_seed(make: bool) -> list[keras.Variable]:

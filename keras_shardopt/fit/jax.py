@@ -43,9 +43,10 @@ from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
 from keras_shardopt.backends.jax.placement import placement
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, predicting_together, tell
-from keras_shardopt.backends.jax.runtime import assigning_nothing
+from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, is_prepared, layers_of, optimizers_of, override_method
+from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
 from keras_shardopt.data.whole_batches import checksum, first_rows
@@ -118,6 +119,8 @@ def _start_equal(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any
                 if jax.process_index() == 0:
                     warn_of_unequal_start([v.path for v, each in zip(variables, differs) if each])
                 placement.broadcast_state(model.variables, state)
+                for reducer in reducers_in(model, model._keras_shardopt_reducers_of):
+                    reducer.pipeline.reset()
     object.__setattr__(model, _SPLITS_OWN_PART, splits_own_part(args, kwargs))
     try:
         history = real(*args, **kwargs)
@@ -466,7 +469,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                 else:
                     # Not the reducer's own scale: what scales the loss may also be around it.
                     mine_of_step = mine_of_step.replace(loss_scale=model.optimizer.scale_loss(1.0))
-                    with assigning_nothing():
+                    with assigning_nothing(OWN_GRADIENTS):
                         reduced = reducer.pipeline.reduce(mine_of_step)
                     grads = (reduced.grads, reduced.found_inf, dict(reduced.notes))
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from keras_shardopt.backends.processes import check_same_calls, unlike_calls
+from keras_shardopt.backends.processes import check_same_calls, num_barriers, unlike_calls, wait_in
 
 ANSWER_SECONDS = 1.0
 """For how long a rank at least looks for signs of the others after a collective has failed."""
@@ -117,60 +117,32 @@ def close_group() -> None:
     """Closes the default process group, if it is still open."""
     global _open, _messages, _statistics
     group, _open, _messages, _statistics = _open, None, None, None
-    _num_barriers.clear()
+    num_barriers.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     if group is not None and group.has_left_word and group.rank == 0 and _rank_0_serves():
         _ask(group, ANSWER_SECONDS, "has left", [])  # their collectives fail now, and they look for what was said
 
 
-_num_barriers: dict[str, int] = {}
-
-
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """Waits until all ranks have come, without a collective, which others would take for one of their own.
-
-    A rank that leaves because others have not come can come again. Those whose collectives fail because it has left
-    say so, too.
-
-    Args:
-        purpose: what they come for.
-        seconds: for how long to wait, where the group was opened without a `timeout`.
-        advice: what to do about it.
+    """`Processes.barrier`, with the time limit of the group; ranks whose collectives fail later say who left, too.
 
     Raises:
-        RuntimeError: after that time, with the ranks that have not come, and the advice; or if the store in which ranks
-            meet is gone.
+        RuntimeError: as there; or if the store is gone.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     if _open is not None and _open.timeout is not None:
         seconds = _open.timeout.total_seconds()
-    number = _num_barriers.get(purpose, 0)
-    names = [f"keras_shardopt/meeting/{purpose}/{number}/{other}" for other in range(size)]
-    limit = time.monotonic() + seconds
     try:
-        store = distributed_c10d._get_default_store()
-        store.set(names[rank], "1")
-        while missing := [other for other, name in enumerate(names) if other != rank and not store.check([name])]:
-            if time.monotonic() > limit:
-                store.delete_key(names[rank])
-                break
-            time.sleep(0.005)
+        words = wait_in(distributed_c10d._get_default_store(), (size, rank), "rank", purpose, seconds, advice)
     except RuntimeError as error:  # of the connection to the store, which ends with the rank that serves it
         raise RuntimeError(
             f"All ranks must {purpose} together. Received on rank {rank}: the rank that holds the connections has "
             f"ended ({_first_line(error)}). {advice}"
         ) from error
-    if missing:
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        words = (
-            f"All ranks must {purpose} together. Received: no call on {ranks}, {seconds:g} s after the one on rank "
-            f"{rank}. {advice}"
-        )
-        _leave_word(words)
+    _leave_word(words)
+    if words is not None:
         raise RuntimeError(words)
-    _num_barriers[purpose] = number + 1
-    _leave_word(None)
 
 
 def _leave_word(words: str | None) -> None:
