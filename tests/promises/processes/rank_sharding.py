@@ -8,6 +8,7 @@ import json
 import pathlib
 import random
 import sys
+import time
 import warnings
 
 import keras
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from support import checks, problem
 from support.checks import check, refused
+from support.launch import patient
 from torch.utils import data as torch_data
 
 import keras_shardopt as ks
@@ -446,6 +448,52 @@ def parts_of_its_own(scope):
         assert sum(everywhere(len(predicted))) in (61, 63)
     mine = ks.shard_data(X)
     assert len(compiled(scope).predict(mine, verbose=0)) == len(mine) < 61
+
+
+class Slow(keras.utils.PyDataset):
+    """Batches of which rank 1 has the third one when rank 0 has begun to work on its own."""
+
+    def __init__(self, scope, sign, **more):
+        super().__init__(**more)
+        self._scope, self._sign, self.has_waited_in_vain = scope, sign, False
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 2 and self._scope.replica_id == 1:
+            limit = time.monotonic() + patient(5)
+            while not self._sign.exists() and time.monotonic() < limit:
+                time.sleep(0.002)
+            self.has_waited_in_vain = not self._sign.exists()
+        return X[15 * index : 15 * index + 15], Y[15 * index : 15 * index + 15]
+
+
+class Signals(keras.layers.Layer):
+    """Leaves a sign in the third training step."""
+
+    sign, num_steps = None, 0
+
+    def call(self, x, training=False):
+        if training and self.sign:
+            self.num_steps += 1
+            if self.num_steps == 3:
+                self.sign.touch()
+        return x
+
+
+@check
+def a_step_begins_before_others_have_their_rows(scope):
+    layers = [keras.Input((problem.NUM_FEATURES,)), Signals(), keras.layers.Dense(problem.NUM_OUTPUTS)]
+    for whole in (True, False):
+        model = ks.prepare(compiled(scope, lambda: keras.Sequential(layers)), auto_shard=whole)
+        sign = pathlib.Path(sys.argv[1] + f"-{whole}.sign")
+        if scope.is_chief:
+            model.layers[0].sign, model.layers[0].num_steps = sign, 0
+        batches = Slow(scope, sign)
+        fit(batches, epochs=1, shuffle=False)(model)
+        assert not batches.has_waited_in_vain, whole
+        model.layers[0].sign = None
 
 
 @check
