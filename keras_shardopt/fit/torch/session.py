@@ -31,7 +31,7 @@ from keras_shardopt.backends.torch.placement import fingerprints
 from keras_shardopt.backends.torch.process_group import gather_objects, tell, tell_soon
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.data.own_parts import is_own_part
-from keras_shardopt.data.whole_batches import checksum, part_of_batch, rows_of_parts
+from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_batch, rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import looks_at_batches, running_callbacks
 from keras_shardopt.fit.overrides import (
@@ -42,8 +42,8 @@ from keras_shardopt.fit.overrides import (
 )
 from keras_shardopt.fit.sharing import (
     check_alike,
+    check_batches,
     check_kinds,
-    check_rows,
     sharing_of,
     warn_of_same_parts,
 )
@@ -94,6 +94,8 @@ class Session:
         """What waits for the numbers of rows that the others have in that batch."""
         self._is_part = False
         """Whether it is this rank's part of a batch that all have, so that its rows are known before."""
+        self._step = 0
+        """Which batch it is then."""
         self._waits: bool | None = None
         """Whether a step may begin before; None until somebody asks."""
         self._phase = Phase.TRAIN_BATCH
@@ -202,12 +204,13 @@ class Session:
                 warn_of_same_parts()
             self._has_warned = True
 
-    def next_part(self, data: Any, phase: Phase) -> Any:
+    def next_part(self, data: Any, phase: Phase, step: int) -> Any:
         """This rank's part of the batch `data` that all ranks have (None: no batch left, and None is returned)."""
         assert self.ranks is not None
         num = 0 if data is None else int(num_rows(data))
         looks = phase is not Phase.PREDICT_BATCH and self._looks_at_logs(phase)
-        self._tell_rows(phase, num, int(looks), is_part=True)
+        self._step = step
+        self._tell_rows(phase, num, looks + 2 * (fingerprint(data) if num else 0), is_part=True)
         if not num:
             return None
         self._rows = rows_of_parts(num, self.ranks.num_replicas)
@@ -253,12 +256,11 @@ class Session:
         if told is None:
             return
         numbers = told()
-        rows = [num for num, _ in numbers]
         if self._is_part:
-            check_rows(rows)
-            self.shares_logs = any(looks for _, looks in numbers)
+            check_batches([(num, found // 2) for num, found in numbers], self._step)
+            self.shares_logs = any(found % 2 for _, found in numbers)
             return
-        self._rows = rows
+        self._rows = rows = [num for num, _ in numbers]
         self.shares_logs = any(flags >= 2 for _, flags in numbers)
         if any(rows) and not all(flags % 2 for _, flags in numbers):
             # A rank that never had a row needs some batch to go through the model with.

@@ -557,6 +557,25 @@ def data_that_differ_are_refused_on_every_rank(scope):
             return (x[1:], y[1:]) if odd and index == 2 else (x, y)
 
     refused(train(Loses(False), shuffle=False), ValueError, "Received: batches of [")
+
+    class Differs(Batches):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return (x, y + odd) if index == 3 else (x, y)
+
+    words = "Received: other values than process 0 on process 1, in batch 3 (the first is 0). Load the same data"
+    refused(train(Differs(False), shuffle=False), ValueError, words)
+
+    def unseeded():
+        own = np.random.default_rng()
+        yield X[:13], Y[:13]
+        while True:
+            rows = own.integers(0, 61, 13)
+            yield X[rows], Y[rows]
+
+    refused(train(unseeded(), steps_per_epoch=3), ValueError, "in batch 1 (the first is 0)")
+    refused(lambda: compiled(scope).evaluate(Differs(False), verbose=0), ValueError, "in batch 3 (the first is 0)")
+    refused(lambda: compiled(scope).predict(X + odd * (np.arange(61) > 40)[:, None], 15), ValueError, "in batch 2 (the")
     several = compiled(scope, with_dicts, loss="mae")
     ragged = ({"a": X[:4, :2], "b": X[: 4 - short, 2:]} for short in (1, 0))
     refused(
