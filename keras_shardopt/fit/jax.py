@@ -48,7 +48,7 @@ from keras_shardopt.backends.jax.runtime import assigning_nothing
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, is_prepared, layers_of, optimizers_of, override_method
 from keras_shardopt.data.own_parts import is_own_part
-from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
+from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on, note_end_of_call
 from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows
 from keras_shardopt.fit.overrides import (
     call_silently,
@@ -102,7 +102,10 @@ def watch_batches() -> None:
 
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _take_uneven()  # the distribution may have been set after `prepare`
-    return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
+    try:
+        return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
+    finally:
+        note_end_of_call()
 
 
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

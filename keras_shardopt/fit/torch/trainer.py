@@ -29,6 +29,7 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.models import override_method
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import callbacks_of_call
 from keras_shardopt.fit.overrides import (
@@ -93,6 +94,8 @@ def _run(
             return _print_on_chief(session, real, *args, **kwargs)
         finally:
             session.call = before
+            if together is not None:
+                note_end_of_call()
             if before is None:
                 session.forget_batches()
 

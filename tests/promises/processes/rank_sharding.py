@@ -385,6 +385,16 @@ def orders_drawn_behind_what_a_callback_draws(scope):
 
 
 @check
+def data_that_draws_behind_what_a_callback_draws(scope):
+    predicts = keras.callbacks.LambdaCallback()
+    predicts.on_train_batch_end = lambda batch, logs: batch % 2 or predicts.model.predict(X[:7], verbose=0)
+    noisy = lambda: torch_data.DataLoader(Noisy(), BATCH, shuffle=True)  # noqa: E731
+    for make, more in ((Noise, {}), (Batches, {}), (noisy, {"shuffle": False}), (endless, {"steps_per_epoch": 4})):
+        for callback in (Evaluates(), predicts):
+            assert_as_one_process(scope, fit(make, callbacks=[callback], **more))
+
+
+@check
 def one_rank_alone_predicts_where_nothing_is_gathered(scope):
     model = ks.prepare(compiled(scope), gather=False)
     if scope.is_chief:
