@@ -19,7 +19,6 @@ import numpy as np
 
 from keras_shardopt.backends.active import processes
 
-
 _num_calls = 0
 """How many calls of `fit`, `evaluate` and `predict`, of all processes together, have ended."""
 

@@ -176,7 +176,7 @@ _direct_assign_in_keras = keras.Variable._direct_assign
 
 def _direct_assign(variable: Variable, value: Any) -> None:
     """Stands in for Keras' method."""
-    before = variable._value if _IS_COMPARED in vars(variable) else None
+    before: Any = variable._value if _IS_COMPARED in vars(variable) else None
     spans_processes = isinstance(before, jax.Array) and not before.is_fully_addressable
     is_here = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
     if spans_processes and is_here and before.sharding.is_fully_replicated:

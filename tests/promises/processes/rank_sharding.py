@@ -317,6 +317,59 @@ def evaluate_and_predict(scope):
     assert seen == [15, 15, 15, 15, 1]
 
 
+class Lingers(keras.layers.Layer):
+    """Is saved on rank 1 for as long as rank 0 needs to read what it has saved."""
+
+    waits = False
+
+    def call(self, x):
+        return x
+
+    def save_own_variables(self, store):
+        if self.waits:
+            dist.barrier()  # rank 0 has saved
+            dist.barrier()  # and read
+
+
+@check
+def plain_calls_that_save(scope):
+    """By every rank, none of which sees a file that another one is writing; or by one rank alone."""
+    folder = pathlib.Path(sys.argv[1] + "-saved")
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    for shard_state, method in ((False, "save"), (True, "save"), (False, "save_weights")):
+        path = folder / (f"{shard_state}.keras" if method == "save" else "model.weights.h5")
+        layers = [keras.Input((problem.NUM_FEATURES,)), Lingers(), keras.layers.Dense(problem.NUM_OUTPUTS)]
+        model = keras.Sequential(layers)
+        model.compile(ks.CrossShard(keras.optimizers.Adam(0.01), shard_state=shard_state), "mse")
+        fit(X, Y, epochs=1)(model)
+        model.layers[0].waits = bool(scope.replica_id) and not shard_state
+        if shard_state:
+            getattr(model, method)(path)
+        elif scope.is_chief:
+            getattr(model, method)(path)
+            before = path.read_bytes()
+            dist.barrier()
+            assert path.read_bytes() == before
+            dist.barrier()
+        else:
+            getattr(model, method)(path)
+        dist.barrier()
+        assert [each.name for each in folder.iterdir() if each.name.startswith(".")] == []
+        if method == "save":
+            again = keras.saving.load_model(path, custom_objects={"Lingers": Lingers})
+        else:
+            again = keras.models.clone_model(model)
+            again.load_weights(path)
+        assert all(np.array_equal(*each) for each in zip(again.get_weights(), model.get_weights()))
+        dist.barrier()
+        model.layers[0].waits = False
+        if scope.is_chief and not shard_state:
+            getattr(model, method)(path)
+        fit(X, Y, epochs=1)(model)
+        assert scope.largest_difference(model) == 0
+
+
 class OtherOutputs(keras.Model):
     """What it predicts has several rows for a row, half precision, or too many rows."""
 
