@@ -293,7 +293,9 @@ def write_apart(model: Any, save: Callable[..., None], filepath: Any, *args: Any
         return
     file = Unfinished(str(path))
     try:
-        save(file.path)
+        # Outside, as Keras makes an optimizer to see what it has: on JAX all processes would have to.
+        with gather_despite_errors(model):
+            placement.outside_strategy(lambda: save(file.path))
         file.finish()
     finally:
         file.discard()

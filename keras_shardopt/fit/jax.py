@@ -42,7 +42,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
-from keras_shardopt.backends.jax.placement import let_assign_alone, placement
+from keras_shardopt.backends.jax.placement import assigning_alone, let_assign_alone, placement
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, predicting_together, tell
 from keras_shardopt.backends.jax.runtime import assigning_nothing
 from keras_shardopt.backends.keras_callers import caller_instance
@@ -88,6 +88,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "reset_metrics", _reset_metrics)
     override_method(model, "predict", _predict)
     override_method(model, "predict_step", _predict_step)
+    override_method(model, "load_weights", _load_weights)
     _let_assign_alone(model)
     if hasattr(model, "_maybe_symbolic_build"):
         override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
@@ -114,7 +115,8 @@ def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         tell("begins `fit` of a prepared model")
     object.__setattr__(model, _SPLITS_OWN_PART, splits_own_part(args, kwargs))
     try:
-        history = real(*args, **kwargs)
+        with assigning_alone() if is_together else contextlib.nullcontext():
+            history = real(*args, **kwargs)
     finally:
         object.__delattr__(model, _SPLITS_OWN_PART)
     if is_together:
@@ -141,6 +143,12 @@ def _start_equal(model: Any) -> None:
 def _state_of(model: Any) -> list[Any]:
     optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
     return [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
+
+
+def _load_weights(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """On one process or on all: Keras makes an optimizer to see what it has, of which JAX would ask all."""
+    _let_assign_alone(model)
+    placement.outside_strategy(lambda: real(*args, **kwargs))
 
 
 def _let_assign_alone(model: Any) -> None:

@@ -9,6 +9,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -164,19 +165,36 @@ def let_assign_alone(variables: Sequence[Variable]) -> None:
 
     JAX would compare each value on all processes at once, and wait for ever, or fail, where one alone assigns.
     """
+    _stand_in()
+    for variable in variables:
+        object.__setattr__(variable, _IS_COMPARED, True)
+
+
+@contextlib.contextmanager
+def assigning_alone() -> Iterator[None]:
+    """A block in which that holds for all variables that have a value: some get what a file has when they are made."""
+    _stand_in()
+    token = _assigns_alone.set(True)
+    try:
+        yield
+    finally:
+        _assigns_alone.reset(token)
+
+
+def _stand_in() -> None:
     if keras.Variable._direct_assign is _direct_assign_in_keras:
         keras.Variable._direct_assign = _direct_assign
-    for variable in variables:
-        vars(variable)[_IS_COMPARED] = True
 
 
+_assigns_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("assigns_alone", default=False)
 _IS_COMPARED = "_keras_shardopt_is_compared"
 _direct_assign_in_keras = keras.Variable._direct_assign
 
 
 def _direct_assign(variable: Variable, value: Any) -> None:
     """Stands in for Keras' method."""
-    before: Any = variable._value if _IS_COMPARED in vars(variable) else None
+    is_alone = _IS_COMPARED in vars(variable) or _assigns_alone.get()
+    before: Any = getattr(variable, "_value", None) if is_alone else None
     spans_processes = isinstance(before, jax.Array) and not before.is_fully_addressable
     is_here = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
     if spans_processes and is_here and before.sharding.is_fully_replicated:

@@ -53,6 +53,42 @@ def one_process_assigns(scope, model, fit):
     assert scope.largest_difference(model) == 0
 
 
+def plain_calls_that_save_and_load(scope, model, fit):
+    """By every process or by one, also in a callback; what one alone loads is process 0's in the end."""
+    folder = pathlib.Path(sys.argv[1]).parent
+
+    def save(*_, **__):
+        model.save(folder / "every.keras")
+        if scope.is_chief:
+            model.save_weights(folder / "one.weights.h5")
+
+    fit(epochs=1, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=save)])
+    weights, updates = model.get_weights(), int(model.optimizer.iterations)
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    fit(epochs=1)
+    for name in ("every.keras", "one.weights.h5"):
+        if scope.is_chief:
+            model.load_weights(folder / name)
+        begun = []
+        note = lambda epoch, logs, begun=begun: begun.append(model.get_weights())  # noqa: E731
+        said = processes.gather_objects(
+            warned(functools.partial(fit, epochs=2, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=note)]))
+        )
+        assert [len(words) for words in said] == [1, 0] and "iteration" in said[0][0], said
+        assert int(model.optimizer.iterations) == updates + 8, (model.optimizer.iterations, updates)
+        assert scope.largest_difference(model) == 0
+    # Into a model that has no optimizer state yet.
+    keras.utils.set_random_seed(5)  # or JAX refuses to make variables that differ
+    with ks.data_parallel() as other:
+        fresh = whole_data.problem.model()
+        fresh.compile(ks.CrossShard(whole_data.problem.sgd_momentum()), "mse")
+    if other.is_chief:
+        fresh.load_weights(folder / "every.keras")
+    fresh.fit(X[:16], Y[:16], batch_size=16, verbose=0)
+    assert int(fresh.optimizer.iterations) == updates + 1 and other.largest_difference(fresh) == 0
+    assert not (fresh.get_weights()[0] == weights[0]).all()
+
+
 def main():
     warnings.filterwarnings("ignore")
     keras.distribution.initialize()
@@ -74,6 +110,7 @@ def main():
         return model.fit(*data, batch_size=BATCH, verbose=0, **more)
 
     one_process_assigns(scope, model, lambda **more: fit(X, Y, **more))
+    plain_calls_that_save_and_load(scope, model, lambda **more: fit(X, Y, shuffle=False, **more))
 
     refused(lambda: fit(X + odd, Y), ValueError, "other first batches than process 0 on process 1. Load the same data")
     fewer = 61 - 16 * odd
