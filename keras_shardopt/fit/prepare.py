@@ -11,7 +11,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import note_prepared, optimizers_of
 from keras_shardopt.fit import TRAINERS
-from keras_shardopt.fit.callbacks import watch_callbacks
+from keras_shardopt.fit.callbacks import watch_callbacks, watch_saving
 from keras_shardopt.fit.overrides import reducers_in, refuse_groups
 from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
@@ -130,4 +130,5 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
     if trainer is not None:
         trainer.prepare(model, cross_shards)
     watch_callbacks()
+    watch_saving(model)
     note_prepared(model)

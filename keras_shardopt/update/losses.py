@@ -185,9 +185,10 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
     The mean of the replicas' losses is the loss of the whole batch, so each counts for an equal part of its rows.
     """
     part = current_share()
-    # On TensorFlow the losses of several outputs come without: then each batch counts once, however many rows it has.
-    if part is not None and sample_weight is not None:
-        sample_weight = part.equal_part
+    if part is not None:
+        # On TensorFlow the losses of several outputs come without, from Keras 3.16 on where the number of rows is not
+        # known while a step is traced: then each batch counts once, however many rows it has.
+        sample_weight = 1 / part.replicas.num_replicas if sample_weight is None else part.equal_part
     type(tracker).update_state(tracker, value, sample_weight=sample_weight)
 
 

@@ -293,6 +293,9 @@ def test_layout_and_value_place_a_variable():
     assert variable._value is variable.value
     variable._shape, variable._ndim = (2, 2), 2
     assert variable.shape == (2, 2) and variable.ndim == 2
+    variable = keras.Variable(np.zeros(2))
+    variable._direct_assign(keras.ops.ones(2))
+    assert list(np.asarray(variable.value)) == [1, 1]
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
     assert keras.Variable(np.zeros(2))._layout is not None
 
