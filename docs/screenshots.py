@@ -83,6 +83,10 @@ def browser() -> Iterator[webdriver.Chrome]:
         logs = {"performance": "ALL", "browser": "ALL"}
         options.set_capability("goog:loggingPrefs", logs)
         driver = webdriver.Chrome(options=options)
+        forget = {
+            "source": "try { localStorage.clear() } catch {}"
+        }  # the palette shown before
+        driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", forget)
         try:
             yield driver
         finally:
@@ -97,12 +101,10 @@ def resize(driver: webdriver.Chrome, width: int, height: int) -> None:
 
 def show(driver: webdriver.Chrome, site: str, page: str, width: int, scheme: str) -> None:
     """Opens a page as it looks on a reader's first visit."""
-    driver.get("about:blank")  # else the page before stores the new colours as its choice
+    driver.get("about:blank")  # the page before would still follow the new colours
     resize(driver, width, HEIGHT)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    stored = {"origin": site, "storageTypes": "local_storage"}
-    driver.execute_cdp_cmd("Storage.clearDataForOrigin", stored)
     for log in ("performance", "browser"):
         driver.get_log(log)  # what belongs to the page before
     driver.get(site + page)
