@@ -6,7 +6,7 @@ own gradients for an optimizer that wants to see them. The first is put on every
 and backward pass run in a `shard_map`, up to the reduced gradients; the update and the metrics stay outside.
 
 Several processes go through the same batches, drawn alike, and each puts its part of every batch on its devices; or
-each feeds rows of its own, where its data is a part already. They tell each other how many rows they have before every
+each feeds rows of its own, where its data is a part already. They exchange their numbers of rows before every
 batch: processes with different numbers of rows, or of batches, would otherwise wait for each other for ever.
 
 Private names of Keras touched here (a test holds each of them):
@@ -110,7 +110,7 @@ def _start_equal(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any
         optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
         state = [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
         variables = [*model.variables, *state]
-        # One that has not built its model yet differs in more than values, of which the optimizer tells.
+        # One that has not built its model yet differs in more than values, which the optimizer reports.
         if len(set(tell("begins `fit` of a prepared model", len(variables)))) == 1 and variables:
             prints = placement.fingerprints(variables)
             differs = (prints != prints[0]).any(axis=0)

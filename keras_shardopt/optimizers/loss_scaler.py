@@ -168,7 +168,7 @@ class AutomaticLossScaler:
         new = [self._bounded(ops.power(2.0, exponent)), mean, slow_mean, slow_mean_square, left, slow_left]
         if self.faithful:
             return new
-        # Zeros tell nothing about the gradient's size. They may come of a scale so small that all of it vanished, and
+        # Zeros say nothing about the gradient's size. They may come of a scale so small that all of it vanished, and
         # a larger one cannot make them overflow. (No gradient at all, -inf, says nothing.)
         larger = ops.where(amax == 0, self._bounded(scale * 2), scale)
         informs = ops.logical_or(overflows, amax > 0)
