@@ -233,7 +233,7 @@ def page() -> str:
     for title, link, files in SUBJECTS:
         here = [m for m in left if re.match(files, m.file)]
         left = [m for m in left if m not in here]
-        lines.append(f"## {title}\n\nMore on [the page about it]({link}).\n")
+        lines.append(f"## {title}\n\n[More about it]({link})\n")
         for message in sorted(here, key=lambda m: m.text):
             lines.append(f"### {_escaped(message.title)} {{ #{message.code} }}\n")
             lines.append(f"{message.kind}: {_escaped(message.text)}\n")

@@ -84,7 +84,7 @@ FEATURES = [
         ),
     ),
     Feature(
-        "so do a custom `train_step`, `train_on_batch` and a hand-written loop",
+        "so do a custom `train_step`, `train_on_batch` and a custom training loop",
         _on(everywhere=_STYLES),
     ),
     Feature(
@@ -251,7 +251,7 @@ FEATURES = [
             tensorflow="promises/test_several_processes_tensorflow.py::test_two_workers_in_a_loop_by_hand",
             torch=_RANKS + "test_ranks_equal_one_process",
         ),
-        {"tensorflow": "a loop by hand; `fit` is refused"},
+        {"tensorflow": "a custom training loop; `fit` is refused"},
     ),
     Feature(
         "killed and started again: the weights of an uninterrupted run",
