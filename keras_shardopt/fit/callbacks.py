@@ -1,7 +1,7 @@
 """Callbacks of a prepared model on several processes: one decision, one file.
 
-Every process has all callbacks, which see the logs of all replicas and so decide alike. What they write would be there
-once for each process, in the same file. So what only writes is called on the first process only; and where a callback
+Every process has all callbacks. They see the logs of all replicas, and so make the same decision. What they write would
+be there once for each process, in the same file. So what only writes is called on the first process only; and where a callback
 saves the model, all processes take part, as some of the state may be divided among them, and the first one writes.
 
 Private names of Keras touched here (a test holds each of them):

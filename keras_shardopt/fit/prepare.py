@@ -47,7 +47,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
       of a batch where a callback looks at them. Only rank 0 prints. With `steps_per_execution` steps are made one by
       one. The DDP of Keras 3.16 stays off.
     - Several processes: at the start of `fit` all take process 0's weights, state and seeds where these differ, and a
-      warning says which. Callbacks decide alike everywhere, and what they write is written once, by process 0.
+      warning says which. Callbacks make the same decision on every process, and process 0 writes their files.
       `predict` returns all rows on every process. The order of rows is that which one process draws. `train_on_batch`
       and `test_on_batch` take each process's own rows, and `predict_on_batch` is up to each process.
 
