@@ -164,8 +164,8 @@ class ScaledUpdate(OptimizerWrapper):
                 return has_nan, amax  # the gradients are global
             axes = [self._scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
-        # Where each replica runs a program of its own, all must make the same decision, however gradients arrive. Where a
-        # user has said how they come, replicas may not know: what they hear from each other is right in any case.
+        # Where each replica runs a program of its own, all must make the same decision, however gradients arrive. Where
+        # a user has said how they come, replicas may not know: what they hear from each other is right in any case.
         is_said = any(reducer.state_finder.told is not None for reducer in reducers)
         may_differ = is_said and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
