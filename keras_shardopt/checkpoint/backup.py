@@ -56,7 +56,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     `shuffle=False` or a data set seeded by epoch. Other callbacks begin anew, as they do in Keras. What each replica
     keeps for itself, such as moving statistics without `prepare`, becomes that of rank 0. And a window of
     micro-batches (`CrossShard(gradient_accumulation_steps=k)`) that an epoch leaves unfinished begins anew, of which a
-    warning tells: have a multiple of k steps per epoch. With `CrossShard(shard_state=True)` a backup fits any number of
+    warning says: have a multiple of k steps per epoch. With `CrossShard(shard_state=True)` a backup fits any number of
     replicas, also one.
 
     Args:

@@ -429,7 +429,7 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
                 gather(part, NullStore())  # the others have begun already
 
 
-# -- what processes tell each other ----------------------------------------------------------------------------------
+# -- what processes exchange -----------------------------------------------------------------------------------------
 
 
 def raise_together(problem: Exception | None) -> None:

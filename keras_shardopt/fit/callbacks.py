@@ -1,8 +1,8 @@
 """Callbacks of a prepared model on several processes: one decision, one file.
 
-Every process has all callbacks, which see the logs of all replicas and so decide alike. What they write would be there
-once for each process, in the same file. So what only writes is called on the first process only; and where a callback
-saves the model, all processes take part, as some of the state may be divided among them, and the first one writes.
+Every process has all callbacks. They see the logs of all replicas, and so make the same decision. Each process
+would write the same file. So what only writes is called on the first process only; and where a callback saves the
+model, all processes take part, as some of the state may be divided among them, and the first one writes.
 
 Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model`, `BackupAndRestore._save_model` - call `save` or `save_weights` of the model.

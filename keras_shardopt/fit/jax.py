@@ -2,11 +2,11 @@
 
 Under a `keras.distribution` one program runs on the whole batch, so gradients, metrics and batch statistics are those
 of the whole batch anyway. Two things are missing: a batch that the devices cannot divide equally, and each replica's
-own gradients for an optimizer that wants to see them. The first is put on every device whole. For the second, forward
+own gradients for an optimizer that needs them. The first is put on every device whole. For the second, forward
 and backward pass run in a `shard_map`, up to the reduced gradients; the update and the metrics stay outside.
 
 Several processes go through the same batches, drawn alike, and each puts its part of every batch on its devices; or
-each feeds rows of its own, where its data is a part already. They tell each other how many rows they have before every
+each feeds rows of its own, where its data is a part already. They exchange their numbers of rows before every
 batch: processes with different numbers of rows, or of batches, would otherwise wait for each other for ever.
 
 Private names of Keras touched here (a test holds each of them):
@@ -129,7 +129,7 @@ def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def _start_equal(model: Any) -> None:
     """Lets all processes begin an epoch with the same values, which are process 0's where they differ."""
     variables, state = list(model.variables), _state_of(model)
-    # One that has not built its model yet differs in more than values, of which the optimizer tells.
+    # One that has not built its model yet differs in more than values, which the optimizer reports.
     numbers = tell("compares the values of a prepared model", len(variables) + len(state))
     if len(set(numbers)) > 1 or not variables:
         return
@@ -402,7 +402,7 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
 
 
 def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
-    """The trainer's step, unless the optimizer wants to see each replica's own gradients."""
+    """The trainer's step, unless the optimizer needs each replica's own gradients."""
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     distribution = keras.distribution.distribution()
     refuse_groups(reducers)  # perhaps of another `compile`
@@ -534,7 +534,7 @@ def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int
         if getattr(layer, "activity_regularizer", None) is not None:
             raise ValueError(
                 "`activity_regularizer` counts all rows that a layer sees, also those that fill up a batch which does "
-                "not divide by the number of replicas, where the optimizer wants each replica's gradients. Received: "
+                "not divide by the number of replicas, where the optimizer needs each replica's gradients. Received: "
                 f"layer {layer.name!r}, with {num_rows} rows on {num_replicas} replicas. Use batches that divide, "
                 "or leave out `replica_clipnorm` and `replica_transform`."
             )

@@ -168,7 +168,7 @@ class AutomaticLossScaler:
         new = [self._bounded(ops.power(2.0, exponent)), mean, slow_mean, slow_mean_square, left, slow_left]
         if self.faithful:
             return new
-        # Zeros tell nothing about the gradient's size. They may come of a scale so small that all of it vanished, and
+        # Zeros say nothing about the gradient's size. They may come of a scale so small that all of it vanished, and
         # a larger one cannot make them overflow. (No gradient at all, -inf, says nothing.)
         larger = ops.where(amax == 0, self._bounded(scale * 2), scale)
         informs = ops.logical_or(overflows, amax > 0)
@@ -247,7 +247,7 @@ def check_grads(grads: Gradients) -> tuple[Tensor, Tensor]:
     if not values:
         return ops.convert_to_tensor(False, "bool"), ops.convert_to_tensor(float("-inf"), "float32")
     # In passes that only read: `isnan` and `abs` of a gradient would be as large as the gradient. A norm is NaN where
-    # an element is, and only there; what the largest of elements is beside a NaN differs between frameworks.
+    # an element is, and only there; what the largest of elements is with a NaN among them differs between frameworks.
     norms = ops.stack([cast(ops.norm(ops.reshape(in_float32(value), (-1,))), "float32") for value in values])
     has_nan = ops.any(ops.isnan(norms))
     ends = [end for value in values for end in (ops.max(value), ops.negative(ops.min(value)))]

@@ -236,7 +236,7 @@ def _refuse_losses_of_padding(model: Any, part: BatchShare | None) -> None:
     if len(model.losses) > len(penalties):
         raise ValueError(
             "`add_loss` counts all rows that a layer sees, also those that fill up a batch which does not divide by "
-            "the number of replicas, where the optimizer wants each replica's gradients. Received: "
+            "the number of replicas, where the optimizer needs each replica's gradients. Received: "
             f"{len(model.losses) - len(penalties)} added loss(es), with {part.global_batch_size} rows on "
             f"{part.replicas.num_replicas} replicas. Use batches that divide, or leave out `replica_clipnorm` and "
             "`replica_transform`."

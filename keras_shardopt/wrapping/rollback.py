@@ -5,7 +5,7 @@ noted before it is assigned for the first time since the last update, so that wh
 costs nothing, and what somebody else sets in between (`load_weights`) stays. On JAX, where a step is a function of all
 state, its state before and after is compared instead.
 
-Metrics are not put back: they tell of all batches, as they do in Keras.
+Metrics are not put back: they count all batches, as they do in Keras.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.common.global_state`, "current_call_ctx", `CallContext.training` - whether, and how, a layer is

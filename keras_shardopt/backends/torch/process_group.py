@@ -5,8 +5,8 @@ with an error that names a socket. So the first rank that notices closes its con
 of all others fail too; then each leaves a sign in the store that the ranks share, and looks for those of the others.
 
 Ranks that make different calls must not send each other tensors of different sizes, as "gloo" then ends the process. So
-before ranks begin something together, each tells the others what, in a message of one size and in a group of their own
-(`tell`): a rank that does so never meets the gradients of one that does not.
+before ranks begin something together, each announces it to the others, in a message of one size and in a separate group
+(`tell`): a rank that does so never receives the gradients of one that does not.
 
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store in which the
 ranks of the default group have met, whoever has opened it. (test_private_names.py holds it.)
@@ -68,7 +68,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 
     Args:
         backend: "gloo" or "nccl".
-        rank: of this process, among `size`. Fewer ranks may meet the second time.
+        rank: of this process, among `size`. Fewer ranks may join the second time.
         size: how many processes there are.
         timeout: after how long a collective fails; None for PyTorch's own limit.
 
@@ -92,7 +92,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
         _open = _Group(store, timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"All {size} ranks must meet before training{_within(timeout)}. Received on rank {rank}: "
+            f"All {size} ranks must be started before training{_within(timeout)}. Received on rank {rank}: "
             f"{_first_line(error)}. Were all of them started, with the same MASTER_ADDR and MASTER_PORT? "
             "Where some need longer, use `data_parallel(timeout=...)`."
         ) from error
