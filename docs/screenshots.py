@@ -17,6 +17,7 @@ import functools
 import http.server
 import json
 import pathlib
+import shutil
 import sys
 import tempfile
 import threading
@@ -82,7 +83,9 @@ def browser() -> Iterator[webdriver.Chrome]:
             options.add_argument(flag)
         logs = {"performance": "ALL", "browser": "ALL"}
         options.set_capability("goog:loggingPrefs", logs)
-        driver = webdriver.Chrome(options=options)
+        installed = shutil.which("chromedriver")  # else selenium looks for one
+        service = webdriver.ChromeService(executable_path=installed)
+        driver = webdriver.Chrome(options=options, service=service)
         forget = {
             "source": "try { localStorage.clear() } catch {}"
         }  # the palette shown before

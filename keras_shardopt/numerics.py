@@ -1,4 +1,4 @@
-"""What tensors, variables and gradients are, and arithmetic that is alike on every backend.
+"""What tensors, variables and gradients are, and arithmetic that is the same on every backend.
 
 Gradients may be None, sparse, or of half precision.
 """

@@ -1,4 +1,4 @@
-"""Who is calling, where Keras does not say: the only file that looks at frames of the call stack.
+"""Finds the caller where Keras does not pass it: the only file that looks at frames of the call stack.
 
 Each function here speaks of the function that asks it. The frames are those of Keras and of the frameworks, so what is
 found hangs on how they call; a test next to each use holds that.

@@ -1,4 +1,4 @@
-"""Replicas that start equal, log what all of them saw, and are compared."""
+"""Callbacks for several replicas: an equal start, logs of all of them, and comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`BackupAndRestore`: training that goes on where it was interrupted, on all processes alike.
+"""`BackupAndRestore`: resumes interrupted training, on all processes.
 
 Private names of Keras touched here (a test holds each of them):
     `Trainer._initial_epoch` - the epoch with which a running `fit` begins.

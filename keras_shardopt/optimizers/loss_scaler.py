@@ -1,4 +1,4 @@
-"""AutomaticLossScaler: by how much to scale a loss, decided from the gradients that came of it.
+"""AutomaticLossScaler: a loss scale that is adjusted from the gradients of each step.
 
 Two algorithms, each a pure transition of a few scalars. Who keeps them, and when a step is skipped, is not decided
 here.

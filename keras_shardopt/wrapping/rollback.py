@@ -1,4 +1,4 @@
-"""What a forward pass has changed, put back where its update is skipped: it is as if the batch had never come.
+"""Restores what a forward pass has changed where its update is skipped.
 
 A forward pass in training mode assigns variables that no optimizer sees: moving statistics, seeds, counters. Each is
 noted before it is assigned for the first time since the last update, so that what nobody assigns (a frozen backbone)

@@ -27,6 +27,7 @@ INSTEAD_OF = {
     r"\b(optimizer|schedule|ranks?|layer|Keras) wants?\b": "needs, asks for",
     r"\b(decides?|decided) alike\b": "make the same decision",
     r"\bcosts its window\b|\bup to you:": "discards its window; say who must do it",
+    r"\bwith one meaning\b|\bhad never come\b": "with the same result; as if the batch had been left out",
     r"\bsomebody must\b|\bnobody can tell\b": "say who",
     r"\b(left|leaves?|it|alone it|replica|process|optimizer) alone\b": "unchanged, by itself, only",
     r"\bbeside\b": "next to, in addition to, with",

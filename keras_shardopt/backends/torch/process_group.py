@@ -1,4 +1,4 @@
-"""Process groups of `torch.distributed` in which no rank waits for ever, and that say which rank is missing.
+"""Process groups of `torch.distributed` with timeouts, whose errors name the rank that is missing.
 
 When a rank dies or stalls, the collective that needs it fails on some of the others, at once or when the time is up,
 with an error that names a socket. So the first rank that notices closes its connections, which makes the collectives
