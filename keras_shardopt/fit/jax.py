@@ -119,8 +119,6 @@ def _start_equal(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any
                 if jax.process_index() == 0:
                     warn_of_unequal_start([v.path for v, each in zip(variables, differs) if each])
                 placement.broadcast_state(model.variables, state)
-                for reducer in reducers_in(model, model._keras_shardopt_reducers_of):
-                    reducer.pipeline.reset()
     object.__setattr__(model, _SPLITS_OWN_PART, splits_own_part(args, kwargs))
     try:
         history = real(*args, **kwargs)
