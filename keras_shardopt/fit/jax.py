@@ -139,8 +139,6 @@ def _start_equal(model: Any) -> None:
         if jax.process_index() == 0:
             warn_of_unequal_start([v.path for v, each in zip([*variables, *state], differs) if each])
         placement.broadcast_state(variables, state)
-        for reducer in reducers_in(model, model._keras_shardopt_reducers_of):
-            reducer.pipeline.reset()
 
 
 def _state_of(model: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from support.worlds import FakeWorld
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.communicator import GradientState, SingleReplica
+from keras_shardopt.update.reducers import OverlappedAllReduce
 from keras_shardopt.update.step import Step
 
 LOCAL, PRESCALED = GradientState.LOCAL, GradientState.LOCAL_PRESCALED
@@ -374,6 +375,14 @@ def test_rows_that_a_gradient_lists_twice_are_one_row_of_the_noise(monkeypatch):
 
     np.testing.assert_allclose(scale(True), scale(False), rtol=1e-6)
     assert np.isfinite(scale(False)).all()
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(("hook", "waits"), [("collect", True), ("local", True), ("commit", False), ("reset", False)])
+def test_only_stages_before_the_reduction_hold_it_up(hook, waits):
+    stage = type("Own", (ks.Stage,), {hook: lambda self, *args: None})()
+    optimizer = ks.CrossShard("sgd", stages=[stage])
+    assert isinstance(optimizer.pipeline.reducer, OverlappedAllReduce) != waits
 
 
 @pytest.mark.neutral

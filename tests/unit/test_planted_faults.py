@@ -66,10 +66,24 @@ FAULTS = [
         "unit/optimizers/test_cross_shard.py::test_the_name_of_what_is_not_finite_is_right_beside_frozen_variables",
     ),
     fault(
-        "update/gradient_noise.py",
-        "unit = comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else 1",
-        "unit = 1",
+        "update/user_stage.py",
+        "return unit / comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else unit",
+        "return unit",
         "promises/test_stages_of_your_own.py::test_the_noise_of_gradients_is_that_of_the_formulas",
+        "promises/test_stages_of_your_own.py::test_a_stage_sees_gradients_of_the_mean_loss_however_they_arrive",
+    ),
+    fault(
+        "update/user_stage.py",
+        "variable.assign(ops.where(is_bad, value, ops.convert_to_tensor(variable)))",
+        "pass",
+        "promises/test_stages_of_your_own.py::"
+        "test_an_overflow_that_a_loss_scaling_skips_leaves_nothing_in_the_state_of_a_stage",
+    ),
+    fault(
+        "update/options.py",
+        'looks = any(stage._overrides("collect", "local") for stage in self.stages)',
+        "looks = bool(self.stages)",
+        "promises/test_stages_of_your_own.py::test_only_stages_before_the_reduction_hold_it_up",
     ),
     # How gradients arrive, and by what they are divided.
     fault(
@@ -413,8 +427,9 @@ FAULTS = [
     ),
     fault(
         "checkpoint/backup.py",
-        "accumulation.reset()",
+        "part.pipeline.reset()",
         "pass",
+        "promises/test_stages_of_your_own.py::test_stages_begin_anew_where_state_is_loaded",
         "promises/test_restart.py::test_an_unfinished_window_of_micro_steps_begins_anew_with_a_warning",
     ),
     # Callbacks.

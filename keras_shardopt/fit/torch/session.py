@@ -139,8 +139,6 @@ class Session:
             if self.ranks.replica_id == 0:
                 warn_of_unequal_start(differing)
             self.ranks.broadcast_from_rank_0(trained, shared)
-            for reducer in reducers:
-                reducer.pipeline.reset()
         else:
             draw_apart(self.ranks.world, [])  # also where the program has seeded PyTorch since it was last said
         plain = [o for o in optimizers if not self._reducers_of(o)]
