@@ -175,9 +175,27 @@ def _build_optimizers(model: Any, data_batch: Any) -> None:
                 optimizer.build(variables_of[id(optimizer)])
 
 
+def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, iterator: Any) -> Any:
+    """Calls `function(iterator)`; what TensorFlow cannot do with no rows at all says so."""
+    try:
+        return function(iterator)
+    except tf.errors.InvalidArgumentError as error:
+        if "[0," not in str(error):
+            raise
+        raise ValueError(
+            "A batch must have a row for each replica where TensorFlow cannot run a layer without any, as it cannot "
+            f"train convolutions and means over places. Received: a batch with fewer than {num_replicas} rows, perhaps "
+            "the last one. Use another `batch_size`, or leave the last rows out."
+        ) from error
+
+
 def _make_function(model: Any, real: Callable[..., Any], step_function: Callable[..., Any]) -> Callable[..., Any]:
+    num_replicas = model.distribute_strategy.num_replicas_in_sync
     function = real(step_function)
-    if model.distribute_strategy.num_replicas_in_sync == 1 or model.steps_per_execution == 1:
+    if num_replicas == 1:
+        return function
+    function = functools.partial(_explaining_empty_parts, function, num_replicas)
+    if model.steps_per_execution == 1:
         return function
 
     # Keras' own loop is a condition inside a loop inside a `tf.function`, which fails with the batches of several
