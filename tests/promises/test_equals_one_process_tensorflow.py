@@ -139,7 +139,7 @@ def test_compression_in_groups_divides_by_the_size_of_a_group(reduction, compres
         np.testing.assert_array_equal(copy, expected[0 if replica in (0, 3) else 1])
 
 
-# -- what a training step of one's own logs --------------------------------------------------------------------------
+# -- what a custom train_step logs -----------------------------------------------------------------------------------
 
 
 class Guide(keras.Model):
