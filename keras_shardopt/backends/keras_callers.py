@@ -61,3 +61,11 @@ def is_running(function: str, module: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def running_local(function: str, name: str) -> Any:
+    """What the local variable of that name holds in the innermost function of that name that runs; None if nothing."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)

@@ -2,6 +2,8 @@
 
 Private names of Keras touched here (a test holds each of them):
     `Trainer._initial_epoch` - the epoch with which a running `fit` begins.
+    `epoch_iterator` and `initial_epoch` in `Trainer.fit` - where batches come from; the epoch that the caller gives.
+    `ArrayDataAdapter._epoch` (Keras 3.16 and later) - how many epochs it has seen, by which it shuffles.
     `keras.src.random.seed_generator.global_seed_generator` - makes the seed of layers without their own.
     `keras.src.backend.common.global_state` - holds that as "global_seed_generator", once there is one.
 """
@@ -25,6 +27,7 @@ from keras.src.random import seed_generator
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.keras_callers import running_local
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
@@ -153,6 +156,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         for part in _cross_shards(model):
             part.pipeline.reset()
         model._initial_epoch = header["epoch"]
+        _skip_epochs(header["epoch"])
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup."""
@@ -330,6 +334,13 @@ def _variables_of(optimizer: Any) -> list[keras.Variable]:
 
 def _cross_shards(model: Any) -> list[Any]:
     return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
+
+
+def _skip_epochs(epoch: int) -> None:
+    """Lets the running `fit` shuffle arrays as if it had seen all epochs before this one."""
+    adapter: Any = getattr(running_local("fit", "epoch_iterator"), "data_adapter", None)
+    if hasattr(adapter, "_epoch"):
+        adapter._epoch += epoch - (running_local("fit", "initial_epoch") or 0)
 
 
 def _global_seed(make: bool) -> list[keras.Variable]:
