@@ -109,7 +109,11 @@ num_barriers: dict[str, int] = {}
 """By purpose how often all have come."""
 
 
-def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> str | None:
+class MissingCallError(RuntimeError):
+    """Some processes have not come to a barrier in time."""
+
+
+def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
     """Waits as `Processes.barrier` does, without a collective, which others would take for one of their own.
 
     Args:
@@ -120,8 +124,8 @@ def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, secon
         seconds: for how long to wait.
         advice: what to do about it.
 
-    Returns:
-        What to say where some have not come in time; None where all have.
+    Raises:
+        MissingCallError: if some have not come in time; this one can come again.
     """
     (size, mine), number, limit = process, num_barriers.get(purpose, 0), time.monotonic() + seconds
     keys = [f"keras_shardopt/barrier/{purpose}/{number}/{other}" for other in range(size)]
@@ -130,14 +134,13 @@ def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, secon
     while missing := [other for other in missing if not store.check([keys[other]])]:
         if time.monotonic() > limit:
             store.delete_key(keys[mine])
-            return (
+            raise MissingCallError(
                 f"All {plural(noun)} must {purpose} together. Received: no call on "
                 f"{noun if len(missing) == 1 else plural(noun)} {', '.join(map(str, missing))}, {seconds:g} s after "
                 f"the one on {noun} {mine}. {advice}"
             )
         time.sleep(0.005)
     num_barriers[purpose] = number + 1
-    return None
 
 
 class Processes:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from keras_shardopt.backends.processes import check_same_calls, num_barriers, unlike_calls, wait_in
+from keras_shardopt.backends.processes import MissingCallError, check_same_calls, num_barriers, unlike_calls, wait_in
 
 ANSWER_SECONDS = 1.0
 """For how long a rank at least looks for signs of the others after a collective has failed."""
@@ -134,15 +134,16 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
     if _open is not None and _open.timeout is not None:
         seconds = _open.timeout.total_seconds()
     try:
-        words = wait_in(distributed_c10d._get_default_store(), (size, rank), "rank", purpose, seconds, advice)
+        wait_in(distributed_c10d._get_default_store(), (size, rank), "rank", purpose, seconds, advice)
+    except MissingCallError as error:
+        _leave_word(str(error))
+        raise
     except RuntimeError as error:  # of the connection to the store, which ends with the rank that serves it
         raise RuntimeError(
             f"All ranks must {purpose} together. Received on rank {rank}: the rank that holds the connections has "
             f"ended ({_first_line(error)}). {advice}"
         ) from error
-    _leave_word(words)
-    if words is not None:
-        raise RuntimeError(words)
+    _leave_word(None)
 
 
 def _leave_word(words: str | None) -> None:
