@@ -96,6 +96,8 @@ class UserStage(Stage):
         self._check(after, own, "local", "It must return the step: end it with `return step.replace(grads=...)`.")
         after = _scaled(after, own, step, unit)
         # In the dtypes in which other replicas send theirs, and zeros in place of None.
+        if all(_has_dtype_of(grad, old) for grad, old in zip(after.grads, step.grads)):
+            return after
         return after.replace(grads=[like_variable(g, v) for g, v in zip(after.grads, step.variables)])
 
     def _unit(self, step: Step, comm: Communicator) -> Any:
@@ -191,6 +193,10 @@ def _scaled(after: Step, own: Step, step: Step, unit: Any) -> Step:
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return some is others or (len(some) == len(others) and all(a is b for a, b in zip(some, others)))
+
+
+def _has_dtype_of(grad: Any, old: Any) -> bool:
+    return grad is old or grad is None or (old is not None and grad.dtype == old.dtype)
 
 
 def _may_be_equal(shape: Any, other: Any) -> bool:
