@@ -39,8 +39,8 @@ COMMANDS: list[tuple[str, str, list[str]]] = [
 
 HEAD = """# Benchmarks
 
-The newest result of each benchmark, with its date, machine, versions and command; `python benchmarks/run_all.py` makes
-them anew. A bar shows the time against the row with 1.00, in which the line ends; the thin line spans the quartiles.
+The newest result of each benchmark, with its date, machine, versions and command; `python benchmarks/run_all.py` runs
+them again. A bar shows the time relative to the row with 1.00 (the dashed line); the thin line spans the quartiles.
 [Performance](performance.md) says in one table what they come to.
 """
 

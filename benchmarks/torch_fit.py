@@ -1,4 +1,4 @@
-"""What a step of `fit` costs on two ranks, against a loop by hand with `DistributedDataParallel`, on PyTorch.
+"""What a step of `fit` costs on two ranks, against a custom training loop with `DistributedDataParallel`, on PyTorch.
 
     torchrun --nproc-per-node 2 benchmarks/torch_fit.py [--write]
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/torch_shards.py [--write]
 
-Six layers `Dense(1024)`, 64 rows on each rank, Adam; the loop by hand is the one of PyTorch's own tutorial. Prints the
-time of a step and the bytes of optimizer state that the fullest rank holds.
+Six layers `Dense(1024)`, 64 rows on each rank, Adam; the custom training loop is that of PyTorch's own tutorial. Prints
+the time of a step and the bytes of optimizer state that the fullest rank holds.
 `--quick` runs in seconds, on sizes that say nothing.
 """
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of training on ranks of PyTorch share: the model, its data, `fit` and a loop by hand with DDP.
+"""Shared by the benchmarks of training on ranks of PyTorch: the model, its data, `fit` and a custom loop with DDP.
 
 The scripts choose the backend and the number of threads, before Keras and PyTorch are imported.
 """
@@ -57,7 +57,7 @@ class Training:
     def by_hand(
         self, make_optimizer: Callable[[Iterator[torch.nn.Parameter]], torch.optim.Optimizer]
     ) -> Callable[[], None]:
-        """A loop by hand over a new model in DDP, with an optimizer of PyTorch's that is made of its parameters."""
+        """A custom training loop over a new model in DDP, with an optimizer of PyTorch for its parameters."""
         inputs, targets = torch.from_numpy(self._x), torch.from_numpy(self._y)
         ddp = torch.nn.parallel.DistributedDataParallel(self._model())
         optimizer = make_optimizer(ddp.parameters())

@@ -37,7 +37,31 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Sets formulas as MathML, which browsers show without a script."""
+    """Sets formulas as MathML, and lets code in tables and descriptions of arguments look well."""
+    return _formulas(_types_once(_breakable(content)))
+
+
+def _breakable(content: str) -> str:
+    """Code in tables may break after a dot, a comma and the like, rather than inside a word."""
+
+    def broken(match: re.Match[str]) -> str:
+        code = re.sub(r"([.(,=])(?=[a-zA-Z&])", r"\1<wbr>", match[1])
+        return "<code>" + code.replace("_", '_<wbr class="narrow">') + "</code>"
+
+    def cell(match: re.Match[str]) -> str:
+        return re.sub(r"<code>([^<]*)</code>", broken, match[0])
+
+    return re.sub(r"<td.*?</td>", cell, content, flags=re.DOTALL)
+
+
+def _types_once(content: str) -> str:
+    """Types and defaults of arguments stand in the signature above, and again in their texts."""
+    item = r'(<li class="doc-section-item field-body">\s*<b><code>[^<]*</code></b>)\s*\(.*?\)\s*\u2013(?=\s*<div)'
+    return re.sub(item, r"\1:", content, flags=re.DOTALL)
+
+
+def _formulas(content: str) -> str:
+    """MathML, which browsers show without a script."""
 
     def formula(match: re.Match[str]) -> str:
         latex = html.unescape(match[2])

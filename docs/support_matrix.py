@@ -84,7 +84,7 @@ FEATURES = [
         ),
     ),
     Feature(
-        "so do a custom `train_step`, `train_on_batch` and a hand-written loop",
+        "so do a custom `train_step`, `train_on_batch` and a custom training loop",
         _on(everywhere=_STYLES),
     ),
     Feature(
@@ -251,7 +251,7 @@ FEATURES = [
             tensorflow="promises/test_several_processes_tensorflow.py::test_two_workers_in_a_loop_by_hand",
             torch=_RANKS + "test_ranks_equal_one_process",
         ),
-        {"tensorflow": "a loop by hand; `fit` is refused"},
+        {"tensorflow": "a custom training loop; `fit` is refused"},
     ),
     Feature(
         "killed and started again: the weights of an uninterrupted run",
@@ -282,8 +282,10 @@ HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
 devices of one process, except where several processes are named, and PyTorch in several processes with "gloo".
 
 ✓ works; ◐ works in part, and the note says where; ✗ does not. The number is how many tests that stand for the feature
-passed on that backend with that Keras, when this page was written last; many more hold the details. "Fails" and "not run"
-are what they say. A backend or a Keras without a column had no report. What is not in the table is not promised.
+passed on that backend with that Keras, when this page was written last; many more hold the details. "Fails" is
+what it says. "Not run": the runs of that column did not have these tests; most of them belong to the exhaustive suite,
+and on the lowest Keras only some are run. A backend or a Keras without a column had no report. What is not in the table
+is not promised.
 
 """
 

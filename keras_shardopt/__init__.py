@@ -1,4 +1,4 @@
-"""Data-parallel training for Keras 3 with one meaning on TensorFlow, JAX and PyTorch.
+"""Data-parallel training for Keras 3 with the same result on TensorFlow, JAX and PyTorch.
 
 Around an optimizer: `CrossShard` (gradients of all replicas), `LossScaling`, `MixedPrecision`, `GradientClipping`,
 `LARC`, `VariableClipping`, `Tower`. Around `fit`: `data_parallel`, `prepare`, `shard_data`, `save_model`,

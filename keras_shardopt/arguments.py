@@ -1,4 +1,4 @@
-"""What constructors accept: plain numbers in their range, flags, words, and nothing that turns up later.
+"""Checks of constructor arguments: numbers in a range, flags, choices, lists.
 
 Each function returns the argument as a Python number, which is what configs hold, or raises with the rule, the
 value and what to do.

@@ -1,4 +1,4 @@
-"""What tensors, variables and gradients are, and arithmetic that is alike on every backend.
+"""What tensors, variables and gradients are, and arithmetic that is the same on every backend.
 
 Gradients may be None, sparse, or of half precision.
 """
@@ -76,9 +76,15 @@ def dtype_of(value: Any) -> str:
     return name
 
 
+def cast(value: Tensor, dtype: str) -> Tensor:
+    """A tensor in another dtype, or itself: `keras.ops.cast` takes its time for nothing, too."""
+    return value if dtype_of(value) == dtype else ops.cast(value, dtype)
+
+
 def in_float32(value: Tensor) -> Tensor:
     """`value` in float32, unless it is float64. Half precision overflows on squares of 256."""
-    return ops.convert_to_tensor(value) if dtype_of(value) == "float64" else ops.cast(value, "float32")
+    value = ops.convert_to_tensor(value)
+    return value if dtype_of(value) == "float64" else cast(value, "float32")
 
 
 def overwrites_variable(variable: Variable) -> bool:
@@ -88,6 +94,7 @@ def overwrites_variable(variable: Variable) -> bool:
 
 def norm(value: Tensor) -> Tensor:
     """The L2 norm of all elements, in float32 (float64 of float64)."""
+    # Not `ops.norm`, which on PyTorch adds up one by one: wrong by 7e-4 with 16.8 million elements.
     return ops.sqrt(ops.sum(ops.square(in_float32(value))))
 
 
@@ -110,7 +117,7 @@ def global_norm(t_list: Sequence[Tensor | None]) -> Tensor:
     squares = [ops.sum(ops.square(in_float32(values_of(t)))) for t in t_list if t is not None]
     widest = "float64" if any(dtype_of(square) == "float64" for square in squares) else "float32"
     # float64 squares of the others too, and one sum over a stack instead of a chain of scalar additions.
-    return ops.sqrt(ops.sum(ops.stack([ops.cast(s, widest) for s in squares]))) if squares else ops.zeros((), widest)
+    return ops.sqrt(ops.sum(ops.stack([cast(s, widest) for s in squares]))) if squares else ops.zeros((), widest)
 
 
 def clipped_to(grads: Gradients, limit: float | Tensor, norm: Tensor) -> list[Tensor | None]:
@@ -121,10 +128,10 @@ def clipped_to(grads: Gradients, limit: float | Tensor, norm: Tensor) -> list[Te
 
 def like_variable(grad: Tensor | None, variable: Variable) -> Tensor | None:
     """The gradient in the dtype of its variable."""
-    return None if grad is None else map_values(lambda value: ops.cast(value, dtype_of(variable)), grad)
+    return None if grad is None else map_values(lambda value: cast(value, dtype_of(variable)), grad)
 
 
 def _times(value: Tensor, factor: Tensor) -> Tensor:
     value = ops.convert_to_tensor(value)
     wide = in_float32(value)
-    return ops.cast(wide * ops.cast(factor, dtype_of(wide)), dtype_of(value))
+    return cast(wide * cast(factor, dtype_of(wide)), dtype_of(value))

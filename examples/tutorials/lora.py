@@ -1,8 +1,12 @@
 # %% [markdown]
 # # Fine-tuning with LoRA, mixed precision and sharded state
 #
-# A small transformer learns to read upright digits, row by row. Then its weights are
-# frozen, and low-rank adapters (LoRA) learn digits that lie on their side, on two
+# KerasHub's own dependencies bring TensorFlow to every backend; for a model without its
+# tokenizers, as here, `pip install --no-deps keras-hub` is enough, and with it
+# `pip install regex tokenizers`.
+#
+# A small vision transformer from KerasHub learns to read upright digits. Then its weights
+# are frozen, and low-rank adapters (LoRA) learn digits that lie on their side, on two
 # replicas, in mixed precision, with half of the optimizer state on each.
 #
 # ```sh
@@ -10,9 +14,6 @@
 # KERAS_BACKEND=tensorflow python examples/tutorials/lora.py
 # KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/tutorials/lora.py
 # ```
-#
-# The model is written with `keras.layers`. A backbone of KerasHub is used in the same
-# way: `backbone.enable_lora(rank=4)` takes the place of the loop over layers below.
 
 # %%
 import os
@@ -20,6 +21,7 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
+import keras_hub
 from sklearn.datasets import load_digits
 
 import keras_shardopt as ks
@@ -28,29 +30,33 @@ keras.utils.set_random_seed(4)
 on_torch = keras.config.backend() == "torch"
 
 images, labels = load_digits(return_X_y=True)
-images = (images.reshape(-1, 8, 8) / 16).astype("float32")
-on_their_side = images.transpose(0, 2, 1)
+images = (images.reshape(-1, 8, 8, 1) / 16).astype("float32")
+on_their_side = images.transpose(0, 2, 1, 3)
 train, test = slice(0, 1472), slice(1472, 1728)  # whole batches of 64, which compile once
 
 # %% [markdown]
-# ## A small transformer
+# ## A backbone with random weights
 #
-# Eight tokens, one for each row of an image. Under the policy "mixed_bfloat16" layers
+# `ViTBackbone.from_preset(...)` downloads trained weights. This small one is trained
+# below, so that the program needs no network. It cuts an image into 16 patches, and its
+# first output stands for the whole image. Under the policy "mixed_bfloat16" layers
 # compute in bfloat16, and keep their weights in float32.
 
 
 # %%
-def transformer(width=32, num_blocks=1):
-    layers = keras.layers
-    inputs = keras.Input((8, 8))
-    x = layers.Dense(width)(inputs)
-    for _ in range(num_blocks):
-        y = layers.LayerNormalization()(x)
-        x = x + layers.MultiHeadAttention(2, width // 2)(y, y)
-        y = layers.LayerNormalization()(x)
-        x = x + layers.Dense(width)(layers.Dense(2 * width, activation="gelu")(y))
-    x = layers.Flatten()(layers.LayerNormalization()(x))
-    return keras.Model(inputs, layers.Dense(10, dtype="float32")(x))
+def classifier():
+    backbone = keras_hub.models.ViTBackbone(
+        image_shape=(8, 8, 1),
+        patch_size=2,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=32,
+        mlp_dim=64,
+        name="backbone",
+    )
+    inputs = keras.Input((8, 8, 1))
+    outputs = keras.layers.Dense(10, dtype="float32")(backbone(inputs)[:, 0])
+    return keras.Model(inputs, outputs)
 
 
 keras.config.set_dtype_policy("mixed_bfloat16")
@@ -77,7 +83,7 @@ def accuracy(model, data):
 
 
 with ks.data_parallel(num_replicas=None if on_torch else 2) as replicas:
-    model = transformer()
+    model = classifier()
     compile_for_training(model, 5e-3)
 
 model.fit(images[train], labels[train], batch_size=64, epochs=6, verbose=0)
@@ -88,23 +94,16 @@ ks.save_model(model, "pretrained.keras")
 # %% [markdown]
 # ## Adapters
 #
-# Fine-tuning starts from the file, as it would from one that was downloaded. A model
-# trains on the replicas of the scope in which it is loaded. Everything is frozen but the
-# attention and the last layer; `enable_lora(4)` puts two thin matrices next to a kernel,
-# and trains those in its place. `compile` comes last, since the optimizer needs the new
+# Fine-tuning starts from the file, as it would from a downloaded one. A model trains on
+# the replicas of the scope in which it is loaded. `enable_lora(4)` freezes the backbone,
+# puts two thin matrices next to the kernels of queries and values, and trains those. The
+# last layer stays trainable. `compile` comes last, since the optimizer needs the new
 # variables.
 
 # %%
 with ks.data_parallel(num_replicas=None if on_torch else 2) as replicas:
     model = keras.saving.load_model("pretrained.keras", compile=False)
-    *body, _ = model.layers
-    for layer in body:
-        if isinstance(layer, keras.layers.MultiHeadAttention):
-            layer.key_dense.trainable = layer.output_dense.trainable = False
-            layer.query_dense.enable_lora(4)
-            layer.value_dense.enable_lora(4)
-        else:
-            layer.trainable = False
+    model.get_layer("backbone").enable_lora(4)
     compile_for_training(model, 1e-2)
 
 model.fit(on_their_side[train], labels[train], batch_size=64, epochs=6, verbose=0)
@@ -113,7 +112,7 @@ after = accuracy(model, on_their_side)
 # %% [markdown]
 # ## What came out
 #
-# A quarter of the weights was trained, and each replica held half of the optimizer state.
+# A tenth of the weights was trained, and each replica held half of the optimizer state.
 # All processes call `largest_difference` and `save_model` together. The file is one that
 # plain Keras loads.
 

@@ -1,4 +1,4 @@
-"""The only rooms that import a framework, behind interfaces that all others use.
+"""The only packages that import a framework, behind interfaces that all others use.
 
 A *replica* is one worker that sees its own data. `communicator` says who the replicas are and moves tensors between
 them, `runtime` is about tracing and control flow, `placement` about where variables live, `processes` about the

@@ -1,4 +1,4 @@
-"""What every backend tells about replicas, and the moves it offers.
+"""Who the replicas are, and their collectives: what every backend provides.
 
 A *replica* is one worker that sees its own data. A backend states facts (`num_replicas`, `replica_id`,
 `gradient_state`) and moves lists of tensors between replicas; it decides nothing. A single replica is a
@@ -115,7 +115,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """Tells how these gradients arrive."""
+        """How these gradients arrive."""
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:

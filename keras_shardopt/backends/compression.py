@@ -1,4 +1,4 @@
-"""Replicas that add up in half precision what they send each other."""
+"""Reductions whose values are sent and added up in half precision."""
 
 from __future__ import annotations
 

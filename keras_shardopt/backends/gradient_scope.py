@@ -1,4 +1,4 @@
-"""What is known of the gradients that an optimizer gets, because of those around it."""
+"""How gradients arrive at an inner optimizer, as set by the wrappers around it."""
 
 from __future__ import annotations
 

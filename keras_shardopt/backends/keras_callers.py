@@ -1,4 +1,4 @@
-"""Who is calling, where Keras does not say: the only file that looks at frames of the call stack.
+"""Finds the caller where Keras does not pass it: the only file that looks at frames of the call stack.
 
 Each function here speaks of the function that asks it. The frames are those of Keras and of the frameworks, so what is
 found hangs on how they call; a test next to each use holds that.
@@ -61,3 +61,11 @@ def is_running(function: str, module: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def running_local(function: str, name: str) -> Any:
+    """What the local variable of that name holds in the innermost function of that name that runs; None if nothing."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)

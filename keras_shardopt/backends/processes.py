@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -42,12 +43,16 @@ class World:
 def unlike_calls(calls: dict[int, str], noun: str, more: str = "") -> str:
     """What to say where processes, or ranks, do different things: by their numbers, "rank 0 ..."."""
     received = ", ".join(f"{noun} {number} {call}" for number, call in sorted(calls.items()))
-    plural = f"{noun}{'es' if noun.endswith('s') else 's'}"
     return (
-        f"All {plural} must make the same calls, with the same `epochs`, callbacks and validation, prepare the same "
-        f"models, and stop together. Received: {received}{more}. "
-        f"Let what stops training depend on an epoch's logs after `prepare`, which are equal on all {plural}."
+        f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, prepare the "
+        f"same models, and stop together. Received: {received}{more}. "
+        f"Let what stops training depend on an epoch's logs after `prepare`, which are equal on all {plural(noun)}."
     )
+
+
+def plural(noun: str) -> str:
+    """Of "process", or "rank"."""
+    return f"{noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def check_same_calls(
@@ -100,13 +105,51 @@ def gather_pickled(
         return executor.submit(gathered).result()
 
 
+num_barriers: dict[str, int] = {}
+"""By purpose how often all have come."""
+
+
+class MissingCallError(RuntimeError):
+    """Some processes have not come to a barrier in time."""
+
+
+def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
+    """Waits as `Processes.barrier` does, without a collective, which others would take for one of their own.
+
+    Args:
+        store: that of all processes, with `set`, `check` and `delete_key` of `torch.distributed.Store`.
+        process: how many they are, and which of them this is.
+        noun: "process" or "rank".
+        purpose: what they come for.
+        seconds: for how long to wait.
+        advice: what to do about it.
+
+    Raises:
+        MissingCallError: if some have not come in time; this one can come again.
+    """
+    (size, mine), number, limit = process, num_barriers.get(purpose, 0), time.monotonic() + seconds
+    keys = [f"keras_shardopt/barrier/{purpose}/{number}/{other}" for other in range(size)]
+    store.set(keys[mine], "1")
+    missing = [other for other in range(size) if other != mine]
+    while missing := [other for other in missing if not store.check([keys[other]])]:
+        if time.monotonic() > limit:
+            store.delete_key(keys[mine])
+            raise MissingCallError(
+                f"All {plural(noun)} must {purpose} together. Received: no call on "
+                f"{noun if len(missing) == 1 else plural(noun)} {', '.join(map(str, missing))}, {seconds:g} s after "
+                f"the one on {noun} {mine}. {advice}"
+            )
+        time.sleep(0.005)
+    num_barriers[purpose] = number + 1
+
+
 class Processes:
     """The processes of a program, on the host. The defaults are those of one process with one replica.
 
     A new backend with several replicas writes `open`, `num_replicas` and `versions`. If they can be in several
-    processes, it also writes `process`, `gather_objects` (`gather_pickled` does most of it), `barrier` and two facts:
-    whether processes make variables together, and whether each starts with weights of its own. Nothing here is only
-    speed.
+    processes, it also writes `process`, `gather_objects` (`gather_pickled` does most of it), `barrier` (`wait_in` does)
+    and two facts: whether processes make variables together, and whether each starts with weights of its own. Nothing
+    here is only speed.
     """
 
     needs_initial_broadcast: bool = False

@@ -1,4 +1,4 @@
-"""Replicas that start equal, log what all of them saw, and are compared."""
+"""Callbacks for several replicas: an equal start, logs of all of them, and comparisons."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SyncReplicas(keras.callbacks.Callback):
     For these, when training begins, all model variables (weights that are not trained and seed states too) and all
     optimizer variables take the values of rank 0. At the end of each epoch every number in the logs becomes
     $\frac{1}{N} \sum_p v_p$, with $N$ the number of processes and $v_p$ the number on process $p$. What comes after
-    it in the list of callbacks then decides alike everywhere: `ReduceLROnPlateau`, `EarlyStopping` and
+    it in the list of callbacks then makes the same decision everywhere: `ReduceLROnPlateau`, `EarlyStopping` and
     `ModelCheckpoint` see the same `val_loss` on each rank. So does the history that `fit` returns. It must stand before
     them, or they would see the numbers of their own rank only.
 

@@ -1,7 +1,9 @@
-"""`BackupAndRestore`: training that goes on where it was interrupted, on all processes alike.
+"""`BackupAndRestore`: resumes interrupted training, on all processes.
 
 Private names of Keras touched here (a test holds each of them):
     `Trainer._initial_epoch` - the epoch with which a running `fit` begins.
+    `epoch_iterator` and `initial_epoch` in `Trainer.fit` - where batches come from; the epoch that the caller gives.
+    `ArrayDataAdapter._epoch` (Keras 3.16 and later) - how many epochs it has seen, by which it shuffles.
     `keras.src.random.seed_generator.global_seed_generator` - makes the seed of layers without their own.
     `keras.src.backend.common.global_state` - holds that as "global_seed_generator", once there is one.
 """
@@ -25,6 +27,7 @@ from keras.src.random import seed_generator
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.keras_callers import running_local
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
@@ -56,7 +59,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     `shuffle=False` or a data set seeded by epoch. Other callbacks begin anew, as they do in Keras. What each replica
     keeps for itself, such as moving statistics without `prepare`, becomes that of rank 0. And a window of
     micro-batches (`CrossShard(gradient_accumulation_steps=k)`) that an epoch leaves unfinished begins anew, of which a
-    warning tells: have a multiple of k steps per epoch. With `CrossShard(shard_state=True)` a backup fits any number of
+    warning says: have a multiple of k steps per epoch. With `CrossShard(shard_state=True)` a backup fits any number of
     replicas, also one.
 
     Args:
@@ -150,13 +153,15 @@ class BackupAndRestore(keras.callbacks.Callback):
         num_processes, process_id = processes.process()
         if len(header["random_states"]) == num_processes:
             _set_random_state(header["random_states"][process_id])
-        for accumulation in _accumulating(model):
-            accumulation.reset()
+        for part in _cross_shards(model):
+            part.pipeline.reset()
         model._initial_epoch = header["epoch"]
+        _skip_epochs(header["epoch"])
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup."""
-        if not self._warned and any(accumulation.num_taken for accumulation in _accumulating(self.model)):
+        windows = [part.accumulation for part in _cross_shards(self.model) if part.accumulation is not None]
+        if not self._warned and any(window.num_taken for window in windows):
             self._warned = True
             warnings.warn(
                 f"Epoch {epoch} ended within a window of micro-batches, which no backup holds: training that is "
@@ -327,9 +332,15 @@ def _variables_of(optimizer: Any) -> list[keras.Variable]:
     return shared_variables(optimizer)
 
 
-def _accumulating(model: Any) -> list[Any]:
-    reducers = [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
-    return [part.accumulation for part in reducers if part.accumulation is not None]
+def _cross_shards(model: Any) -> list[Any]:
+    return [part for optimizer in optimizers_of(model) for part in cross_shards(optimizer)]
+
+
+def _skip_epochs(epoch: int) -> None:
+    """Lets the running `fit` shuffle arrays as if it had seen all epochs before this one."""
+    adapter: Any = getattr(running_local("fit", "epoch_iterator"), "data_adapter", None)
+    if hasattr(adapter, "_epoch"):
+        adapter._epoch += epoch - (running_local("fit", "initial_epoch") or 0)
 
 
 def _global_seed(make: bool) -> list[keras.Variable]:

@@ -274,10 +274,31 @@ def _take_part(model: Any, method: str, path: str | None) -> None:
 
 def _write_alone(model: Any, method: str, path: str) -> None:
     """Lets Keras write a file while other processes do something else."""
+    save = getattr(type(model), method)  # not what a prepared model has in its place
     if processes.process()[0] == 1:
-        getattr(model, method)(path)
+        save(model, path)
     else:
-        placement.outside_strategy(lambda: getattr(model, method)(path))
+        placement.outside_strategy(lambda: save(model, path))
+
+
+def write_apart(model: Any, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+    """Keras' `save` or `save_weights` on one of several processes that perhaps all write this file, or perhaps not.
+
+    Each writes a file of its own, which takes its name in one step. What cannot be replaced so is left to Keras.
+    """
+    path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else None
+    is_file = isinstance(path, str) and "://" not in path and path.endswith((*_MODEL_SUFFIXES, *_WEIGHTS_SUFFIXES))
+    if processes.process()[0] == 1 or not is_file or args or kwargs or os.path.isdir(os.fspath(filepath)):
+        save(filepath, *args, **kwargs)
+        return
+    file = Unfinished(str(path))
+    try:
+        # Outside, as Keras makes an optimizer to see what it has: on JAX all processes would have to.
+        with gather_despite_errors(model):
+            placement.outside_strategy(lambda: save(file.path))
+        file.finish()
+    finally:
+        file.discard()
 
 
 def join_gather(model: Any) -> None:
@@ -408,7 +429,7 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
                 gather(part, NullStore())  # the others have begun already
 
 
-# -- what processes tell each other ----------------------------------------------------------------------------------
+# -- what processes exchange -----------------------------------------------------------------------------------------
 
 
 def raise_together(problem: Exception | None) -> None:

@@ -19,6 +19,15 @@ import numpy as np
 
 from keras_shardopt.backends.active import processes
 
+_num_calls = 0
+"""How many calls of `fit`, `evaluate` and `predict`, of all processes together, have ended."""
+
+
+def note_end_of_call() -> None:
+    """Says that all processes have ended a call that has drawn, perhaps: those around it go on behind that."""
+    global _num_calls
+    _num_calls += 1
+
 
 class SharedDraws:
     """Lets data be drawn alike on all processes, each of which has global random numbers of its own.
@@ -31,6 +40,7 @@ class SharedDraws:
     def __init__(self) -> None:
         self._states: dict[str, Any] | None = None
         self._is_drawing = False
+        self._num_calls = 0
 
     def forget(self) -> None:
         """Lets the next epoch begin with what process 0 has then."""
@@ -42,8 +52,8 @@ class SharedDraws:
         if self._is_drawing:
             yield
             return
-        if self._states is None:
-            self._states = _take_from_first()
+        if self._states is None or self._num_calls != _num_calls:
+            self._states, self._num_calls = _take_from_first(), _num_calls
         before = self._states
         own = {name: _GENERATORS[name][0]() for name in before}
         _set(before)

@@ -1,8 +1,8 @@
 """Callbacks of a prepared model on several processes: one decision, one file.
 
-Every process has all callbacks, which see the logs of all replicas and so decide alike. What they write would be there
-once for each process, in the same file. So what only writes is called on the first process only; and where a callback
-saves the model, all processes take part, as some of the state may be divided among them, and the first one writes.
+Every process has all callbacks. They see the logs of all replicas, and so make the same decision. Each process
+would write the same file. So what only writes is called on the first process only; and where a callback saves the
+model, all processes take part, as some of the state may be divided among them, and the first one writes.
 
 Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model`, `BackupAndRestore._save_model` - call `save` or `save_weights` of the model.
@@ -22,7 +22,7 @@ import keras
 from keras.callbacks import Callback, CallbackList
 
 from keras_shardopt.backends.active import processes
-from keras_shardopt.backends.models import is_prepared
+from keras_shardopt.backends.models import is_prepared, override_method
 from keras_shardopt.checkpoint.saving import (
     ModelCheckpoint,
     is_chief,
@@ -30,6 +30,7 @@ from keras_shardopt.checkpoint.saving import (
     raise_together,
     save_model,
     save_weights,
+    write_apart,
 )
 
 _WRITERS = (
@@ -44,6 +45,12 @@ _BLIND = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callb
 """What looks at no logs of batches, or (the bar) at those of some batches only."""
 
 _CALLBACKS = "_keras_shardopt_callbacks"
+
+
+def watch_saving(model: Any) -> None:
+    """Lets what processes save at the same time, each by `model.save`, be whole. Doing it twice changes nothing."""
+    override_method(model, "save", write_apart)
+    override_method(model, "save_weights", write_apart)
 
 
 def watch_callbacks() -> None:
@@ -164,27 +171,21 @@ def _saving_together(model: Any) -> Iterator[list[str]]:
     """Within it the model's `save` and `save_weights` are those of all processes. Yields what has begun, by name."""
     begun: list[str] = []
 
-    def replaced(name: str, save: Callable[..., None]) -> None:
-        def call(filepath: Any, overwrite: bool = True) -> None:
-            begun.append(name)
-            object.__delattr__(model, name)  # which `save` calls
-            try:
-                if "://" in os.fspath(filepath) and not needs_all(model):
-                    _save_elsewhere(getattr(model, name), filepath)
-                else:
-                    save(model, filepath)
-            finally:
-                object.__setattr__(model, name, call)
+    def together(save: Callable[..., None], name: str, filepath: Any, overwrite: bool = True) -> None:
+        begun.append(name)
+        if "://" in os.fspath(filepath) and not needs_all(model):
+            _save_elsewhere(functools.partial(getattr(type(model), name), model), filepath)
+        else:
+            save(model, filepath)
 
-        object.__setattr__(model, name, call)
-
-    replaced("save", save_model)
-    replaced("save_weights", save_weights)
+    before = {name: getattr(model, name) for name in ("save", "save_weights")}
+    object.__setattr__(model, "save", functools.partial(together, save_model, "save"))
+    object.__setattr__(model, "save_weights", functools.partial(together, save_weights, "save_weights"))
     try:
         yield begun
     finally:
-        object.__delattr__(model, "save")
-        object.__delattr__(model, "save_weights")
+        for name, method in before.items():
+            object.__setattr__(model, name, method)
 
 
 def _save_elsewhere(save: Callable[[Any], None], filepath: Any) -> None:

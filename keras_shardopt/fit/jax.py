@@ -2,11 +2,11 @@
 
 Under a `keras.distribution` one program runs on the whole batch, so gradients, metrics and batch statistics are those
 of the whole batch anyway. Two things are missing: a batch that the devices cannot divide equally, and each replica's
-own gradients for an optimizer that wants to see them. The first is put on every device whole. For the second, forward
+own gradients for an optimizer that needs them. The first is put on every device whole. For the second, forward
 and backward pass run in a `shard_map`, up to the reduced gradients; the update and the metrics stay outside.
 
 Several processes go through the same batches, drawn alike, and each puts its part of every batch on its devices; or
-each feeds rows of its own, where its data is a part already. They tell each other how many rows they have before every
+each feeds rows of its own, where its data is a part already. They exchange their numbers of rows before every
 batch: processes with different numbers of rows, or of batches, would otherwise wait for each other for ever.
 
 Private names of Keras touched here (a test holds each of them):
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,14 +42,15 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
-from keras_shardopt.backends.jax.placement import placement
+from keras_shardopt.backends.jax.placement import assigning_alone, let_assign_alone, placement
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, predicting_together, tell
-from keras_shardopt.backends.jax.runtime import assigning_nothing
+from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, is_prepared, layers_of, optimizers_of, override_method
+from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.data.own_parts import is_own_part
-from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
-from keras_shardopt.data.whole_batches import checksum, first_rows
+from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on, note_end_of_call
+from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows
 from keras_shardopt.fit.overrides import (
     call_silently,
     num_rows,
@@ -58,8 +60,8 @@ from keras_shardopt.fit.overrides import (
 )
 from keras_shardopt.fit.sharing import (
     check_alike,
+    check_batches,
     check_kinds,
-    check_rows,
     sharing_of,
     splits_own_part,
     warn_of_same_parts,
@@ -83,10 +85,12 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
         override_method(model, name, _silent_unless_chief)
-    override_method(model, "fit", _start_equal)
+    override_method(model, "fit", _fit)
     override_method(model, "reset_metrics", _reset_metrics)
     override_method(model, "predict", _predict)
     override_method(model, "predict_step", _predict_step)
+    override_method(model, "load_weights", _load_weights)
+    _let_assign_alone(model)
     if hasattr(model, "_maybe_symbolic_build"):
         override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
 
@@ -100,32 +104,57 @@ def watch_batches() -> None:
 
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _take_uneven()  # the distribution may have been set after `prepare`
-    return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
+    try:
+        return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
+    finally:
+        note_end_of_call()
 
 
-def _start_equal(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Lets all processes begin `fit` with the same values, which are process 0's where they differ."""
+def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     is_together = jax.process_count() > 1 and keras.distribution.distribution() is not None
     if is_together:
-        optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
-        state = [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
-        variables = [*model.variables, *state]
-        # One that has not built its model yet differs in more than values, of which the optimizer tells.
-        if len(set(tell("begins `fit` of a prepared model", len(variables)))) == 1 and variables:
-            prints = placement.fingerprints(variables)
-            differs = (prints != prints[0]).any(axis=0)
-            if differs.any():
-                if jax.process_index() == 0:
-                    warn_of_unequal_start([v.path for v, each in zip(variables, differs) if each])
-                placement.broadcast_state(model.variables, state)
+        tell("begins `fit` of a prepared model")
     object.__setattr__(model, _SPLITS_OWN_PART, splits_own_part(args, kwargs))
     try:
-        history = real(*args, **kwargs)
+        with assigning_alone() if is_together else contextlib.nullcontext():
+            history = real(*args, **kwargs)
     finally:
         object.__delattr__(model, _SPLITS_OWN_PART)
     if is_together:
+        _let_assign_alone(model)
         tell("leaves `fit` of a prepared model")
     return history
+
+
+def _start_equal(model: Any) -> None:
+    """Lets all processes begin an epoch with the same values, which are process 0's where they differ."""
+    variables, state = list(model.variables), _state_of(model)
+    # One that has not built its model yet differs in more than values, which the optimizer reports.
+    numbers = tell("compares the values of a prepared model", len(variables) + len(state))
+    if len(set(numbers)) > 1 or not variables:
+        return
+    prints = placement.fingerprints([*variables, *state])
+    differs = (prints != prints[0]).any(axis=0)
+    if differs.any():
+        if jax.process_index() == 0:
+            warn_of_unequal_start([v.path for v, each in zip([*variables, *state], differs) if each])
+        placement.broadcast_state(variables, state)
+
+
+def _state_of(model: Any) -> list[Any]:
+    optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
+    return [variable for optimizer in optimizers for variable in shared_variables(optimizer)]
+
+
+def _load_weights(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """On one process or on all: Keras makes an optimizer to see what it has, of which JAX would ask all."""
+    _let_assign_alone(model)
+    placement.outside_strategy(lambda: real(*args, **kwargs))
+
+
+def _let_assign_alone(model: Any) -> None:
+    if jax.process_count() > 1:
+        let_assign_alone([*model.variables, *_state_of(model)])
 
 
 def _reset_metrics(model: Any, real: Callable[[], None]) -> None:
@@ -249,15 +278,15 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     """Ends on all processes together: one without a batch left goes on with the rows of the others."""
 
     def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
-        model = caller_instance()  # Keras does not say for which one this is
+        self._model = model = caller_instance()  # Keras does not say for which one this is
         data = (x, y, sample_weight)
         self._is_together = _is_together()
+        self._trains = "class_weight" in kwargs  # or None, which Keras gives where it trains and nowhere else
         self._is_whole = self._is_together and _takes_whole(model, *data)
         self._is_compared = False
         self._draws = SharedDraws() if self._is_whole else None
         if self._is_together:
-            # Keras gives class weights, or None, where it trains and nowhere else.
-            is_meant = self._is_whole or "class_weight" not in kwargs or model is None or sharing_of(model).auto_shard
+            is_meant = self._is_whole or not self._trains or model is None or sharing_of(model).auto_shard
             self._check_kind(data, is_meant or is_own_part(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
             super().__init__(*data, *args, **kwargs)  # Keras looks at the first batches of a generator
@@ -280,6 +309,8 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         return contextlib.nullcontext() if self._draws is None else self._draws.drawing()
 
     def __iter__(self) -> Any:
+        if self._is_together and self._trains and is_prepared(self._model):
+            _start_equal(self._model)  # callbacks have changed rates or weights, perhaps in some processes only
         if self._draws is not None:
             self._draws.forget()
         return super().__iter__()
@@ -331,7 +362,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         """The batches that all processes have."""
         distribution = keras.distribution.distribution()
         batches = iter(self.data_adapter.get_jax_iterator())
-        while True:
+        for step in itertools.count():
             with self._drawing():
                 batch = next(batches, None)
             if not self._is_compared:
@@ -340,9 +371,11 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
                 facts = gather_objects(mine, "compares its first batch")
                 lengths, first_batches = zip(*facts)
                 check_alike(lengths, first_batches)
-            rows = 0 if batch is None else num_rows(batch)
-            check_rows(tell(_NEXT_BATCH, rows))
-            if not rows:
+            mine = (0, 0) if batch is None else (num_rows(batch), fingerprint(batch))
+            told = tell(_NEXT_BATCH, zlib.crc32(repr(mine).encode()) >> 1)
+            if len(set(told)) > 1:
+                check_batches(gather_objects(mine, "compares a batch"), step)
+            if not mine[0]:
                 return
             yield _on_their_devices(batch, distribution)
 
@@ -367,7 +400,7 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
 
 
 def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
-    """The trainer's step, unless the optimizer wants to see each replica's own gradients."""
+    """The trainer's step, unless the optimizer needs each replica's own gradients."""
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     distribution = keras.distribution.distribution()
     refuse_groups(reducers)  # perhaps of another `compile`
@@ -466,7 +499,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                 else:
                     # Not the reducer's own scale: what scales the loss may also be around it.
                     mine_of_step = mine_of_step.replace(loss_scale=model.optimizer.scale_loss(1.0))
-                    with assigning_nothing():
+                    with assigning_nothing(OWN_GRADIENTS):
                         reduced = reducer.pipeline.reduce(mine_of_step)
                     grads = (reduced.grads, reduced.found_inf, dict(reduced.notes))
 
@@ -499,7 +532,7 @@ def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int
         if getattr(layer, "activity_regularizer", None) is not None:
             raise ValueError(
                 "`activity_regularizer` counts all rows that a layer sees, also those that fill up a batch which does "
-                "not divide by the number of replicas, where the optimizer wants each replica's gradients. Received: "
+                "not divide by the number of replicas, where the optimizer needs each replica's gradients. Received: "
                 f"layer {layer.name!r}, with {num_rows} rows on {num_replicas} replicas. Use batches that divide, "
                 "or leave out `replica_clipnorm` and `replica_transform`."
             )

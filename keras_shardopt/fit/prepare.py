@@ -11,7 +11,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import note_prepared, optimizers_of
 from keras_shardopt.fit import TRAINERS
-from keras_shardopt.fit.callbacks import watch_callbacks
+from keras_shardopt.fit.callbacks import watch_callbacks, watch_saving
 from keras_shardopt.fit.overrides import reducers_in, refuse_groups
 from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
@@ -39,15 +39,15 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
 
     - TensorFlow: steps exchange numbers of rows and of weights: one small all-reduce for the batch, one for each loss.
       With `steps_per_execution` steps are made one by one.
-    - JAX: a batch that does not divide is put on every device whole; processes tell each other their numbers of rows;
+    - JAX: a batch that does not divide is put on every device whole; processes exchange their numbers of rows;
       only process 0 prints. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass
       then run in a `shard_map` over the replicas.
-    - PyTorch: before each batch ranks tell each other their numbers of rows, and a rank without a batch left takes
+    - PyTorch: before each batch ranks exchange their numbers of rows, and a rank without a batch left takes
       part with none. At the end of an epoch metrics and moving statistics are those of all ranks, and so are the logs
       of a batch where a callback looks at them. Only rank 0 prints. With `steps_per_execution` steps are made one by
       one. The DDP of Keras 3.16 stays off.
     - Several processes: at the start of `fit` all take process 0's weights, state and seeds where these differ, and a
-      warning says which. Callbacks decide alike everywhere, and what they write is written once, by process 0.
+      warning says which. Callbacks make the same decision on every process, and process 0 writes their files.
       `predict` returns all rows on every process. The order of rows is that which one process draws. `train_on_batch`
       and `test_on_batch` take each process's own rows, and `predict_on_batch` is up to each process.
 
@@ -130,4 +130,5 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
     if trainer is not None:
         trainer.prepare(model, cross_shards)
     watch_callbacks()
+    watch_saving(model)
     note_prepared(model)

@@ -75,13 +75,17 @@ def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
         )
 
 
-def check_rows(rows: Sequence[int]) -> None:
-    """Raises ValueError if processes have batches of different numbers of rows (0: none left)."""
-    if len(set(rows)) > 1:
+def check_batches(batches: Sequence[tuple[int, int]], step: int) -> None:
+    """Raises ValueError if processes differ in numbers of rows (0: no batch left) or fingerprints of their batches."""
+    if len(set(batches)) > 1:
+        rows = [num_rows for num_rows, _ in batches]
+        others = [f"process {i}" for i, batch in enumerate(batches) if batch != batches[0]]
+        what = f"batches of {rows} rows, by process" if len(set(rows)) > 1 else ""
+        what = what or f"other values than process 0 on {check.listed(others, ', ')}"
         raise ValueError(
             "All processes must be given the same batches, of which each takes its part. "
-            f"Received: batches of {list(rows)} rows, by process. Load the same data on every process, and seed what "
-            "shuffles it; or use `keras_shardopt.shard_data(...)`, or `data_parallel(auto_shard=False)`."
+            f"Received: {what}, in batch {step} (the first is 0). Load the same data on every process, and seed what "
+            "shuffles or changes it; or use `keras_shardopt.shard_data(...)`, or `data_parallel(auto_shard=False)`."
         )
 
 

@@ -21,6 +21,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt.backends.models import has_built_in_step, optimizers_of, override_method
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
+from keras_shardopt.backends.tensorflow.losses import logged
 from keras_shardopt.backends.tensorflow.placement import check_made_inside, check_mirrored, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
@@ -82,6 +83,8 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
         return real(data)
     refuse_groups(reducers_in(model, model._keras_shardopt_reducers_of))  # perhaps of another `compile`
     share_losses(model)
+    if not has_built_in_step(model):
+        _log_whole_losses(model)
     replicas = ReplicaContext(strategy, tf.distribute.get_replica_context())
     mine = tf.convert_to_tensor(num_rows(data))
     (all_rows,) = replicas.all_reduce([mine], "sum")
@@ -95,6 +98,19 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     for variable, value in zip(floats, before):
         variable.assign(tf.where(mine > 0, keras.ops.convert_to_tensor(variable), value))
     return logs
+
+
+def _log_whole_losses(model: Any) -> None:
+    """Lets the means that a training step of the model's own keeps of its losses be those of the whole batch."""
+    for metric in model.metrics:
+        is_mean = type(metric).update_state is keras.metrics.Mean.update_state
+        if is_mean and "update_state" not in vars(metric):
+            object.__setattr__(metric, "update_state", functools.partial(_update_mean, metric))
+
+
+def _update_mean(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+    # Keras has divided it by the number of replicas, as their gradients are summed.
+    return type(metric).update_state(metric, logged(values), sample_weight=sample_weight)
 
 
 def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -159,9 +175,27 @@ def _build_optimizers(model: Any, data_batch: Any) -> None:
                 optimizer.build(variables_of[id(optimizer)])
 
 
+def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, iterator: Any) -> Any:
+    """Calls `function(iterator)`; what TensorFlow cannot do with no rows at all says so."""
+    try:
+        return function(iterator)
+    except tf.errors.InvalidArgumentError as error:
+        if "[0," not in str(error):
+            raise
+        raise ValueError(
+            "A batch must have a row for each replica where TensorFlow cannot run a layer without any, as it cannot "
+            f"train convolutions and means over places. Received: a batch with fewer than {num_replicas} rows, perhaps "
+            "the last one. Use another `batch_size`, or leave the last rows out."
+        ) from error
+
+
 def _make_function(model: Any, real: Callable[..., Any], step_function: Callable[..., Any]) -> Callable[..., Any]:
+    num_replicas = model.distribute_strategy.num_replicas_in_sync
     function = real(step_function)
-    if model.distribute_strategy.num_replicas_in_sync == 1 or model.steps_per_execution == 1:
+    if num_replicas == 1:
+        return function
+    function = functools.partial(_explaining_empty_parts, function, num_replicas)
+    if model.steps_per_execution == 1:
         return function
 
     # Keras' own loop is a condition inside a loop inside a `tf.function`, which fails with the batches of several

@@ -95,7 +95,7 @@ def build_optimizer(
         ...     loss_scaling="Backoff",
         ...     cross_shard=True,
         ... )  # doctest: +ELLIPSIS
-        CrossShard(LossScaling(LARC(SGD, larc_eta=0.001, ...), loss_scaling=AutomaticLossScaler('Backoff', ...
+        CrossShard(LossScaling(LARC(SGD, larc_eta=0.001, ...), loss_scaling=...
 
     References:
         `optimize_loss` of OpenSeq2Seq's `optimizers.py`. There "AdamW" by name multiplied the caller's `weight_decay`

@@ -200,8 +200,8 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
     def load_own_variables(self, store: Any) -> None:
         """See `OptimizerWrapper.load_own_variables`. A window of micro-batches starts anew."""
         super().load_own_variables(store)
-        for stage in self.pipeline.stages if self.built else ():
-            stage.reset()
+        if self.built:
+            self.pipeline.reset()
 
     # -- updating ------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from keras_shardopt.numerics import (
     Gradients,
     Tensor,
     Variable,
+    cast,
     dense,
     dtype_of,
     in_float32,
@@ -108,26 +109,38 @@ class LARC(OptimizerWrapper):
 
     def transform_gradients(self, grads: Gradients, variables: Sequence[Variable]) -> Gradients:
         """Scales each gradient on its own."""
-        loss_scale = self._incoming_scale()
-        return [
-            grad if grad is None or overwrites_variable(variable) else self._scaled(grad, variable, loss_scale)
-            for grad, variable in zip(grads, variables)
-        ]
+        result = list(grads)
+        scaled = [i for i, (g, v) in enumerate(zip(grads, variables)) if g is not None and not overwrites_variable(v)]
+        wide = [self._wide(grads[i], variables[i]) for i in scaled]
+        factors = self._ratios(wide, [variables[i] for i in scaled])
+        for i, grad, factor in zip(scaled, wide, factors):
+            result[i] = self._times(grad, factor, dtype_of(variables[i]))
+        return result
 
     def ratio(self, grad: Tensor, variable: Variable) -> Tensor:
         """The factor $r$ for a gradient that arrives here: a scalar tensor in float32 (float64 of float64)."""
-        return self._ratio(self._wide(grad, variable), variable, self._incoming_scale())
+        return self._ratios([self._wide(grad, variable)], [variable])[0]
 
     def _wide(self, grad: Tensor, variable: Variable) -> Tensor:
         return in_float32(dense(grad, variable))
 
-    def _ratio(self, wide: Tensor, variable: Variable, loss_scale: Any) -> Tensor:
+    def _ratios(self, wide: Sequence[Tensor], variables: Sequence[Variable]) -> list[Tensor]:
+        """The factor of each gradient. Those of a dtype are computed together, as one vector."""
+        factors: list[Any] = [None] * len(wide)
+        for dtype in dict.fromkeys(map(dtype_of, wide)):
+            members = [i for i, grad in enumerate(wide) if dtype_of(grad) == dtype]
+            vector = self._ratio([wide[i] for i in members], [variables[i] for i in members], dtype)
+            for i, factor in zip(members, ops.unstack(vector, len(members))):
+                factors[i] = factor
+        return factors
+
+    def _ratio(self, wide: Sequence[Tensor], variables: Sequence[Variable], dtype: str) -> Tensor:
         # Nobody differentiates an update, but PyTorch would prepare for it.
-        variable_norm = ops.cast(norm(ops.stop_gradient(variable)), wide.dtype)
-        gradient_norm = norm(wide) / ops.cast(loss_scale, wide.dtype)
+        variable_norm = ops.stack([cast(norm(ops.stop_gradient(v)), dtype) for v in variables])
+        gradient_norm = ops.stack([norm(grad) for grad in wide]) / ops.cast(self._incoming_scale(), dtype)
         divisor = gradient_norm + self.epsilon
         if self.larc_mode == "clip":
-            divisor = divisor * ops.cast(leaf_of(self, variable).learning_rate, wide.dtype)
+            divisor = divisor * self._rates(variables, dtype)
         # Bounds as tensors: with a number Keras takes a float64's maximum in float32 on PyTorch.
         factor = self.larc_eta * variable_norm / divisor
         factor = ops.maximum(factor, ops.full_like(factor, self.min_update))
@@ -135,14 +148,18 @@ class LARC(OptimizerWrapper):
             factor = ops.minimum(factor, ops.ones_like(factor))
         return factor if self.faithful else ops.where(variable_norm == 0, ops.ones_like(factor), factor)
 
-    def _scaled(self, grad: Tensor, variable: Variable, loss_scale: Any) -> Tensor:
-        wide = self._wide(grad, variable)
-        factor = self._ratio(wide, variable, loss_scale)
+    def _rates(self, variables: Sequence[Variable], dtype: str) -> Tensor:
+        """The learning rate of each variable."""
+        leaves = [leaf_of(self, variable) for variable in variables]
+        rates = {id(leaf): ops.cast(leaf.learning_rate, dtype) for leaf in {id(leaf): leaf for leaf in leaves}.values()}
+        return ops.stack([rates[id(leaf)] for leaf in leaves])
+
+    def _times(self, wide: Tensor, factor: Tensor, dtype: str) -> Tensor:
         if self.faithful:
-            if dtype_of(variable) == "float16":
+            if dtype == "float16":
                 factor = ops.minimum(factor, ops.full_like(factor, LARGEST_FLOAT16))
-            return ops.cast(factor, dtype_of(variable)) * ops.cast(wide, dtype_of(variable))
-        return ops.cast(wide * factor, dtype_of(variable))
+            return cast(factor, dtype) * cast(wide, dtype)
+        return cast(wide * factor, dtype)
 
     def _repr_arguments(self) -> str:
         shown = f", larc_eta={self.larc_eta}, larc_mode={self.larc_mode!r}"

@@ -1,4 +1,4 @@
-"""AutomaticLossScaler: by how much to scale a loss, decided from the gradients that came of it.
+"""AutomaticLossScaler: a loss scale that is adjusted from the gradients of each step.
 
 Two algorithms, each a pure transition of a few scalars. Who keeps them, and when a step is skipped, is not decided
 here.
@@ -13,7 +13,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt.numerics import Gradients, Tensor, Variable, in_float32, values_of
+from keras_shardopt.numerics import Gradients, Tensor, Variable, cast, in_float32, values_of
 
 _INT = "int"  # as wide as the backend has it, as Keras' own counters
 
@@ -168,7 +168,7 @@ class AutomaticLossScaler:
         new = [self._bounded(ops.power(2.0, exponent)), mean, slow_mean, slow_mean_square, left, slow_left]
         if self.faithful:
             return new
-        # Zeros tell nothing about the gradient's size. They may come of a scale so small that all of it vanished, and
+        # Zeros say nothing about the gradient's size. They may come of a scale so small that all of it vanished, and
         # a larger one cannot make them overflow. (No gradient at all, -inf, says nothing.)
         larger = ops.where(amax == 0, self._bounded(scale * 2), scale)
         informs = ops.logical_or(overflows, amax > 0)
@@ -246,9 +246,12 @@ def check_grads(grads: Gradients) -> tuple[Tensor, Tensor]:
     values = [value for value in values if 0 not in value.shape]
     if not values:
         return ops.convert_to_tensor(False, "bool"), ops.convert_to_tensor(float("-inf"), "float32")
-    has_nan = ops.any(ops.stack([ops.any(ops.isnan(value)) for value in values]))
-    amax = ops.max(ops.stack([ops.cast(in_float32(ops.max(ops.abs(value))), "float32") for value in values]))
-    return has_nan, amax
+    # In passes that only read: `isnan` and `abs` of a gradient would be as large as the gradient. A norm is NaN where
+    # an element is, and only there; what the largest of elements is with a NaN among them differs between frameworks.
+    norms = ops.stack([cast(ops.norm(ops.reshape(in_float32(value), (-1,))), "float32") for value in values])
+    has_nan = ops.any(ops.isnan(norms))
+    ends = [end for value in values for end in (ops.max(value), ops.negative(ops.min(value)))]
+    return has_nan, ops.max(ops.stack([cast(in_float32(end), "float32") for end in ends]))
 
 
 def overflow(has_nan: Tensor, amax: Tensor) -> Tensor:

@@ -17,7 +17,16 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import GlobalView, GradientState
-from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, in_float32, map_values, overwrites_variable
+from keras_shardopt.numerics import (
+    Gradients,
+    Tensor,
+    Variable,
+    cast,
+    dtype_of,
+    in_float32,
+    map_values,
+    overwrites_variable,
+)
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler, check_grads, overflow
 from keras_shardopt.update.nonfinite import largest_of_all
 from keras_shardopt.wrapping.chain import descendants
@@ -121,7 +130,8 @@ class ScaledUpdate(OptimizerWrapper):
     def _unscaled(self, variable: Variable, scale: Any, grad: Tensor) -> Tensor:
         """The gradient, no longer scaled, in the dtype in which the update is made."""
         del variable
-        return ops.cast(in_float32(grad) / ops.cast(scale, dtype_of(in_float32(grad))), dtype_of(grad))
+        wide = in_float32(grad)
+        return cast(wide / ops.cast(scale, dtype_of(wide)), dtype_of(grad))
 
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Unscales; decides with all other replicas; changes the scale; then updates or not."""
@@ -164,8 +174,8 @@ class ScaledUpdate(OptimizerWrapper):
                 return has_nan, amax  # the gradients are global
             axes = [self._scope.group_axis]
         replicas = runtime.communicator(axes[0] if axes else "batch")
-        # Where each replica runs a program of its own, whatever way the gradients come, all must decide alike. Where a
-        # user has said how they come, replicas may not know: what they hear from each other is right in any case.
+        # Where each replica runs a program of its own, all must make the same decision, however gradients arrive. Where
+        # a user has said how they come, replicas may not know: what they hear from each other is right in any case.
         is_said = any(reducer.state_finder.told is not None for reducer in reducers)
         may_differ = is_said and replicas.num_replicas > 1 and not isinstance(replicas, GlobalView)
         if (
@@ -214,7 +224,7 @@ class LossScaling(ScaledUpdate):
       infinite element, the step is skipped: nothing changes but the scale and `skipped_steps` - no weight, slot,
       counter, schedule, moving average, decay, accumulator, moving statistic or seed.
 
-    All replicas decide alike, because the gradients they look at are global: put it inside `CrossShard`, where an
+    All replicas make the same decision, as the gradients they look at are global: put it inside `CrossShard`, where an
     overflow on any replica makes the common gradient overflow. Outside it the replicas exchange two numbers per step.
 
     Under the "mixed_float16" policy `compile` puts no `LossScaleOptimizer` around it or around a wrapper of it, and

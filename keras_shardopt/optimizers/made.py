@@ -1,4 +1,4 @@
-"""Which optimizers were made to reduce gradients, told to who wants to know: the scopes that are open."""
+"""Notifies open scopes of each new optimizer that reduces gradients."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class TwoPhases:
         """
         if not callable(loss):
             raise TypeError(
-                "`loss` must be a function without arguments that returns a scalar: a tensor does not tell how it was "
+                "`loss` must be a function without arguments that returns a scalar: a tensor does not show how it was "
                 f"made, so there is nothing to differentiate. Received: loss={loss!r} (of type {type(loss).__name__}). "
                 "Use for example `minimize(lambda: loss_fn(y, model(x, training=True)), model.trainable_variables)`."
             )

@@ -1,7 +1,7 @@
 """Schedules made of schedules.
 
 Wherever one is wanted, a number stands for that fixed rate, and a config for the schedule that it describes. Where a
-schedule of Keras' own is inside, a step must be a scalar if that schedule wants one, and is as exact as it takes it.
+schedule of Keras' own is inside, a step must be a scalar if that schedule needs one, and is as exact as it takes it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         num_steps = check.count("num_steps", num_steps, 1)
         steps = [num_steps * i // 1000 for i in range(1000)] if num_steps > 1000 else list(range(num_steps))
         ax = plt.gca() if ax is None else ax
-        # One at a time, because schedules of Keras' own inside this one may want a scalar.
+        # One at a time, because schedules of Keras' own inside this one may need a scalar.
         rates = [float(ops.convert_to_numpy(ops.cast(self(step), "float32"))) for step in steps]
         ax.plot(steps, rates, **{"label": type(self).__name__, **line})
         ax.set_xlabel("update")
@@ -109,7 +109,7 @@ class Policy(Schedule):
         Example:
             >>> import keras_shardopt as ks
             >>> ks.schedules.PolyDecay.from_run(total_steps=1000, learning_rate=0.1, warmup_steps=200)
-            PolyDecay(learning_rate=0.1, decay_steps=800, power=1.0, begin_decay_at=200, min_lr=0.0, warmup_steps=200)
+            PolyDecay(learning_rate=0.1, decay_steps=800, power=1.0, begin_decay_at=200, ...)
         """
         in_epochs = num_epochs is not None and steps_per_epoch is not None
         if in_epochs == (total_steps is not None) or (num_epochs is None) != (steps_per_epoch is None):
@@ -167,8 +167,7 @@ def get(identifier: Any, **arguments: Any) -> keras.optimizers.schedules.Learnin
         >>> import keras_shardopt as ks
         >>> arguments = dict(learning_rate=0.1, decay_steps=10, decay_rate=0.5)
         >>> ks.schedules.get("exp_decay", **arguments, use_staircase_decay=True)
-        ExpDecay(learning_rate=0.1, decay_steps=10, decay_rate=0.5, use_staircase_decay=True, begin_decay_at=0, \
-min_lr=0.0)
+        ExpDecay(learning_rate=0.1, decay_steps=10, decay_rate=0.5, use_staircase_decay=True, ...)
     """
     if isinstance(identifier, str):
         kind = _named(identifier)

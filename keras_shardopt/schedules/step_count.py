@@ -190,6 +190,6 @@ def _integers(step: Any) -> Any:
         if "int" in dtype:
             return ops.cast(array, "int64" if dtype == "uint64" else "int32")
     raise TypeError(
-        "`step` counts updates and must be made of integers: a float32 cannot tell 16777217 from 16777216. "
+        "`step` counts updates and must be made of integers: float32 cannot distinguish 16777217 from 16777216. "
         f"Received: step={step!r} of dtype {array.dtype}. Pass `optimizer.iterations` as it is, or cast to int."
     )

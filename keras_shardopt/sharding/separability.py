@@ -1,4 +1,4 @@
-"""Into what an optimizer's update may be divided: found by trying, on a fresh optimizer of the same kind.
+"""Whether an update can be split by variable or by element: found by a trial update of a fresh optimizer.
 
 Three runs on small variables say it. One updates each of them whole; one updates each cut in two; two more update only
 every other one, with empty ones in between. Where the parts get what the whole gets, a variable may be cut. Where each

@@ -124,7 +124,7 @@ def optimize_loss(
     """
     if not callable(loss):
         raise TypeError(
-            "`loss` must be a function of the batch that returns a scalar: a tensor does not tell how it was made. "
+            "`loss` must be a function of the batch that returns a scalar: a tensor does not show how it was made. "
             f"Received: loss={loss!r} (of type {type(loss).__name__}). "
             "Use for example `lambda x, y: loss_fn(y, model(x, training=True))`."
         )

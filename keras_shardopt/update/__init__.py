@@ -21,14 +21,12 @@ from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.replica_transform import ReplicaClip, ReplicaTransform
 from keras_shardopt.update.step import Stage
+from keras_shardopt.update.user_stage import UserStage
 
-STAGES: tuple[Any, ...] = (Accumulation, ReplicaTransform, SkipNonFinite, CrossShardOptions, ReplicaClip, FusedUpdate)
-"""From the outside in; `CrossShardOptions` stands for the argument `stages`."""
+STAGES: tuple[Any, ...] = (Accumulation, ReplicaTransform, SkipNonFinite, UserStage, ReplicaClip, FusedUpdate)
+"""From the outside in; `UserStage` are those of the argument `stages`."""
 
 
 def stages_of(options: CrossShardOptions, optimizer: Any) -> list[Stage]:
     """The stages that these options ask for, for this `CrossShard`, which is just being made."""
-    found: list[Stage] = []
-    for kind in STAGES:
-        found += options.stages if kind is CrossShardOptions else kind.from_options(options, optimizer)
-    return found
+    return [stage for kind in STAGES for stage in kind.from_options(options, optimizer)]

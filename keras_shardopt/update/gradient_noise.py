@@ -1,4 +1,4 @@
-"""How noisy gradients are, measured on the replicas of each update."""
+"""How noisy gradients are, measured on the replicas of each update by one more all-reduce, of two numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends.communicator import Communicator, GradientState
-from keras_shardopt.numerics import Variable, global_norm
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import Tensor, Variable, dense, global_norm
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 
@@ -20,8 +20,7 @@ class GradientNoise(Stage):
 
     With $b$ rows on each of $N$ replicas, $g_r$ the gradient of replica $r$ and $g$ their mean, unbiased estimates are
     $|G|^2 = \frac{N |g|^2 - \overline{|g_r|^2}}{N - 1}$ and $S = \frac{N}{N - 1} (\overline{|g_r|^2} - |g|^2)$, the
-    latter in units of $b$ rows. Both are averaged over updates; their ratio, in units of one replica's rows, is the
-    noise scale. Replicas must have equally many rows. It costs one more all-reduce of one number.
+    latter in units of $b$ rows. Their averages over the updates in which replicas have equal rows make the noise scale.
 
     Args:
         momentum: float in [0, 1), 0.95 by default. How much of the averages so far is kept in each update.
@@ -40,15 +39,13 @@ class GradientNoise(Stage):
     def __init__(self, momentum: float = 0.95) -> None:
         self.momentum = check.real("momentum", momentum, at_least=0, below=1)
         self.averages: Any = (0.0, 0.0)  # of $|G|^2$ and $S$: as both start at 0, their ratio needs no correction
-        self._num_replicas = 1
 
     def check(self, optimizer: Any) -> None:
         """Refuses what makes other numbers of gradients than those of the formulas."""
-        in_parts = optimizer.shard_state or optimizer.group_assignment
-        if in_parts or optimizer.reduction == "sum" or optimizer._skips_inside:
+        if optimizer.shard_state or optimizer.group_assignment or optimizer.reduction == "sum":
             raise ValueError(
                 "`GradientNoise` needs the mean of whole gradients over all replicas: no `shard_state`, "
-                f'`group_assignment`, `reduction="sum"` or dynamic loss scaling inside. Received: {optimizer!r}.'
+                f'`group_assignment` or `reduction="sum"`. Received: {optimizer!r}.'
             )
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
@@ -57,17 +54,20 @@ class GradientNoise(Stage):
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """Squares the norm of this replica's own gradient, and averages the squares."""
-        unit = comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else 1
-        (mean,) = comm.all_reduce([ops.square(global_norm(step.grads)) * unit**2], "mean")
+        own = ops.stack([self._squared_norm(step), ops.cast(abs(step.weight * step.row_share - 1) > 1e-5, "float32")])
         self._num_replicas = comm.num_replicas
-        return step.replace(notes={**step.notes, "squared_norm": mean})
+        return step.replace(notes={**step.notes, "noise": comm.all_reduce([own], "mean")[0]})
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """Compares with the norm of the mean."""
-        mean, of_mean, size = step.notes["squared_norm"], ops.square(global_norm(step.grads)), self._num_replicas
+        (mean, uneven), size = ops.unstack(step.notes["noise"], 2), self._num_replicas
+        of_mean = self._squared_norm(step)
         now = ops.stack([size * of_mean - mean, size * (mean - of_mean)]) / max(size - 1, 1)
-        self.averages.assign(self.momentum * self.averages + (1 - self.momentum) * ops.cast(now, "float32"))
+        self.averages.assign(self.averages + ops.where(uneven > 0, 0.0, (1 - self.momentum) * (now - self.averages)))
         proceed(step)
+
+    def _squared_norm(self, step: Step) -> Tensor:
+        return ops.cast(global_norm(list(map(dense, step.grads, step.variables))) ** 2, "float32")
 
     @property
     def noise_scale(self) -> float:

@@ -185,9 +185,10 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
     The mean of the replicas' losses is the loss of the whole batch, so each counts for an equal part of its rows.
     """
     part = current_share()
-    # On TensorFlow the losses of several outputs come without: then each batch counts once, however many rows it has.
-    if part is not None and sample_weight is not None:
-        sample_weight = part.equal_part
+    if part is not None:
+        # On TensorFlow the losses of several outputs come without, from Keras 3.16 on where the number of rows is not
+        # known while a step is traced: then each batch counts once, however many rows it has.
+        sample_weight = 1 / part.replicas.num_replicas if sample_weight is None else part.equal_part
     type(tracker).update_state(tracker, value, sample_weight=sample_weight)
 
 
@@ -235,7 +236,7 @@ def _refuse_losses_of_padding(model: Any, part: BatchShare | None) -> None:
     if len(model.losses) > len(penalties):
         raise ValueError(
             "`add_loss` counts all rows that a layer sees, also those that fill up a batch which does not divide by "
-            "the number of replicas, where the optimizer wants each replica's gradients. Received: "
+            "the number of replicas, where the optimizer needs each replica's gradients. Received: "
             f"{len(model.losses) - len(penalties)} added loss(es), with {part.global_batch_size} rows on "
             f"{part.replicas.num_replicas} replicas. Use batches that divide, or leave out `replica_clipnorm` and "
             "`replica_transform`."

@@ -1,7 +1,7 @@
 """Which replica had a gradient that is not finite, and of which variable: as numbers that add up in a reduction.
 
 Each replica knows of its own gradients only. What it found travels with them as a few 0s and 1s, so that the sum, the
-mean and any dtype still tell everyone's.
+mean and any dtype still show the state of all.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: i
 
 
 def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """The first replica and position that reduced flags tell of.
+    """The first replica and position that reduced flags show.
 
     Returns:
         An int32 tensor of shape `[2]`: the replica, and the position counted from 0; (-1, -1) if there is none.

@@ -104,9 +104,10 @@ class CrossShardOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing looks at a replica's own gradients, or at parts, between backward pass and update."""
+        """Whether nothing looks at a replica's own gradients, or at parts, between backward pass and reduction."""
         is_whole = self.group_assignment is None and not self.shard_state
-        return is_whole and not self.looks_at_own_gradients and not self.stages
+        looks = any(stage._overrides("collect", "local") for stage in self.stages)
+        return is_whole and not self.looks_at_own_gradients and not looks
 
     def needing_local_gradients(self) -> list[str]:
         """The arguments for which each replica's own gradients are needed, as `name=value`."""

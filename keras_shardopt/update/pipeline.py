@@ -66,14 +66,14 @@ class Pipeline:
         """What is known of gradients that come reduced."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Builds the stages, each of which belongs to this optimizer from now on."""
+        """Builds the stages."""
         for stage in self.stages:
-            if vars(stage).setdefault("_pipeline", self) is not self:
-                raise ValueError(
-                    "Each optimizer must have stages of its own. "
-                    f"Received: {stage!r}, which another optimizer was built with. Make a new one."
-                )
             stage.build(variables, add_variable)
+
+    def reset(self) -> None:
+        """Lets all stages begin anew: state was loaded."""
+        for stage in self.stages:
+            stage.reset()
 
     def run(self, step: Step) -> None:
         """One call of `apply`."""
@@ -126,6 +126,6 @@ class Pipeline:
 
     def _through(self, hook: str, last: Proceed) -> Proceed:
         for stage in reversed(self.stages):
-            if getattr(type(stage), hook) is not getattr(Stage, hook):
+            if stage._overrides(hook):
                 last = functools.partial(getattr(stage, hook), proceed=last)
         return last

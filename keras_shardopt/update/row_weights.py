@@ -1,4 +1,4 @@
-"""Weighs a replica's gradients by what its rows count."""
+"""Weights a replica's gradients by its rows, or the sum of their sample weights."""
 
 from __future__ import annotations
 

@@ -90,10 +90,17 @@ class Stage:
         2.0
     """
 
+    takes_slices: bool = False
+    """Whether `commit` treats each element by itself, so that `shard_state=True` may give it slices of gradients."""
+
     @property
     def needs_local_gradients(self) -> bool:
         """Whether it must see each replica's own gradients, so that reduced ones are refused."""
-        return type(self).local is not Stage.local
+        return self._overrides("local")
+
+    def _overrides(self, *hooks: str) -> bool:
+        """Whether its class has a method of its own for one of these hooks."""
+        return any(getattr(type(self), hook) is not getattr(Stage, hook) for hook in hooks)
 
     def check(self, optimizer: Any) -> None:
         """Called by the constructor of the `CrossShard`; raises ValueError if the stage cannot work in it."""

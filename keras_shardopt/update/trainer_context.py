@@ -21,8 +21,8 @@ class BatchShare:
     local_batch_size: Any
     """How many rows of the batch here count: an int, or a scalar tensor where it differs within one program."""
 
-    global_batch_size: Any
-    """How many rows the replicas' parts have together."""
+    all_rows: Any
+    """How many rows the replicas' parts have together, or a function that waits until that is known."""
 
     replicas: Communicator
     """With whom the batch is shared."""
@@ -37,11 +37,17 @@ class BatchShare:
     """How many rows the batch here has, with padding; None where this replica's program does not know."""
 
     @property
+    def global_batch_size(self) -> Any:
+        """How many rows the replicas' parts have together."""
+        return self.all_rows() if callable(self.all_rows) else self.all_rows
+
+    @property
     def equal_part(self) -> Any:
         """How many rows each replica would have if all had as many."""
-        if isinstance(self.global_batch_size, int):
-            return self.global_batch_size / self.replicas.num_replicas
-        return ops.cast(self.global_batch_size, "float32") / self.replicas.num_replicas
+        all_rows = self.global_batch_size
+        if isinstance(all_rows, int):
+            return all_rows / self.replicas.num_replicas
+        return ops.cast(all_rows, "float32") / self.replicas.num_replicas
 
     @property
     def row_share(self) -> Any:

@@ -1,1 +1,1 @@
-"""An optimizer that stands for another."""
+"""Optimizers that wrap another one."""

@@ -1,11 +1,11 @@
-"""What a forward pass has changed, put back where its update is skipped: it is as if the batch had never come.
+"""Restores what a forward pass has changed where its update is skipped.
 
 A forward pass in training mode assigns variables that no optimizer sees: moving statistics, seeds, counters. Each is
 noted before it is assigned for the first time since the last update, so that what nobody assigns (a frozen backbone)
 costs nothing, and what somebody else sets in between (`load_weights`) stays. On JAX, where a step is a function of all
 state, its state before and after is compared instead.
 
-Metrics are not put back: they tell of all batches, as they do in Keras.
+Metrics are not put back: they count all batches, as they do in Keras.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.common.global_state`, "current_call_ctx", `CallContext.training` - whether, and how, a layer is

@@ -131,7 +131,7 @@ def _check_fits(optimizer: Any, store: Any, variables: Sequence[Variable]) -> No
 
 
 def _check_names(optimizer: Any, store: Any) -> None:
-    """Refuses what names tell apart, where numbers and shapes agree."""
+    """Refuses what names distinguish, where numbers and shapes agree."""
     notes = _notes_in(store)
     mine, kind = _slots_in_state(optimizer), kind_of(optimizer)
     # Files from before the class was noted have numbers of their own in names, also in those given by users.

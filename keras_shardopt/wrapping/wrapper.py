@@ -1,4 +1,4 @@
-"""A Keras optimizer around another one that nobody can tell from the inner one.
+"""A Keras optimizer around another one, with the interface and the files of the inner one.
 
 Hides everything that Keras, its callbacks and its saving expect of an optimizer that stands in for another:
 forwarding, building, stateless updates, files. A concrete wrapper fills in `transform_gradients` and the

@@ -1,5 +1,6 @@
 """The code in the README and under docs/ runs as it stands, and the API pages have all that is public."""
 
+import collections
 import doctest
 import importlib.util
 import re
@@ -255,3 +256,47 @@ def test_messages_that_troubleshooting_quotes_are_in_the_package():
     for message in quoted:
         for part in message.split(" ... "):
             assert part in sources, part
+
+
+# What passes on a text that was made elsewhere, or is for Python only.
+PASSED_ON = {
+    "checkpoint/backup.py": 1,
+    "checkpoint/saving.py": 3,
+    "data/torch_loader.py": 2,
+    "steps/jax.py": 1,
+    "update/gradient_state.py": 3,
+}
+
+
+@pytest.mark.neutral
+def test_the_page_of_messages_has_every_error_and_warning(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(pages.DOCS)
+    import messages
+
+    found, elsewhere = messages.read()
+    assert collections.Counter(call.partition(":")[0] for call in elsewhere) == PASSED_ON, elsewhere
+    assert len(found) > 280 and len({message.code for message in found}) == len(found)
+    page = messages.page()
+    assert all(f"{{ #{message.code} }}" in page for message in found)
+
+    def raised(function):
+        with pytest.raises((TypeError, ValueError)) as error:
+            function()
+        return " ".join(str(error.value).split())
+
+    for text in (
+        raised(
+            lambda: ks.CrossShard(keras.optimizers.Adam(gradient_accumulation_steps=2), gradient_accumulation_steps=2)
+        ),
+        raised(lambda: ks.GradientClipping(ks.CrossShard("adam"), 1.0)),
+        raised(lambda: ks.save_model(3, "model.keras")),
+        raised(lambda: ks.schedules.PolyDecay(1.0, decay_steps="many")),
+        raised(lambda: ks.LossScaling("adam", "Backof")),
+    ):
+        assert any(message.matches(text) for message in found), text
+
+    (tmp_path / "program.py").write_text(
+        'RULE = "All is well. Use it."\ndef f(x):\n    raise OSError(f"{RULE} Not {x}.")\n'
+    )
+    (only,), _ = messages.read(tmp_path)
+    assert only == messages.Message("OSError", "All is well. Use it. Not ….", "program.py")

@@ -137,3 +137,42 @@ def test_compression_in_groups_divides_by_the_size_of_a_group(reduction, compres
     expected = {0: [-9 / size, 3 / size], 1: [-6 / size, 3 / size]}
     for replica, copy in enumerate(weight.value.values):
         np.testing.assert_array_equal(copy, expected[0 if replica in (0, 3) else 1])
+
+
+# -- what a custom train_step logs -----------------------------------------------------------------------------------
+
+
+class Guide(keras.Model):
+    """As Keras' guide writes it, with means of losses of its own."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.of_loss, self.of_sum, self.of_targets = (keras.metrics.Mean(name=name) for name in ("loss", "sum", "y"))
+        self.loss_function = keras.losses.MeanSquaredError()
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_function(y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.of_loss.update_state(loss)
+        self.of_sum.update_state(loss + 0.5 * self.loss_function(y, 0 * y))
+        self.of_targets.update_state(y)
+        return {metric.name: metric.result() for metric in (self.of_loss, self.of_sum, self.of_targets)}
+
+
+def test_means_that_a_custom_step_keeps_of_its_losses_are_those_of_one_process():
+    found = {}
+    x, y = problem.data(num_steps=3)
+    for num_replicas in (2, 1):
+        with ks.data_parallel(num_replicas) as scope:
+            keras.utils.set_random_seed(3)
+            plain = problem.model()
+            model = Guide(inputs=plain.inputs, outputs=plain.outputs)
+            model.compile(ks.CrossShard(problem.sgd_momentum()))
+        arguments = {"batch_size": problem.BATCH_SIZE, "shuffle": False, "epochs": 2, "verbose": 0}
+        found[num_replicas] = model.fit(x, y, **arguments).history
+        scope.close()
+    assert found[1].keys() == {"loss", "sum", "y"}
+    for name, values in found[1].items():
+        np.testing.assert_allclose(found[2][name], values, rtol=1e-5, err_msg=name)

@@ -182,7 +182,7 @@ def test_a_loss_that_returns_a_scalar_arrives_local(strategy):
 
 
 def test_the_branch_without_merge_call(strategy, monkeypatch):
-    """As on TPU and under XLA on GPUs, where replicas do not meet in a cross-replica context."""
+    """As on TPU and under XLA on GPUs, where there is no cross-replica context."""
     monkeypatch.setattr(type(strategy.extended), "_use_merge_call", lambda self: False)
     x, y = problem.data(num_steps=4)
     with strategy.scope():

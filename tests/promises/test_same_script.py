@@ -15,7 +15,7 @@ import keras_shardopt  # noqa: F401 - with it files of synchronised layers load 
 pytestmark = pytest.mark.timeout(400)
 
 SCRIPT = "same_script.py"
-KINDS = ["arrays", "PyDataset", "generator", *{"torch": ["DataLoader"], "tensorflow": ["tf.data"]}.get(BACKEND, [])]
+KINDS = ["arrays", "PyDataset", "generator", "DataLoader", "tf.data"]
 CASES = [(kind, num_replicas) for kind in KINDS for num_replicas in (2, 4)]
 
 # Of the largest movement of a weight. AdamW divides by the size of a gradient, so that rounding alone reaches 1.3e-6.

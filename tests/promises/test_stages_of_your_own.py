@@ -1,5 +1,8 @@
 """Stages that users write: they see what they should, in their order, and are saved with the optimizer."""
 
+import copy
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +11,10 @@ from support import problem
 from support.worlds import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.communicator import GradientState, SingleReplica
+from keras_shardopt.update.reducers import OverlappedAllReduce
+from keras_shardopt.update.step import Step
 
 LOCAL, PRESCALED = GradientState.LOCAL, GradientState.LOCAL_PRESCALED
 
@@ -165,18 +171,10 @@ def test_one_replica_has_nothing_to_compare():
 
 
 @pytest.mark.neutral
-@pytest.mark.parametrize(
-    ("inner", "arguments"),
-    [
-        ("sgd", {"reduction": "sum"}),
-        ("sgd", {"shard_state": True}),
-        ("sgd", {"group_assignment": [[0], [1]]}),
-        (lambda: ks.LossScaling("sgd", "Backoff"), {}),
-    ],
-)
-def test_noise_is_refused_where_its_formulas_do_not_hold(inner, arguments):
+@pytest.mark.parametrize("arguments", [{"reduction": "sum"}, {"shard_state": True}, {"group_assignment": [[0], [1]]}])
+def test_noise_is_refused_where_its_formulas_do_not_hold(arguments):
     with pytest.raises(ValueError, match="`GradientNoise` needs the mean of whole gradients over all replicas"):
-        ks.CrossShard(inner() if callable(inner) else inner, stages=[ks.GradientNoise()], **arguments)
+        ks.CrossShard("sgd", stages=[ks.GradientNoise()], **arguments)
 
 
 @pytest.mark.neutral
@@ -203,6 +201,27 @@ def test_a_stage_with_arguments_says_what_files_hold():
     assert "stages=[GradientNoise(momentum=0.95)]" in repr(ks.CrossShard("sgd", stages=[ks.GradientNoise()]))
 
 
+@pytest.mark.parametrize("shares", [(1.5, 0.5), (1.0, 0.0)])
+def test_updates_with_unequal_rows_do_not_count_as_noise(shares, monkeypatch):
+    world, grads = FakeWorld(2).hold(monkeypatch), rows(3, 2) + 3
+    grads[1, 1] = np.nan if shares[1] == 0 else 100.0
+
+    def of_replica(replicas):
+        optimizer, weight = ks.CrossShard("sgd", stages=[ks.GradientNoise(0.9)]), keras.Variable([0.0, 0.0])
+        for i, row in enumerate(grads):
+            share = shares[replicas.replica_id] if i == 1 else 1.0
+            monkeypatch.setattr("keras_shardopt.optimizers.cross_shard.row_share", lambda: shared.value)
+            shared.value = share
+            optimizer.apply([ops.convert_to_tensor(row[replicas.replica_id])], [weight])
+        return optimizer.stages[0].noise_scale
+
+    shared = threading.local()
+    uneven = world.run(of_replica)
+    grads, shares = np.delete(grads, 1, axis=0), (1.0, 1.0)
+    world = FakeWorld(2).hold(monkeypatch)
+    assert uneven == world.run(of_replica) and np.isfinite(uneven[0])
+
+
 class Counts(ks.Stage):
     def build(self, variables, add_variable):
         self.count = add_variable(shape=(), initializer="zeros", name="count")
@@ -212,13 +231,234 @@ class Counts(ks.Stage):
         return step
 
 
+def test_local_that_assigns_is_refused_also_where_each_replica_has_a_value_of_its_own(monkeypatch):
+    world = FakeWorld(2).hold(monkeypatch)
+    with pytest.raises(ValueError, match="`Counts.local` must assign no variables.*count.*`step.notes`.*in `commit`"):
+        trained(world, lambda: ks.CrossShard("sgd", stages=[Counts()]), rows(1, 2))
+
+
+class Hands(ks.Stage):
+    """Hands on what a function makes of the step, in one hook."""
+
+    def __init__(self, hook, change):
+        self._hook, self._change = hook, change
+
+    def collect(self, step, proceed):
+        proceed(self._change(step) if self._hook == "collect" else step)
+
+    def local(self, step, comm):
+        return self._change(step) if self._hook == "local" else step
+
+    def commit(self, step, proceed):
+        proceed(self._change(step) if self._hook == "commit" else step)
+
+
+@pytest.mark.parametrize("hook", ["collect", "local", "commit"])
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda step: None, TypeError, "a `Step`. Received: None"),
+        (lambda step: step.grads, TypeError, "a `Step`. Received: a value of type list"),
+        (lambda step: step.replace(grads=step.grads[:1]), ValueError, "for each of 2 variables. Received: 1"),
+        (lambda step: step.replace(grads=None), TypeError, "a list of `grads`. Received: None"),
+        (lambda step: step.replace(grads=(g for g in step.grads)), TypeError, "Received: a value of type generator"),
+        (
+            lambda step: step.replace(grads=[g[0] for g in step.grads]),
+            ValueError,
+            r"the shapes of those that came. Received: shape \(\) for `.*`, in place of \(2,\)",
+        ),
+        (lambda step: step.replace(grads=[0.5, 0.5]), TypeError, "tensors.*`keras.ops.convert_to_tensor`"),
+        (lambda step: step.replace(notes=[step.grads[0]]), TypeError, "a dict of `notes`"),
+    ],
+)
+def test_what_no_replica_can_go_on_with_is_refused(hook, change, error, words):
+    optimizer = ks.CrossShard("sgd", stages=[Hands(hook, change)])
+    weights = [keras.Variable([1.0, 2.0]) for _ in range(2)]
+    with pytest.raises(error, match=rf"`Hands.{hook}` must hand on .*{words}"):
+        optimizer.apply([ops.ones(2), ops.ones(2)], weights)
+    assert int(optimizer.iterations) == 0
+
+
+def test_replicas_send_gradients_of_all_variables_in_their_dtypes():
+    def fewer(step):
+        return step.replace(grads=step.grads[:1], variables=step.variables[:1])
+
+    weights = [keras.Variable([1.0, 2.0]) for _ in range(2)]
+    with pytest.raises(ValueError, match="`Hands.local` must hand on the step's own `variables`"):
+        ks.CrossShard("sgd", stages=[Hands("local", fewer)]).apply([ops.ones(2), ops.ones(2)], weights)
+    ks.CrossShard("sgd", stages=[Hands("commit", fewer)]).apply([ops.ones(2), ops.ones(2)], weights)
+    wide = Hands("local", lambda step: step.replace(grads=[ops.cast(g, "float32") for g in step.grads]))
+    optimizer, weight = ks.CrossShard("sgd", stages=[wide]), keras.Variable([1.0, 2.0], dtype="bfloat16")
+    optimizer.build([weight])
+    sent = optimizer.pipeline.stages[0].local(Step([ops.ones(2, "bfloat16")], [weight]), SingleReplica())
+    assert keras.backend.standardize_dtype(sent.grads[0].dtype) == "bfloat16"
+
+
+class Signs(ks.Stage):
+    """Keeps the signs of a replica's own gradients, and of their mean the third root; and adds up what it sees."""
+
+    def build(self, variables, add_variable):
+        self.total = add_variable(shape=(2,), initializer="zeros", name="total")
+
+    def local(self, step, comm):
+        return step.replace(grads=[ops.sign(grad) for grad in step.grads])
+
+    def commit(self, step, proceed):
+        self.total.assign(self.total + step.grads[0])
+        proceed(step.replace(grads=[ops.sign(grad) * ops.abs(grad) ** (1 / 3) for grad in step.grads]))
+
+
+@pytest.mark.parametrize("state", [LOCAL, PRESCALED])
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_a_stage_sees_gradients_of_the_mean_loss_however_they_arrive(state, scale, monkeypatch):
+    world, grads = FakeWorld(4, state).hold(monkeypatch), rows(3, 4)
+    arriving = scale * (grads / 4 if state is PRESCALED else grads)
+    inner = lambda: ks.LossScaling(keras.optimizers.SGD(1.0), scale) if scale > 1 else keras.optimizers.SGD(1.0)  # noqa: E731
+    means = np.sign(grads).mean(axis=1)
+    for optimizer, weight in trained(world, lambda: ks.CrossShard(inner(), stages=[Signs()]), arriving):
+        np.testing.assert_allclose(weight, -np.cbrt(means).sum(axis=0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(optimizer.stages[0].total, means.sum(axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_an_overflow_that_a_loss_scaling_skips_leaves_nothing_in_the_state_of_a_stage(monkeypatch):
+    world, grads = FakeWorld(2).hold(monkeypatch), rows(3, 2)
+    grads[1, 1, 0] = np.inf
+
+    class Sums(Signs):
+        local = ks.Stage.local
+
+    inner = lambda: ks.LossScaling(keras.optimizers.SGD(1.0), ks.AutomaticLossScaler("Backoff", {"scale_max": 8.0}))  # noqa: E731
+    finite = grads[[0, 2]].mean(axis=1)
+    for optimizer, weight in trained(world, lambda: ks.CrossShard(inner(), stages=[Sums()]), grads * 8.0):
+        assert int(ops.convert_to_numpy(optimizer.skipped_steps)) == 1
+        assert np.isfinite(weight).all()
+        # After the overflow the scale is 4, and what comes is that of 8.
+        np.testing.assert_allclose(optimizer.stages[0].total, finite[0] + 2 * finite[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("holds", [lambda v: v, lambda v: [v], lambda v: {"count": v}])
+def test_variables_that_the_optimizer_does_not_have_are_refused(holds):
+    class Own(ks.Stage):
+        def build(self, variables, add_variable):
+            self.known = [*variables, add_variable(shape=(), initializer="zeros", name="count")]
+            self.held = holds(keras.Variable(0.0, name="mine", trainable=False))
+
+    with pytest.raises(ValueError, match=r"`Own.build` must make variables with its `add_variable`.*\['mine'\]"):
+        ks.CrossShard("sgd", stages=[Own()]).build([keras.Variable([1.0, 2.0])])
+
+
+@pytest.mark.backends("jax")
+def test_seeds_that_no_compiled_step_would_advance_are_refused():
+    class Draws(ks.Stage):
+        def build(self, variables, add_variable):
+            self.seed = keras.random.SeedGenerator(1)
+
+    with pytest.raises(ValueError, match="`Draws.build` must make variables with its `add_variable`"):
+        ks.CrossShard("sgd", stages=[Draws()]).build([keras.Variable([1.0, 2.0])])
+
+
+@pytest.mark.backends("tensorflow")
+def test_rows_that_a_gradient_lists_twice_are_one_row_of_the_noise(monkeypatch):
+    import tensorflow as tf
+
+    def scale(is_sparse):
+        world = FakeWorld(2, PRESCALED).hold(monkeypatch)
+
+        def of_replica(replicas):
+            optimizer, weight = ks.CrossShard("sgd", stages=[ks.GradientNoise()]), keras.Variable(np.zeros((3, 2)))
+            values = ops.convert_to_tensor([[1.0, 2.0], [3.0 + replicas.replica_id, 4.0]])
+            grad = tf.IndexedSlices(values, tf.constant([1, 1]), tf.constant([3, 2]))
+            optimizer.apply([grad if is_sparse else tf.convert_to_tensor(grad)], [weight])
+            return optimizer.stages[0].noise_scale
+
+        return world.run(of_replica)
+
+    np.testing.assert_allclose(scale(True), scale(False), rtol=1e-6)
+    assert np.isfinite(scale(False)).all()
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(("hook", "waits"), [("collect", True), ("local", True), ("commit", False), ("reset", False)])
+def test_only_stages_before_the_reduction_hold_it_up(hook, waits):
+    stage = type("Own", (ks.Stage,), {hook: lambda self, *args: None})()
+    optimizer = ks.CrossShard("sgd", stages=[stage])
+    assert isinstance(optimizer.pipeline.reducer, OverlappedAllReduce) != waits
+
+
+@pytest.mark.neutral
+def test_a_stage_that_may_need_whole_gradients_is_refused_where_replicas_get_slices(monkeypatch):
+    monkeypatch.setattr(placement, "state_sharding", "slices")
+    with pytest.raises(ValueError, match="`commit` of a stage is given this replica's slices.*`takes_slices = True`"):
+        ks.CrossShard("sgd", shard_state=True, stages=[Signs()])
+    ks.CrossShard("sgd", shard_state=True, stages=[Counts(), type("Each", (Signs,), {"takes_slices": True})()])
+    monkeypatch.setattr(placement, "state_sharding", "layout")
+    ks.CrossShard("sgd", shard_state=True, stages=[Signs()])
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("hook", ["collect", "commit"])
+def test_a_hook_that_returns_the_step_in_place_of_proceeding_is_refused(hook):
+    stage = type("Returns", (ks.Stage,), {hook: lambda self, step, proceed: step})()
+    with pytest.raises(TypeError, match=rf"`Returns.{hook}` must return nothing: .*`proceed\(step\)`.*Received: Step"):
+        ks.CrossShard("sgd", stages=[stage]).apply([ops.ones(2)], [keras.Variable([1.0, 2.0])])
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda optimizer: ks.CrossShard.from_config(optimizer.get_config()),
+        lambda optimizer: ks.CrossShard("sgd", stages=[copy.copy(stage) for stage in optimizer.stages]),
+        lambda optimizer: ks.CrossShard("sgd", stages=[copy.deepcopy(stage) for stage in optimizer.stages]),
+    ],
+)
+def test_a_copy_has_stages_of_its_own(copied):
+    first = ks.CrossShard("sgd", stages=[Noting(2.0)])
+    first.apply([ops.ones(2)], [keras.Variable([1.0, 2.0])])
+    second = copied(first)
+    second.apply([ops.ones(2)], [keras.Variable([1.0, 2.0])])
+    assert second.stages[0] is not first.stages[0] and second.stages[0].count is not first.stages[0].count
+    assert second.stages[0].factor == 2.0 and float(second.stages[0].count) == 0.0
+
+
+@pytest.mark.parametrize("how", ["weights", "model", "backup", "state"])
+def test_stages_begin_anew_where_state_is_loaded(how, tmp_path):
+    def trained():
+        model = problem.model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), stages=[Noting()]), "mse")
+        backup = ks.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+        model.fit(*problem.data(), batch_size=problem.BATCH_SIZE, verbose=0, callbacks=[backup] * (how == "backup"))
+        return model
+
+    first = trained()
+    assert "reset" not in first.optimizer.stages[0].seen
+    if how == "backup":
+        assert trained().optimizer.stages[0].seen == ["reset"]
+        return
+    if how == "weights":
+        first.save_weights(tmp_path / "of.weights.h5")
+        first.load_weights(tmp_path / "of.weights.h5")
+        found = first
+    elif how == "model":
+        first.save(tmp_path / "model.keras")
+        found = keras.saving.load_model(tmp_path / "model.keras")
+    else:
+        store = {}
+        first.optimizer.save_own_variables(store)
+        first.optimizer.load_own_variables(store)
+        found = first
+    assert found.optimizer.stages[0].seen[-1] == "reset"
+
+
 @pytest.mark.backends("jax")
 def test_local_that_assigns_is_refused_where_the_value_would_be_lost():
     x, y = problem.data()
     with ks.data_parallel(num_replicas=2):
         model = problem.model()
         model.compile(ks.CrossShard(problem.sgd_momentum(), stages=[Counts()]), "mse")
-        with pytest.raises(ValueError, match="`local` of a stage must assign no variables.*count.*assign in `commit`"):
+        with pytest.raises(ValueError, match="`Counts.local` must assign no variables.*count.*assign in `commit`"):
             model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
     with ks.data_parallel(num_replicas=2):
         model = problem.model()

@@ -37,5 +37,5 @@ def test_replicas_are_identical_and_equal_one_process(world, style, one_process)
 def test_replicas_that_do_not_reduce_are_found(world, monkeypatch):
     """The zero above can be something else."""
     monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: grads)
-    difference, _ = world.run(styles.on_replicas, NUM_REPLICAS[BACKEND], "hand-written loop")
+    difference, _ = world.run(styles.on_replicas, NUM_REPLICAS[BACKEND], "custom training loop")
     assert difference > 1e-3

@@ -62,6 +62,20 @@ def test_a_batch_with_fewer_rows_than_replicas():
     uneven.assert_same(uneven.run("plain", 3, rows=few), uneven.run("plain", 1, rows=few))
 
 
+@pytest.mark.backends("tensorflow")
+def test_layers_that_cannot_do_without_rows_are_refused_with_the_fix():
+    """With a `MirroredStrategy` of Keras' own it is an error of TensorFlow's."""
+    with ks.data_parallel(4) as replicas:
+        layers = [keras.Input((8, 8, 1)), keras.layers.Conv2D(4, 3), keras.layers.GlobalAveragePooling2D()]
+        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    x, y = np.ones((11, 8, 8, 1), "float32"), np.ones((11, 1), "float32")
+    model.fit(x, y, batch_size=7, verbose=0)  # 2, 2, 2 and 1 rows; 1, 1, 1 and 1
+    with pytest.raises(ValueError, match="must have a row for each replica .* fewer than 4 rows"):
+        model.fit(x[:10], y[:10], batch_size=8, verbose=0)
+    replicas.close()
+
+
 @pytest.mark.parametrize("case", some(["scalar loss", "two outputs", "added loss", "two losses"], ["two outputs"]))
 def test_a_replica_without_rows_adds_nothing(case):
     few = slice(17)  # 16 rows and one

@@ -134,7 +134,155 @@ def test_the_drawing_in_the_guide_is_that_of_the_imports(monkeypatch):
 
     page = draw_house.PAGE.read_text(encoding="utf-8")
     assert draw_house.drawing() in page, "run `python docs/draw_house.py`"
+    assert draw_house.table() in page, "run `python docs/draw_house.py`"
+    assert ("update/reducers.py", ["torch"]) in [(file, names) for (file, _), names in draw_house.apart().items()]
     assert "update --> wrapping" in draw_house.drawing()
+
+
+# -- the house in numbers --------------------------------------------------------------------------------------------
+
+SEAM = ["Communicator", "Runtime", "Placement", "Processes"]
+
+
+def classes(source):
+    return [node for node in nodes(source) if isinstance(node, ast.ClassDef)]
+
+
+def own_names(node):
+    """The names that a class defines: methods, and attributes of the class or set in its constructor."""
+    found = set()
+    for each in node.body:
+        found |= {each.name} if isinstance(each, ast.FunctionDef) else set()
+        found |= {each.target.id} if isinstance(each, ast.AnnAssign) else set()
+        found |= {target.id for target in each.targets} if isinstance(each, ast.Assign) else set()
+    made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+    stores = [each for function in made for each in ast.walk(function) if isinstance(each, ast.Attribute)]
+    return found | {each.attr for each in stores if isinstance(each.ctx, ast.Store)}
+
+
+def seam():
+    """The members of the four interfaces, as `(interface, member)`."""
+    found = []
+    for interface in SEAM:
+        (node,) = [c for c in classes(SOURCES[f"keras_shardopt.backends.{interface.lower()}"]) if c.name == interface]
+        found += [(interface, name) for name in sorted(own_names(node)) if not name.startswith("_")]
+    return found
+
+
+def call_sites(interface, member):
+    """How often other rooms than the backends use a member."""
+    others = [name.lower() for name in SEAM[1:]]
+    found = 0
+    for name, source in SOURCES.items():
+        for node in nodes(source) if room(name) != "backends" else ():
+            if isinstance(node, ast.Attribute) and node.attr == member:
+                owner = getattr(node.value, "id", None)
+                found += owner not in others if interface == "Communicator" else owner == interface.lower()
+    return found
+
+
+def overriding_backends(interface, member):
+    backends = set()
+    for name, source in SOURCES.items():
+        for node in classes(source) if may_import(name) else ():
+            if interface in {getattr(base, "id", None) for base in node.bases} and member in own_names(node):
+                backends.add(name.split(".")[2])
+    return len(backends)
+
+
+def floors(graph):
+    """How many rooms stand on top of each other."""
+
+    @functools.cache
+    def height(room):
+        return 1 + max(map(height, graph[room]), default=0)
+
+    return max(map(height, graph))
+
+
+def house():
+    """The numbers that say how well the house can be read, by name."""
+    # `python -m keras_shardopt` is a room of its own here.
+    room_of = {name: "__main__" if name.endswith("__main__") else room(name) for name in SOURCES}
+    graph = {room: set() for room in room_of.values()}
+    for name, source in SOURCES.items():
+        graph[room_of[name]] |= {room_of[module] for module in modules_imported(source)} - {room_of[name]}
+    optimizer = SOURCES["keras_shardopt.optimizers.cross_shard"]
+    (cross_shard,) = [node for node in classes(optimizer) if node.name == "CrossShard"]
+    every = [node for source in SOURCES.values() for node in nodes(source)]
+    functions = [node for node in every if isinstance(node, ast.FunctionDef)]
+    members = seam()
+    return {
+        "rooms": len(graph),
+        "floors": floors(graph),
+        "arrows": sum(map(len, graph.values())),
+        "rooms on circles": len(circles(graph)),
+        "lines of the largest file": max(source.count("\n") for source in SOURCES.values()),
+        "lines of cross_shard.py": optimizer.count("\n"),
+        "methods of CrossShard": sum(isinstance(node, ast.FunctionDef) for node in cross_shard.body),
+        "ifs of cross_shard.py": sum(isinstance(node, ast.If) for node in nodes(optimizer)),
+        "members of the seam": len(members),
+        "members of the largest interface": max(sum(name == each for name, _ in members) for each in SEAM),
+        "members with one call site": sum(call_sites(*member) == 1 for member in members),
+        "members with one override": sum(overriding_backends(*member) == 1 for member in members),
+        "`groups` parameters": sum(a.arg == "groups" for f in functions for a in [*f.args.args, *f.args.kwonlyargs]),
+        "lines with `__dict__`": sum("__dict__" in line for s in SOURCES.values() for line in s.splitlines()),
+        "lines of a stage in one file": SOURCES["keras_shardopt.update.gradient_noise"].count("\n"),
+    }
+
+
+LIMITS = {
+    "rooms": 17,
+    "floors": 10,
+    "arrows": 65,
+    "rooms on circles": 0,
+    "lines of the largest file": 560,
+    "lines of cross_shard.py": 300,
+    "methods of CrossShard": 18,
+    "ifs of cross_shard.py": 20,
+    "members of the seam": 50,
+    "members of the largest interface": 13,
+    "members with one call site": 12,
+    "members with one override": 12,
+    "`groups` parameters": 6,
+    "lines with `__dict__`": 12,
+    "lines of a stage in one file": 80,
+}
+
+
+@pytest.mark.neutral
+def test_the_house_stays_as_small_as_it_was_built():
+    found = house()
+    assert found.keys() == LIMITS.keys()
+    assert not {name: (number, LIMITS[name]) for name, number in found.items() if number > LIMITS[name]}
+
+
+@pytest.mark.neutral
+def test_trainers_use_no_private_members_of_the_optimizer():
+    (cross_shard,) = [c for c in classes(SOURCES["keras_shardopt.optimizers.cross_shard"]) if c.name == "CrossShard"]
+    private = {name for name in own_names(cross_shard) if name.startswith("_") and not name.startswith("__")}
+    trainers = [source for name, source in SOURCES.items() if room(name) == "fit" and may_import(name)]
+    used = {node.attr for source in trainers for node in nodes(source) if isinstance(node, ast.Attribute)}
+    assert "_update" in private and not private & used
+
+
+@pytest.mark.neutral
+def test_the_numbers_of_the_house_can_be_too_large(monkeypatch):
+    before = house()
+    planted = {
+        "keras_shardopt.callbacks.more": "from keras_shardopt.steps import optimize_loss\n" + "\n" * 600,
+        "keras_shardopt.backends.jax.more": "class A(Runtime):\n  def cond(self, groups):\n    return self.__dict__",
+        "keras_shardopt.steps.more": "runtime.value_and_grad()",
+        "keras_shardopt.more.room": "",
+    }
+    for name, source in planted.items():
+        monkeypatch.setitem(MODULES, name, PACKAGE / "more.py")
+        monkeypatch.setitem(SOURCES, name, source)
+    monkeypatch.setitem(SOURCES, "keras_shardopt.backends.torch.runtime", "")  # `no_compile` is that of nobody now
+    larger = {name for name, number in house().items() if number > before[name]}
+    assert larger >= {"rooms", "arrows", "lines of the largest file", "`groups` parameters", "lines with `__dict__`"}
+    counted = [house()[name] for name in ("members with one call site", "members with one override")]
+    assert counted != [before[name] for name in ("members with one call site", "members with one override")]
 
 
 @pytest.mark.neutral

@@ -285,6 +285,23 @@ def test_tensorflow_optimizers_reduce_in_one_method():
     assert list(inspect.signature(method).parameters) == ["self", "grads_and_vars"]
 
 
+def test_fit_keeps_its_batches_and_the_first_epoch_in_locals():
+    from keras_shardopt.backends.keras_callers import running_local
+
+    found = []
+
+    def look(logs):
+        adapter = running_local("fit", "epoch_iterator").data_adapter
+        found.append((running_local("fit", "initial_epoch"), getattr(adapter, "_epoch", 1)))
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callback = keras.callbacks.LambdaCallback(on_train_begin=look)
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), epochs=3, initial_epoch=2, callbacks=[callback], verbose=0)
+    assert found == [(2, 1)]
+    assert running_local("fit", "epoch_iterator") is None
+
+
 @pytest.mark.backends("jax")
 def test_layout_and_value_place_a_variable():
     devices = keras.distribution.list_devices()[:2]
@@ -293,6 +310,9 @@ def test_layout_and_value_place_a_variable():
     assert variable._value is variable.value
     variable._shape, variable._ndim = (2, 2), 2
     assert variable.shape == (2, 2) and variable.ndim == 2
+    variable = keras.Variable(np.zeros(2))
+    variable._direct_assign(keras.ops.ones(2))
+    assert list(np.asarray(variable.value)) == [1, 1]
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
     assert keras.Variable(np.zeros(2))._layout is not None
 

@@ -19,7 +19,16 @@ INSTEAD_OF = {
     r"\b(float32|the|of|their) masters\b": "master weights",
     r"\bas ever\b": "as usual",
     r"\bmicro-steps?\b": "micro-batch",
-    r"\bthe chief\b": "rank 0, or process 0",
+    r"\b(the|a) chief\b": "rank 0, or process 0",
+    r"\b(loops?|written) by hand\b|hand-written loop": "a custom training loop",
+    r"\b(must|cannot|may) meet\b|\bmeeting of\b": "communicate, start, join; a collective",
+    r"\b(it|they|ranks?|processes|tensor|parameter|zeros|optimizer)( (does|do|can))?( not)? tells?\b": "show, say",
+    r"\btells? (each other|apart|how|of)\b": "exchange, distinguish, show",
+    r"\b(optimizer|schedule|ranks?|layer|Keras) wants?\b": "needs, asks for",
+    r"\b(decides?|decided) alike\b": "make the same decision",
+    r"\bcosts its window\b|\bup to you:": "discards its window; say who must do it",
+    r"\bwith one meaning\b|\bhad never come\b": "with the same result; as if the batch had been left out",
+    r"\bsomebody must\b|\bnobody can tell\b": "say who",
     r"\b(left|leaves?|it|alone it|replica|process|optimizer) alone\b": "unchanged, by itself, only",
     r"\bbeside\b": "next to, in addition to, with",
     r"\b(ranks|processes|replicas) (meet|met)\b": "a barrier; communicate; wait for each other",
@@ -45,7 +54,7 @@ def prose(path):
 @functools.cache
 def everything():
     """All prose of the repository: file, number of the line, and the line."""
-    pages = [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"]
+    pages = list(ROOT.glob("*.md"))
     inside = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in (".md", ".py")]
     read = [path for path in [*pages, *inside] if path != pathlib.Path(__file__) and "results" not in path.parts]
     return [(path.relative_to(ROOT), number, line) for path in read for number, line in prose(path)]

@@ -3,11 +3,13 @@
 Private names of Keras touched here (a test holds each of them):
     `Variable._layout`, `Variable._value` - the sharding of a variable and the array that has it.
     `Variable._shape`, `Variable._ndim` - the shape of a variable, and how many dimensions that has.
+    `Variable._direct_assign` - gives a variable an array, about which a distribution asks the other processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -156,6 +158,49 @@ class JaxPlacement(Placement):
 
 
 placement = JaxPlacement()
+
+
+def let_assign_alone(variables: Sequence[Variable]) -> None:
+    """Lets each process assign these variables by itself, as somebody compares them before they are trained.
+
+    JAX would compare each value on all processes at once, and wait for ever, or fail, where one alone assigns.
+    """
+    _stand_in()
+    for variable in variables:
+        object.__setattr__(variable, _IS_COMPARED, True)
+
+
+@contextlib.contextmanager
+def assigning_alone() -> Iterator[None]:
+    """A block in which that holds for all variables that have a value: some get what a file has when they are made."""
+    _stand_in()
+    token = _assigns_alone.set(True)
+    try:
+        yield
+    finally:
+        _assigns_alone.reset(token)
+
+
+def _stand_in() -> None:
+    if keras.Variable._direct_assign is _direct_assign_in_keras:
+        keras.Variable._direct_assign = _direct_assign
+
+
+_assigns_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("assigns_alone", default=False)
+_IS_COMPARED = "_keras_shardopt_is_compared"
+_direct_assign_in_keras = keras.Variable._direct_assign
+
+
+def _direct_assign(variable: Variable, value: Any) -> None:
+    """Stands in for Keras' method."""
+    is_alone = _IS_COMPARED in vars(variable) or _assigns_alone.get()
+    before: Any = getattr(variable, "_value", None) if is_alone else None
+    spans_processes = isinstance(before, jax.Array) and not before.is_fully_addressable
+    is_here = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+    if spans_processes and is_here and before.sharding.is_fully_replicated:
+        variable._value = _on_the_devices_of(before, np.asarray(value).astype(before.dtype))
+    else:
+        _direct_assign_in_keras(variable, value)
 
 
 def _check_can_lay_out(variables: Sequence[Variable]) -> None:

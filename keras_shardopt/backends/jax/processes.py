@@ -13,7 +13,6 @@ import contextvars
 import datetime
 import os
 import re
-import time
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from keras_shardopt.backends.jax.communicator import batch_size_of, spans_processes
 from keras_shardopt.backends.keras_callers import is_running
-from keras_shardopt.backends.processes import Processes, World, check_same_calls, gather_pickled
+from keras_shardopt.backends.processes import Processes, World, check_same_calls, gather_pickled, wait_in
 
 
 class JaxProcesses(Processes):
@@ -46,7 +45,7 @@ class JaxProcesses(Processes):
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
         if jax.process_count() > 1:
-            _meet(purpose, seconds, advice)
+            wait_in(_Store(), self.process(), "process", purpose, seconds, advice)
 
     def versions(self) -> dict[str, str]:
         return {"JAX": jax.__version__}
@@ -141,29 +140,21 @@ def _gather(array: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(array)).reshape(-1, *array.shape)
 
 
-_num_barriers: dict[str, int] = {}
+class _Store:
+    """The store of JAX' coordinator."""
 
+    def __init__(self) -> None:
+        self._client: Any = distributed.global_state.client
+        self.set, self.delete_key = self._client.key_value_set, self._client.key_value_delete
 
-def _meet(purpose: str, seconds: float, advice: str) -> None:
-    """Waits until all processes have come; one that leaves because others have not come can come again."""
-    client: Any = distributed.global_state.client
-    mine, number = jax.process_index(), _num_barriers.get(purpose, 0)
-    keys = [f"keras_shardopt/meeting/{purpose}/{number}/{process}" for process in range(jax.process_count())]
-    client.key_value_set(keys[mine], "1")
-    limit = time.monotonic() + seconds
-    missing = [process for process in range(len(keys)) if process != mine]
-    while missing:
-        milliseconds = max(1, int(1000 * (limit - time.monotonic())))
+    def check(self, keys: list[str]) -> bool:
         try:
-            client.blocking_key_value_get(keys[missing[0]], milliseconds)
-            missing.pop(0)
-        except jax.errors.JaxRuntimeError:  # the time is up
-            client.key_value_delete(keys[mine])
-            raise RuntimeError(
-                f"All processes must {purpose} together. Received: no call on process {missing[0]}, {seconds:g} s "
-                f"after the one on process {mine}. {advice}"
-            ) from None
-    _num_barriers[purpose] = number + 1
+            return all(self._client.blocking_key_value_get(key, _MILLISECONDS) for key in keys)
+        except jax.errors.JaxRuntimeError:
+            return False
+
+
+_MILLISECONDS = 50
 
 
 _predicts_together: contextvars.ContextVar[bool] = contextvars.ContextVar("predicts_together", default=False)

@@ -1,23 +1,17 @@
-"""Tracing and control flow on JAX.
-
-Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.common.stateless_scope.get_stateless_scope` - the scope that a new one opens in.
-    `StatelessScope.add_update`, `get_current_value` - how variables write to a scope and read from it.
-"""
+"""Tracing and control flow on JAX."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import keras
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_shardopt.backends.communicator import Communicator, GlobalView, SingleReplica
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, spans_processes
 from keras_shardopt.backends.runtime import Runtime
+from keras_shardopt.backends.scopes import ScopeInScope, assigning_nothing
 from keras_shardopt.numerics import Tensor, Variable
 
 
@@ -103,7 +97,7 @@ class JaxRuntime(Runtime):
         distribution = keras.distribution.distribution()
 
         def on_one(own: Any) -> Any:
-            with assigning_nothing():
+            with assigning_nothing(OWN_GRADIENTS):
                 return function(jax.tree.map(lambda value: value[0], own))
 
         return jax.shard_map(
@@ -128,39 +122,7 @@ class JaxRuntime(Runtime):
 runtime = JaxRuntime()
 
 
-class ScopeInScope(keras.StatelessScope):
-    """A scope that knows other variables as the scope around it does, and remembers which were assigned inside."""
-
-    def __init__(self, state_mapping: Any) -> None:
-        super().__init__(list(state_mapping), collect_losses=True)
-        self._outer = get_stateless_scope()
-        self.assigned: list[Variable] = []
-
-    def add_update(self, update: tuple[Variable, Tensor]) -> None:
-        super().add_update(update)
-        if not any(variable is update[0] for variable in self.assigned):
-            self.assigned.append(update[0])
-
-    def get_current_value(self, variable: Variable) -> Tensor | None:
-        value = super().get_current_value(variable)
-        return value if value is not None or self._outer is None else self._outer.get_current_value(variable)
-
-
-@contextlib.contextmanager
-def assigning_nothing() -> Iterator[None]:
-    """For what one replica does in a step that all replicas make in one program: an assignment would be lost.
-
-    Raises:
-        ValueError: if a variable was assigned in the block.
-    """
-    with ScopeInScope(()) as scope:
-        yield
-    if scope.assigned:
-        raise ValueError(
-            "`local` of a stage must assign no variables, of which all replicas have one. Received: an assignment to "
-            f"{', '.join(variable.path for variable in scope.assigned)}. Hand on in `step.notes` what it found, equal "
-            "on all replicas, and assign in `commit`."
-        )
-
+OWN_GRADIENTS = "What each replica does with its own gradients"
+"""Stages and `replica_transform`, as errors name them."""
 
 _UNNAMED_PMAP_AXIS = "_internal_pmap_axis_name"

@@ -90,6 +90,16 @@ def note_divided(loss: Any, adds_up: bool = False) -> Any:
     return loss
 
 
+def logged(loss: Any) -> Any:
+    """What a metric is to hold of a loss: where it adds up losses that Keras has divided, as if that were not so."""
+    context = tf.distribute.get_replica_context()
+    if context is None or not tf.is_symbolic_tensor(loss) or loss.shape.rank != 0 or BY_HAND in noted():
+        return loss
+    divided = {tensor.name for tensor in vars(context).get(_TENSORS, []) if tf.is_symbolic_tensor(tensor)}
+    num_replicas = _num_replicas.fget(context.strategy)
+    return loss * num_replicas if _adds_up_divided(loss, divided, num_replicas) else loss
+
+
 def noted() -> set[str]:
     """What was noted in this replica's step."""
     context = tf.distribute.get_replica_context()
@@ -239,6 +249,28 @@ def _kinds_of_product(product: Any, divided: set[str], num_replicas: int) -> set
     if len(several) < 2:
         return several[0] if several else set()
     return {DIVIDED} if any(DIVIDED in kinds for kinds in several) else {BARE_TERM}
+
+
+def _adds_up_divided(loss: Any, divided: set[str], num_replicas: int) -> bool:
+    """Whether a scalar in a graph adds up these losses and nothing else, with factors other than that number."""
+    waiting = [loss]
+    while waiting:
+        tensor = waiting.pop()
+        kind, inputs = tensor.op.type, list(tensor.op.inputs)
+        if tensor.name in divided:
+            continue
+        if kind in _MULTIPLYING:
+            factors = [factor for each in inputs if (factor := tf.get_static_value(each)) is not None]
+            if len(factors) != len(inputs) - 1 or any(np.any(np.isclose(each, num_replicas)) for each in factors):
+                return False
+            waiting.extend(each for each in inputs if tf.get_static_value(each) is None)
+        elif kind in _ADDING | _PASSING and inputs:
+            waiting.extend(inputs if kind in _ADDING else inputs[:1])
+        elif not inputs and tf.get_static_value(tensor) == 0:  # with which `sum` begins
+            continue
+        else:
+            return False
+    return True
 
 
 def _holds_number(value: Any, num_replicas: int) -> bool:

@@ -132,7 +132,7 @@ class TensorFlowPlacement(Placement):
                     given = f"{argument}={getattr(optimizer, argument)}"
                     raise ValueError(
                         f"`{argument}` of an inner optimizer cannot work under a strategy with several replicas: it "
-                        "puts a meeting of the replicas inside a condition, which TensorFlow forbids. "
+                        "puts a collective inside a condition, which TensorFlow forbids. "
                         f"Received: {type(optimizer).__name__}({given}). "
                         + (
                             f"Use `CrossShard({type(optimizer).__name__}(...), {given})`."

@@ -106,7 +106,7 @@ class TensorFlowRuntime(Runtime):
             _cond(condition, lambda: update(grads))
             return
 
-        # Replicas cannot meet inside a condition, and the update of a variable is such a meeting. So they meet first,
+        # Replicas cannot communicate inside a condition, as the update of a variable does. So they communicate first,
         # decide together, and part again for the update.
         note_again = tf_losses.carried()
 

@@ -243,7 +243,7 @@ class TorchProcessGroup(Communicator):
     def _ddp_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
         known = self._ddp_of.get(id(parameter))
         if known is None or known[0]() is not parameter:
-            # A parameter does not tell that DDP owns it, and Keras may wrap the model out of our sight.
+            # A parameter does not show that DDP owns it, and Keras may wrap the model out of our sight.
             owner = next((ddp for ddp in _ddps if _owns(ddp, parameter)), None)
             known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
             self._ddp_of[id(parameter)] = known

@@ -291,7 +291,7 @@ class Buckets:
         weight: float = 1.0,
         trains: bool = True,
     ) -> list[Tensor | None]:
-        """Sends all, as often as some rank wants that."""
+        """Sends all, as often as some rank asks for it."""
         self._counts = counts
         found = None
         while found is None:
@@ -314,7 +314,7 @@ class Buckets:
         trained: Sequence[bool] | None,
         trains: bool = True,
     ) -> list[Tensor | None] | None:
-        """Sends what is not sent yet, and waits for all; None if some rank wants to do it all once more."""
+        """Sends what is not sent yet, and waits for all; None if some rank asks to do it all once more."""
         is_odd = self._num_taken % 2 == 1
         more = [self._was_late, trains and is_odd, trains and not is_odd]
         channel = SideChannel(self._ranks, self._variables, present, trained, trains, more)

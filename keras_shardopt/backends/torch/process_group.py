@@ -1,12 +1,12 @@
-"""Process groups of `torch.distributed` in which no rank waits for ever, and that say which rank is missing.
+"""Process groups of `torch.distributed` with timeouts, whose errors name the rank that is missing.
 
 When a rank dies or stalls, the collective that needs it fails on some of the others, at once or when the time is up,
 with an error that names a socket. So the first rank that notices closes its connections, which makes the collectives
 of all others fail too; then each leaves a sign in the store that the ranks share, and looks for those of the others.
 
 Ranks that make different calls must not send each other tensors of different sizes, as "gloo" then ends the process. So
-before ranks begin something together, each tells the others what, in a message of one size and in a group of their own
-(`tell`): a rank that does so never meets the gradients of one that does not.
+before ranks begin something together, each announces it to the others, in a message of one size and in a separate group
+(`tell`): a rank that does so never receives the gradients of one that does not.
 
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store in which the
 ranks of the default group have met, whoever has opened it. (test_private_names.py holds it.)
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from keras_shardopt.backends.processes import check_same_calls, unlike_calls
+from keras_shardopt.backends.processes import MissingCallError, check_same_calls, num_barriers, unlike_calls, wait_in
 
 ANSWER_SECONDS = 1.0
 """For how long a rank at least looks for signs of the others after a collective has failed."""
@@ -68,7 +68,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 
     Args:
         backend: "gloo" or "nccl".
-        rank: of this process, among `size`. Fewer ranks may meet the second time.
+        rank: of this process, among `size`. Fewer ranks may join the second time.
         size: how many processes there are.
         timeout: after how long a collective fails; None for PyTorch's own limit.
 
@@ -92,7 +92,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
         _open = _Group(store, timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"All {size} ranks must meet before training{_within(timeout)}. Received on rank {rank}: "
+            f"All {size} ranks must be started before training{_within(timeout)}. Received on rank {rank}: "
             f"{_first_line(error)}. Were all of them started, with the same MASTER_ADDR and MASTER_PORT? "
             "Where some need longer, use `data_parallel(timeout=...)`."
         ) from error
@@ -117,59 +117,32 @@ def close_group() -> None:
     """Closes the default process group, if it is still open."""
     global _open, _messages, _statistics
     group, _open, _messages, _statistics = _open, None, None, None
-    _num_barriers.clear()
+    num_barriers.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     if group is not None and group.has_left_word and group.rank == 0 and _rank_0_serves():
         _ask(group, ANSWER_SECONDS, "has left", [])  # their collectives fail now, and they look for what was said
 
 
-_num_barriers: dict[str, int] = {}
-
-
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """Waits until all ranks have come, without a collective, which others would take for one of their own.
-
-    A rank that leaves because others have not come can come again. Those whose collectives fail because it has left
-    say so, too.
-
-    Args:
-        purpose: what they come for.
-        seconds: for how long to wait, where the group was opened without a `timeout`.
-        advice: what to do about it.
+    """`Processes.barrier`, with the time limit of the group; ranks whose collectives fail later say who left, too.
 
     Raises:
-        RuntimeError: after that time, with the ranks that have not come, and the advice; or if the store in which ranks
-            meet is gone.
+        RuntimeError: as there; or if the store is gone.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     if _open is not None and _open.timeout is not None:
         seconds = _open.timeout.total_seconds()
-    number = _num_barriers.get(purpose, 0)
-    names = [f"keras_shardopt/meeting/{purpose}/{number}/{other}" for other in range(size)]
-    limit = time.monotonic() + seconds
     try:
-        store = distributed_c10d._get_default_store()
-        store.set(names[rank], "1")
-        while missing := [other for other, name in enumerate(names) if other != rank and not store.check([name])]:
-            if time.monotonic() > limit:
-                store.delete_key(names[rank])
-                break
-            time.sleep(0.005)
+        wait_in(distributed_c10d._get_default_store(), (size, rank), "rank", purpose, seconds, advice)
+    except MissingCallError as error:
+        _leave_word(str(error))
+        raise
     except RuntimeError as error:  # of the connection to the store, which ends with the rank that serves it
         raise RuntimeError(
             f"All ranks must {purpose} together. Received on rank {rank}: the rank that holds the connections has "
             f"ended ({_first_line(error)}). {advice}"
         ) from error
-    if missing:
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        words = (
-            f"All ranks must {purpose} together. Received: no call on {ranks}, {seconds:g} s after the one on rank "
-            f"{rank}. {advice}"
-        )
-        _leave_word(words)
-        raise RuntimeError(words)
-    _num_barriers[purpose] = number + 1
     _leave_word(None)
 
 

@@ -56,7 +56,7 @@ class TorchProcesses(Processes):
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
         running = dist.is_available() and dist.is_initialized()
-        # As of now: fewer ranks may meet the second time.
+        # As of now: fewer ranks may join the second time.
         size, rank = self.process()
         if num_replicas not in (None, size):
             raise ValueError(

@@ -113,7 +113,10 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             self._is_compared = True
             first = batches[0] if self._first is None else self._first
             session.compare_first(first, self.data_adapter.num_batches, self._is_whole, self._is_marked)
-        data = (session.next_part if self._is_whole else session.next_batch)(batches[0], phase)
+        if self._is_whole:
+            data = session.next_part(batches[0], phase, self._step)
+        else:
+            data = session.next_batch(batches[0], phase)
         if data is None:
             raise StopIteration
         return self._step, self._step, [data]

@@ -31,7 +31,7 @@ from keras_shardopt.backends.torch.placement import fingerprints
 from keras_shardopt.backends.torch.process_group import gather_objects, tell, tell_soon
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.data.own_parts import is_own_part
-from keras_shardopt.data.whole_batches import checksum, part_of_batch, rows_of_parts
+from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_batch, rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import looks_at_batches, running_callbacks
 from keras_shardopt.fit.overrides import (
@@ -42,8 +42,8 @@ from keras_shardopt.fit.overrides import (
 )
 from keras_shardopt.fit.sharing import (
     check_alike,
+    check_batches,
     check_kinds,
-    check_rows,
     sharing_of,
     warn_of_same_parts,
 )
@@ -75,8 +75,10 @@ class Session:
         """The optimizers that must not update anything, with the number of their updates."""
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
-        self.rows: list[int] | None = None
-        """How many rows each rank has in the batch that comes next; None if they have not exchanged that."""
+        self.mine: int | None = None
+        """How many rows this rank has in the batch that comes next; None if the ranks do not share it."""
+        self._rows: list[int] = []
+        """How many rows each rank has in it, as far as that is known."""
         self.shares_logs = False
         """Whether somebody looks at the logs of that batch."""
         self.last_rows = 0
@@ -89,7 +91,11 @@ class Session:
         """Whether the running `fit` splits validation data off this rank's own part."""
         self._has_warned = False
         self._told: Callable[[], list[list[int]]] | None = None
-        """What waits for the numbers of rows of the others, which this rank takes to be those of its own batch."""
+        """What waits for the numbers of rows that the others have in that batch."""
+        self._is_part = False
+        """Whether it is this rank's part of a batch that all have, so that its rows are known before."""
+        self._step = 0
+        """Which batch it is then."""
         self._waits: bool | None = None
         """Whether a step may begin before; None until somebody asks."""
         self._phase = Phase.TRAIN_BATCH
@@ -198,19 +204,37 @@ class Session:
                 warn_of_same_parts()
             self._has_warned = True
 
-    def next_part(self, data: Any, phase: Phase) -> Any:
+    def next_part(self, data: Any, phase: Phase, step: int) -> Any:
         """This rank's part of the batch `data` that all ranks have (None: no batch left, and None is returned)."""
         assert self.ranks is not None
-        self._phase = phase
         num = 0 if data is None else int(num_rows(data))
         looks = phase is not Phase.PREDICT_BATCH and self._looks_at_logs(phase)
-        self._told = tell_soon(phase.value, num, int(looks))
-        if not num or not self._can_wait(phase):
-            self.confirm()
+        self._step = step
+        self._tell_rows(phase, num, looks + 2 * (fingerprint(data) if num else 0), is_part=True)
         if not num:
             return None
-        self.rows = rows_of_parts(num, self.ranks.num_replicas)
-        return part_of_batch(data, self.rows, self.ranks.replica_id)
+        self._rows = rows_of_parts(num, self.ranks.num_replicas)
+        self.mine = self._rows[self.ranks.replica_id]
+        return part_of_batch(data, self._rows, self.ranks.replica_id)
+
+    def next_batch(self, data: Any, phase: Phase) -> Any:
+        """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
+        mine = 0 if data is None else int(num_rows(data))
+        if mine:
+            self._last_batch[phase] = data
+        flags = (phase in self._last_batch) + 2 * self._looks_at_logs(phase)
+        self._tell_rows(phase, mine, flags, is_part=False)
+        if not mine and not any(self._rows):
+            return None
+        self.mine = mine
+        return self._last_batch[phase]
+
+    def _tell_rows(self, phase: Phase, num: int, flags: int, is_part: bool) -> None:
+        """Tells the others how many rows this rank has, and waits for theirs unless a step may begin before."""
+        self._phase, self._is_part = phase, is_part
+        self._told = tell_soon(phase.value, num, flags)
+        if not num or not self._can_wait(phase):
+            self.confirm()
 
     def _can_wait(self, phase: Phase) -> bool:
         """Whether the step of this phase exchanges nothing before it has come to the loss."""
@@ -223,33 +247,50 @@ class Session:
 
     @torch.compiler.disable
     def confirm(self) -> None:
-        """Waits until all ranks have said that they have as many rows.
+        """Waits until all ranks have said how many rows they have.
 
         Raises:
-            ValueError: on every rank, if some have not, or are in other phases.
+            ValueError: on every rank, if some have other rows of a batch that all have, or are in other phases.
         """
         told, self._told = self._told, None
-        if told is not None:
-            numbers = told()
-            check_rows([rows for rows, _ in numbers])
-            self.shares_logs = any(looks for _, looks in numbers)
-
-    def next_batch(self, data: Any, phase: Phase) -> Any:
-        """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
-        self._phase = phase
-        mine = 0 if data is None else int(num_rows(data))
-        if mine:
-            self._last_batch[phase] = data
-        told = self.exchange(phase, mine, (phase in self._last_batch) + 2 * self._looks_at_logs(phase))
-        rows = [row for row, _ in told]
-        if not any(rows):
-            return None
-        self.shares_logs = any(flags >= 2 for _, flags in told)
-        if not all(flags % 2 for _, flags in told):
+        if told is None:
+            return
+        numbers = told()
+        if self._is_part:
+            check_batches([(num, found // 2) for num, found in numbers], self._step)
+            self.shares_logs = any(found % 2 for _, found in numbers)
+            return
+        self._rows = rows = [num for num, _ in numbers]
+        self.shares_logs = any(flags >= 2 for _, flags in numbers)
+        if any(rows) and not all(flags % 2 for _, flags in numbers):
             # A rank that never had a row needs some batch to go through the model with.
-            self._last_batch.setdefault(phase, self._given(data, rows))
-        self.rows = rows
-        return self._last_batch[phase]
+            given = self._given(self._last_batch.get(self._phase), rows)
+            self._last_batch.setdefault(self._phase, given)
+
+    @torch.compiler.disable
+    def rows(self) -> list[int]:
+        """How many rows each rank has in the batch that comes next, or is under way."""
+        if not self._is_part:
+            self.confirm()
+        return self._rows
+
+    def all_rows(self) -> int | Callable[[], int]:
+        """How many rows all ranks have together in that batch, or what waits for it."""
+        if self._told is None or self._is_part:
+            return sum(self._rows)
+        return lambda: sum(self.rows())
+
+    @contextlib.contextmanager
+    def inner_call(self) -> Iterator[None]:
+        """A call inside another one, perhaps between a batch and its step. Its batches are others."""
+        self.confirm()
+        before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs
+        self.mine = self._waits = None
+        try:
+            yield
+        finally:
+            self._told = None
+            self.mine, self._rows, self._is_part, self._phase, self.shares_logs = before
 
     def _looks_at_logs(self, phase: Phase) -> bool:
         """Whether a callback of this rank looks at the logs of the next batch."""
@@ -338,7 +379,7 @@ class Session:
     def forget_batches(self) -> None:
         """Lets go of batches, which need not look like those of another call."""
         self._last_batch.clear()
-        self.rows = self._told = self._waits = None
+        self.mine = self._told = self._waits = None
 
     def _given(self, data: Any, owners: Sequence[int]) -> Any:
         """What the first rank that has something gives to all."""

@@ -1,7 +1,7 @@
 """What `prepare(model)` changes in Keras' torch trainer, which knows nothing of ranks.
 
 All ranks go through the same batches, drawn alike, and each works on its part of every batch; or each has batches of
-its own, where its data is a part already. Before every batch ranks exchange their numbers of rows, so that uneven parts
+its own, where its data is a part already. With every batch ranks exchange their numbers of rows, so that uneven parts
 get their weights; a rank that runs out of batches of its own takes part with empty ones. At the end of an epoch they
 exchange metrics.
 
@@ -29,6 +29,7 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.models import override_method
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import callbacks_of_call
 from keras_shardopt.fit.overrides import (
@@ -86,16 +87,17 @@ def _run(
     session: Session, together: Session | None, call: Phase, real: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """A call, perhaps inside another one: on all ranks `together`, or on this one alone (None)."""
-    is_outermost = session.call is None
-    before = session.call, session.rows, session.shares_logs
-    session.call, session.rows = call, None
-    try:
-        with run_of(together), callbacks_of_call(session.model), _one_by_one(session):
+    before = session.call
+    with session.inner_call(), run_of(together), callbacks_of_call(session.model), _one_by_one(session):
+        session.call = call
+        try:
             return _print_on_chief(session, real, *args, **kwargs)
-    finally:
-        session.call, session.rows, session.shares_logs = before
-        if is_outermost:
-            session.forget_batches()
+        finally:
+            session.call = before
+            if together is not None:
+                note_end_of_call()
+            if before is None:
+                session.forget_batches()
 
 
 @contextlib.contextmanager
@@ -174,11 +176,11 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, arguments: dic
     if session.ranks is None:
         return real(**arguments, return_dict=return_dict)
     batch = tuple(arguments.pop(name, None) for name in ("x", "y", "sample_weight"))
-    batch = session.next_batch(batch, phase)
-    if batch is None:
-        raise ValueError("`x` must have rows on some rank. Received: none on any.")
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    with _one_by_one(session):
+    with session.inner_call(), _one_by_one(session):
+        batch = session.next_batch(batch, phase)
+        if batch is None:
+            raise ValueError("`x` must have rows on some rank. Received: none on any.")
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         logs = real(x=x, y=y, sample_weight=sample_weight, **arguments, return_dict=True)
     with run_of(session):
         logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
@@ -189,7 +191,7 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     session = session_of(model)
     if session.ranks is not None:
         session.check_reduces()
-    if session.ranks is not None and session.rows is not None and not session.has_started:
+    if session.ranks is not None and session.mine is not None and not session.has_started:
         session.confirm()
         session.start_equal()
     logs = _step(model, real, data)
@@ -202,14 +204,15 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
 def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     """A step on this rank's part of the batch that the ranks have agreed on."""
     session = session_of(model)
-    ranks, rows = session.ranks, session.rows
-    if ranks is None or rows is None:
+    ranks, mine = session.ranks, session.mine
+    if ranks is None or mine is None:
         return real(data)
-    session.rows = None
-    mine = rows[ranks.replica_id]
+    session.mine = None
     share_losses(model)
     kept = [] if mine else [(tensor, tensor.clone()) for tensor in _counted(model)]
-    with batch_shared(BatchShare(mine, sum(rows), ranks, ends_early=not mine, rows_here=mine or num_rows(data))):
+    with batch_shared(
+        BatchShare(mine, session.all_rows(), ranks, ends_early=not mine, rows_here=mine or num_rows(data))
+    ):
         logs = real(data)
     with torch.no_grad():
         for tensor, value in kept:
@@ -229,12 +232,11 @@ def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: An
 def _predict_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     """What the model predicts for the batch of which this rank has a part."""
     session = session_of(model)
-    rows = session.rows
     outputs = real(data)
-    if session.ranks is None or rows is None or session.call is not Phase.PREDICT_BATCH:
+    if session.ranks is None or session.mine is None or session.call is not Phase.PREDICT_BATCH:
         return outputs
-    session.rows = None
-    return session.rows_of_all(outputs, rows)
+    session.mine = None
+    return session.rows_of_all(outputs, session.rows())
 
 
 def _counted(model: Any) -> list[Tensor]:

@@ -85,6 +85,7 @@ class Passing(ks.Stage):
     """Hands everything on, and notes a number where replicas have gradients of their own."""
 
     needs_local_gradients = False
+    takes_slices = True
 
     def collect(self, step, proceed):
         proceed(step.replace())

@@ -11,7 +11,7 @@ from keras_shardopt.backends.active import placement
 from keras_shardopt.fit.scope import largest_difference
 
 BACKEND = keras.config.backend()
-STYLES = ["built-in step", "custom train_step", "train_on_batch", "hand-written loop"]
+STYLES = ["built-in step", "custom train_step", "train_on_batch", "custom training loop"]
 
 
 class CustomStep(keras.Model):
@@ -132,7 +132,7 @@ def trained(style, optimizer, x, y, batch_size):
     if style == "custom train_step":
         model = CustomStep(model.inputs, model.outputs)
     model.compile(optimizer, "mse")
-    if style == "hand-written loop":
+    if style == "custom training loop":
         _LOOPS[BACKEND](model, x, y, batch_size)
     elif style == "train_on_batch":
         for start in range(0, len(x), batch_size):

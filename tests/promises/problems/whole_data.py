@@ -56,7 +56,7 @@ def compiled(around=lambda optimizer: optimizer):
 
 
 def outcomes(model, process_id=0):
-    """By case: the logs, the weights, what random numbers come next, and what the model tells of the data then."""
+    """By case: the logs, the weights, what random numbers come next, and what the model then says about the data."""
     start = [(v, keras.ops.convert_to_numpy(v)) for v in [*model.variables, *model.optimizer.variables]]
     found = {}
     for name, make in CASES.items():

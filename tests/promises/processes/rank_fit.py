@@ -45,7 +45,7 @@ FAULTS = {
 
 
 def loop(model, x, y):
-    """A training loop written by hand."""
+    """A custom training loop."""
     model.optimizer.build(model.trainable_variables)
     size = len(x) // problem.NUM_STEPS
     for start in range(0, len(x), size):

@@ -107,6 +107,34 @@ def fit_sends_in_the_backward_pass(scope):
     assert len(whole.optimizer.pipeline.reducer.buckets._buckets) == 1
 
 
+class Halves(ks.Stage):
+    def commit(self, step, proceed):
+        proceed(step.replace(grads=[grad / 2 for grad in step.grads]))
+
+
+class Counts(Halves):
+    num_windows = 0
+
+    def collect(self, step, proceed):
+        self.num_windows += 1
+        proceed(step)
+
+
+@check
+def stages_after_the_reduction_leave_it_where_it_is(scope):
+    for more in ({}, {"on_nonfinite": "skip"}, {"gradient_accumulation_steps": 2}):
+        found = []
+        for arguments in ({"overlap": False}, {}):
+            with recorded() as calls:
+                found.append(trained(scope, {"bucket_mib": TINY, "stages": [Halves()], **more, **arguments}))
+            assert any(inside for _, inside in calls) == (not arguments), (more, arguments)
+        assert_same(*found, close(scope))
+    with recorded() as calls:  # it is to see gradients before
+        found.append(trained(scope, {"bucket_mib": TINY, "stages": [Counts()]}))
+    assert not any(inside for _, inside in calls)
+    assert_same(found[-1], trained(scope, {"overlap": False, "stages": [Halves()]}))
+
+
 @check
 def next_values_do_not_travel_in_buckets(scope):
     """Of what comes as a float8 scale's gradient all ranks take the largest, which no bucket of sums can hold."""

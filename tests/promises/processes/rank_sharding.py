@@ -8,6 +8,7 @@ import json
 import pathlib
 import random
 import sys
+import time
 import warnings
 
 import keras
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from support import checks, problem
 from support.checks import check, refused
+from support.launch import patient
 from torch.utils import data as torch_data
 
 import keras_shardopt as ks
@@ -315,6 +317,59 @@ def evaluate_and_predict(scope):
     assert seen == [15, 15, 15, 15, 1]
 
 
+class Lingers(keras.layers.Layer):
+    """Is saved on rank 1 for as long as rank 0 needs to read what it has saved."""
+
+    waits = False
+
+    def call(self, x):
+        return x
+
+    def save_own_variables(self, store):
+        if self.waits:
+            dist.barrier()  # rank 0 has saved
+            dist.barrier()  # and read
+
+
+@check
+def plain_calls_that_save(scope):
+    """By every rank, none of which sees a file that another one is writing; or by one rank alone."""
+    folder = pathlib.Path(sys.argv[1] + "-saved")
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    for shard_state, method in ((False, "save"), (True, "save"), (False, "save_weights")):
+        path = folder / (f"{shard_state}.keras" if method == "save" else "model.weights.h5")
+        layers = [keras.Input((problem.NUM_FEATURES,)), Lingers(), keras.layers.Dense(problem.NUM_OUTPUTS)]
+        model = keras.Sequential(layers)
+        model.compile(ks.CrossShard(keras.optimizers.Adam(0.01), shard_state=shard_state), "mse")
+        fit(X, Y, epochs=1)(model)
+        model.layers[0].waits = bool(scope.replica_id) and not shard_state
+        if shard_state:
+            getattr(model, method)(path)
+        elif scope.is_chief:
+            getattr(model, method)(path)
+            before = path.read_bytes()
+            dist.barrier()
+            assert path.read_bytes() == before
+            dist.barrier()
+        else:
+            getattr(model, method)(path)
+        dist.barrier()
+        assert [each.name for each in folder.iterdir() if each.name.startswith(".")] == []
+        if method == "save":
+            again = keras.saving.load_model(path, custom_objects={"Lingers": Lingers})
+        else:
+            again = keras.models.clone_model(model)
+            again.load_weights(path)
+        assert all(np.array_equal(*each) for each in zip(again.get_weights(), model.get_weights()))
+        dist.barrier()
+        model.layers[0].waits = False
+        if scope.is_chief and not shard_state:
+            getattr(model, method)(path)
+        fit(X, Y, epochs=1)(model)
+        assert scope.largest_difference(model) == 0
+
+
 class OtherOutputs(keras.Model):
     """What it predicts has several rows for a row, half precision, or too many rows."""
 
@@ -383,6 +438,16 @@ def orders_drawn_behind_what_a_callback_draws(scope):
 
 
 @check
+def data_that_draws_behind_what_a_callback_draws(scope):
+    predicts = keras.callbacks.LambdaCallback()
+    predicts.on_train_batch_end = lambda batch, logs: batch % 2 or predicts.model.predict(X[:7], verbose=0)
+    noisy = lambda: torch_data.DataLoader(Noisy(), BATCH, shuffle=True)  # noqa: E731
+    for make, more in ((Noise, {}), (Batches, {}), (noisy, {"shuffle": False}), (endless, {"steps_per_epoch": 4})):
+        for callback in (Evaluates(), predicts):
+            assert_as_one_process(scope, fit(make, callbacks=[callback], **more))
+
+
+@check
 def one_rank_alone_predicts_where_nothing_is_gathered(scope):
     model = ks.prepare(compiled(scope), gather=False)
     if scope.is_chief:
@@ -448,6 +513,52 @@ def parts_of_its_own(scope):
     assert len(compiled(scope).predict(mine, verbose=0)) == len(mine) < 61
 
 
+class Slow(keras.utils.PyDataset):
+    """Batches of which rank 1 has the third one when rank 0 has begun to work on its own."""
+
+    def __init__(self, scope, sign, **more):
+        super().__init__(**more)
+        self._scope, self._sign, self.has_waited_in_vain = scope, sign, False
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 2 and self._scope.replica_id == 1:
+            limit = time.monotonic() + patient(5)
+            while not self._sign.exists() and time.monotonic() < limit:
+                time.sleep(0.002)
+            self.has_waited_in_vain = not self._sign.exists()
+        return X[15 * index : 15 * index + 15], Y[15 * index : 15 * index + 15]
+
+
+class Signals(keras.layers.Layer):
+    """Leaves a sign in the third training step."""
+
+    sign, num_steps = None, 0
+
+    def call(self, x, training=False):
+        if training and self.sign:
+            self.num_steps += 1
+            if self.num_steps == 3:
+                self.sign.touch()
+        return x
+
+
+@check
+def a_step_begins_before_others_have_their_rows(scope):
+    layers = [keras.Input((problem.NUM_FEATURES,)), Signals(), keras.layers.Dense(problem.NUM_OUTPUTS)]
+    for whole in (True, False):
+        model = ks.prepare(compiled(scope, lambda: keras.Sequential(layers)), auto_shard=whole)
+        sign = pathlib.Path(sys.argv[1] + f"-{whole}.sign")
+        if scope.is_chief:
+            model.layers[0].sign, model.layers[0].num_steps = sign, 0
+        batches = Slow(scope, sign)
+        fit(batches, epochs=1, shuffle=False)(model)
+        assert not batches.has_waited_in_vain, whole
+        model.layers[0].sign = None
+
+
 @check
 def parts_that_each_rank_loads(scope):
     rows = slice(scope.replica_id, None, scope.num_replicas)
@@ -509,6 +620,25 @@ def data_that_differ_are_refused_on_every_rank(scope):
             return (x[1:], y[1:]) if odd and index == 2 else (x, y)
 
     refused(train(Loses(False), shuffle=False), ValueError, "Received: batches of [")
+
+    class Differs(Batches):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return (x, y + odd) if index == 3 else (x, y)
+
+    words = "Received: other values than process 0 on process 1, in batch 3 (the first is 0). Load the same data"
+    refused(train(Differs(False), shuffle=False), ValueError, words)
+
+    def unseeded():
+        own = np.random.default_rng()
+        yield X[:13], Y[:13]
+        while True:
+            rows = own.integers(0, 61, 13)
+            yield X[rows], Y[rows]
+
+    refused(train(unseeded(), steps_per_epoch=3), ValueError, "in batch 1 (the first is 0)")
+    refused(lambda: compiled(scope).evaluate(Differs(False), verbose=0), ValueError, "in batch 3 (the first is 0)")
+    refused(lambda: compiled(scope).predict(X + odd * (np.arange(61) > 40)[:, None], 15), ValueError, "in batch 2 (the")
     several = compiled(scope, with_dicts, loss="mae")
     ragged = ({"a": X[:4, :2], "b": X[: 4 - short, 2:]} for short in (1, 0))
     refused(

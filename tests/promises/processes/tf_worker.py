@@ -1,4 +1,4 @@
-"""One worker of a `MultiWorkerMirroredStrategy`: a loop by hand, callbacks, and what Keras cannot do there.
+"""One worker of a `MultiWorkerMirroredStrategy`: a custom training loop, callbacks, and what Keras cannot do there.
 
 In the end worker 1 kills itself, and worker 0 looks how that reaches it.
 

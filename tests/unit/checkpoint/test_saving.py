@@ -312,7 +312,7 @@ def test_what_fails_on_the_chief_fails_on_all(tmp_path, monkeypatch, place):
 @same
 @pytest.mark.parametrize("place", ["in the weights", "in the state"])
 def test_a_chief_that_leaves_would_be_found(tmp_path, monkeypatch, place):
-    """The test before, with the fault that it is for: a chief that stops taking part when its disk is full."""
+    """The test before, with the fault that it is for: a rank 0 that stops taking part when its disk is full."""
     monkeypatch.setattr(saving, "gather_despite_errors", lambda model: contextlib.nullcontext())
     processes = Processes(monkeypatch, 3, patience=1.0)
     models, _ = models_in_parts(processes)

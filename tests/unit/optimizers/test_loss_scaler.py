@@ -1,3 +1,5 @@
+import importlib
+
 import keras
 import numpy as np
 import pytest
@@ -135,6 +137,27 @@ def test_check_grads_golden(id, backend):
     assert bool(has_nan) == case["has_nan"]
     if not case["has_nan"]:
         golden.assert_close(amax, float(case["amax"]), case["dtype"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.backends("jax", "tensorflow"))])
+def test_what_overflows_when_squared_is_no_nan(dtype, compiled, backend):
+    largest = ops.cast(6e4 if dtype == "float16" else 3e38, dtype)
+    cases = {
+        "large": ([largest, -largest], False, float(ops.cast(largest, "float32"))),
+        "infinities": ([float("inf"), -float("inf")], False, float("inf")),
+        "a NaN among infinities": ([float("inf"), float("nan"), -float("inf")], True, None),
+        "negative": ([-3.0, -4.0], False, 4.0),
+    }
+    check = ks.AutomaticLossScaler().check_grads
+    if compiled and backend == "tensorflow":
+        check = importlib.import_module("tensorflow").function(check, jit_compile=True, autograph=False)
+    elif compiled:
+        check = importlib.import_module("jax").jit(check)
+    for what, (values, has_nan, amax) in cases.items():
+        found, largest_found = check([ops.convert_to_tensor([ops.cast(v, dtype) for v in values])])
+        assert bool(found) == has_nan, what
+        assert has_nan or float(largest_found) == amax, what
 
 
 def test_none_gradients_are_left_out():

@@ -22,7 +22,8 @@ def run(folder, *arguments):
 
 
 @pytest.mark.neutral
-def test_a_run_in_which_everything_skipped_fails(tmp_path):
+def test_a_run_in_which_everything_skipped_fails(tmp_path, monkeypatch):
+    monkeypatch.delenv("REPORTS", raising=False)  # it would write over that of this run
     suite = tmp_path / "test_none.py"
     suite.write_text(
         "import pytest\n@pytest.mark.backends('another')\ndef test_it(): pass\ndef test_that(): pytest.skip('why')\n"

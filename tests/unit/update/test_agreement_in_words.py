@@ -1,4 +1,4 @@
-"""What processes tell each other of what they train, and the error where it differs."""
+"""What processes exchange about what they train, and the error where it differs."""
 
 import keras
 import pytest

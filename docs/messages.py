@@ -1,0 +1,255 @@
+"""Makes the page of all messages: every error and warning of the package, read from its sources, under its subject.
+
+mkdocs calls `on_files`. What a message puts in at run time is shown as "…".
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import pathlib
+import re
+from typing import Any
+
+PACKAGE = pathlib.Path(__file__).parents[1] / "keras_shardopt"
+GAP = "…"
+MADE = r"Error$|^warnings\.warn$|_warn_once$"  # calls that make a message
+
+# Files begin with this; headings of the page, in its order; and the page to read.
+SUBJECTS = (
+    (
+        "Starting processes and replicas",
+        "processes.md",
+        r"__init__|fit/scope|backends/(\w+/)?process|update/agreement",
+    ),
+    ("Preparing models, and `fit`", "uneven_batches.md", r"fit/|update/losses"),
+    ("Data", "processes.md#data", r"data/"),
+    ("Sharded state", "sharded_state.md", r"sharding/"),
+    ("Saving and checkpoints", "saving.md", r"checkpoint/|wrapping/stored"),
+    ("Callbacks and summaries", "saving.md#callbacks", r"callbacks/|summaries/"),
+    (
+        "Half precision and loss scaling",
+        "loss_scaling.md",
+        r"optimizers/(loss_|mixed|auto)",
+    ),
+    ("Schedules", "schedules.md", r"schedules/"),
+    ("Towers", "accumulation.md#towers", r"optimizers/tower"),
+    (
+        "`build_optimizer` and `optimize_loss`",
+        "summaries.md",
+        r"steps/|optimizers/(build|tf1)",
+    ),
+    ("Accumulation", "accumulation.md", r"update/accumulation"),
+    (
+        "Reducing gradients",
+        "reduction.md",
+        r"backends/|update/|optimizers/cross",
+    ),
+    ("Optimizers and wrappers", "order.md", r"wrapping/|optimizers/"),
+    ("Arguments", "how_to_choose.md", r""),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """What the package raises or warns of.
+
+    Args:
+        kind: the exception, or "warning".
+        text: with "…" for what is put in.
+        file: where it is raised, relative to the package.
+    """
+
+    kind: str
+    text: str
+    file: str
+
+    @property
+    def code(self) -> str:
+        """The anchor on the page: it changes with the text only."""
+        return "m" + hashlib.sha1(self.text.encode()).hexdigest()[:6]
+
+    @property
+    def title(self) -> str:
+        """Its first words. The search field ranks long titles first, whatever is looked for."""
+        words = re.split(rf"[.:](?: |$)|^\W*{GAP}\W+", self.text)
+        rule = next(part for part in words if part and len(part) > 8).split()
+        return " ".join(rule[:8]) + ("" if len(rule) <= 8 else f" {GAP}")
+
+    def matches(self, message: str) -> bool:
+        """Whether this is the text that somebody has seen."""
+        parts = [re.escape(part) for part in self.text.split(GAP)]
+        return re.fullmatch(".*?".join(parts), message, re.DOTALL) is not None
+
+
+class _Reader:
+    """Finds the texts of one file."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
+        self.busy: set[int] = set()
+        self.functions = {
+            node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+        }
+
+    def messages(self) -> list[tuple[str, ast.expr, str | None]]:
+        """Kind, expression and text of each; None where the text is made elsewhere."""
+        return self._in(self.tree, self.tree)
+
+    def _in(self, node: ast.AST, scope: ast.AST) -> list[tuple[str, ast.expr, str | None]]:
+        found = []
+        for child in ast.iter_child_nodes(node):
+            inside = child if isinstance(child, ast.FunctionDef) else scope
+            found += self._in(child, inside)
+            if isinstance(child, ast.Raise) and isinstance(child.exc, ast.Call):
+                found.append(self._of(child.exc, scope))
+            elif isinstance(child, ast.Call) and re.search(MADE, ast.unparse(child.func)):
+                found.append(self._of(child, scope))
+        return found
+
+    def _of(self, call: ast.Call, scope: ast.AST) -> tuple[str, ast.expr, str | None]:
+        name = ast.unparse(call.func)
+        kind = "warning" if "warn" in name else name if name.endswith("Error") else "Error"
+        text = self.text(call.args[0], scope, {}) if call.args else ""
+        return (
+            kind,
+            call,
+            text if text == "" or re.search(r"[a-z]{3}", text or "") else None,
+        )
+
+    def constants(self) -> list[str]:
+        """Messages that the file keeps in constants."""
+        values = [node.value for node in self.tree.body if isinstance(node, ast.Assign)]
+        texts = [self.text(value, self.tree, {}) or "" for value in values]
+        return [text for text in texts if re.search(r"[a-z]\. ", text) and len(text) > 60]
+
+    def text(self, node: ast.expr, scope: ast.AST, given: dict[str, Any]) -> str | None:
+        """What an expression says, with gaps; None where it says nothing."""
+        if id(node) in self.busy:  # it is made of itself
+            return None
+        self.busy.add(id(node))
+        try:
+            return self._text(node, scope, given)
+        finally:
+            self.busy.remove(id(node))
+
+    def _text(self, node: ast.expr, scope: ast.AST, given: dict[str, Any]) -> str | None:
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else None
+        if isinstance(node, ast.JoinedStr):
+            return "".join(self.text(part, scope, given) or GAP for part in node.values)
+        if isinstance(node, ast.FormattedValue):
+            return self.text(node.value, scope, given)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            parts = [self.text(part, scope, given) for part in (node.left, node.right)]
+            return "".join(part or GAP for part in parts) if any(parts) else None
+        if isinstance(node, ast.BoolOp | ast.IfExp):
+            either = (
+                node.values if isinstance(node, ast.BoolOp) else [node.body, node.orelse]
+            )
+            return next(
+                filter(None, (self.text(part, scope, given) for part in either)), None
+            )
+        if isinstance(node, ast.Call):
+            return self._returned(node, scope, given)
+        if isinstance(node, ast.Name):
+            return self._assigned(node.id, scope, given)
+        return None
+
+    def _returned(
+        self, call: ast.Call, scope: ast.AST, given: dict[str, Any]
+    ) -> str | None:
+        function = self.functions.get(ast.unparse(call.func).rpartition(".")[2])
+        returns = (
+            [n for n in ast.walk(function) if isinstance(n, ast.Return)] if function else []
+        )
+        if function is None or not returns or returns[-1].value is None:
+            return None
+        names = [argument.arg for argument in function.args.args]
+        texts = {
+            name: self.text(value, scope, given) for name, value in zip(names, call.args)
+        }
+        known = {
+            name: ast.Constant(text) for name, text in texts.items() if text is not None
+        }
+        return self.text(returns[-1].value, function, known)
+
+    def _assigned(self, name: str, scope: ast.AST, given: dict[str, Any]) -> str | None:
+        if name in given:
+            return self.text(given[name], scope, {})
+        if isinstance(scope, ast.FunctionDef):
+            if name in (argument.arg for argument in scope.args.args):
+                return None
+            places = [(scope, list(ast.walk(scope))), (self.tree, self.tree.body)]
+        else:
+            places = [(self.tree, self.tree.body)]
+        for where, nodes in places:
+            for node in nodes:
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                    return self.text(node.value, where, {})
+        return None
+
+
+def read(package: pathlib.Path = PACKAGE) -> tuple[list[Message], list[str]]:
+    """All messages, and the calls whose text is made elsewhere: files and expressions."""
+    found: dict[str, Message] = {}
+    elsewhere, kept = [], []
+    for path in sorted(package.rglob("*.py")):
+        file = path.relative_to(package).as_posix()
+        reader = _Reader(ast.parse(path.read_text(encoding="utf-8")))
+        for kind, call, text in reader.messages():
+            if text is None:
+                elsewhere.append(f"{file}: {ast.unparse(call)}")
+            elif text and not _short(text).startswith(
+                f"{GAP}. "
+            ):  # else a constant is its beginning
+                found.setdefault(_short(text), Message(kind, _short(text), file))
+        kept += [
+            Message("Error or warning", _short(text), file) for text in reader.constants()
+        ]
+    for message in kept:
+        if not any(message.text.removesuffix(GAP) in text for text in found):
+            found[message.text] = message
+    return list(found.values()), elsewhere
+
+
+def _short(text: str) -> str:
+    return re.sub(rf"{GAP}[{GAP} ]*{GAP}", GAP, " ".join(text.replace("{}", GAP).split()))
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    messages, _ = read()
+    lines = [
+        "---\nhide: [toc]\n---\n",
+        "# All messages\n",
+        f"Every error and warning of the package, {len(messages)} in all, read from its sources. Paste a message into "
+        "the search field above, or look for its first words; … stands for what your program has put in. A message begins "
+        "with the rule that was broken, which is the cause, and ends with the fix. For symptoms without a message see "
+        "[Troubleshooting](troubleshooting.md).\n",
+    ]
+    left = messages
+    for title, link, files in SUBJECTS:
+        here = [m for m in left if re.match(files, m.file)]
+        left = [m for m in left if m not in here]
+        lines.append(f"## {title}\n\n[More about it]({link})\n")
+        for message in sorted(here, key=lambda m: m.text):
+            lines.append(f"### {_escaped(message.title)} {{ #{message.code} }}\n")
+            lines.append(f"{message.kind}: {_escaped(message.text)}\n")
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    """Text as Markdown: names stay code, and nothing else means anything."""
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = [re.sub(r"([\\*_\[\]<>{}#])", r"\\\1", part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the page."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "messages.md", content=page()))
+    return files

@@ -1,0 +1,210 @@
+"""A stage that a user has written, among those of the package: it sees the same units everywhere, and is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.scopes import assigning_nothing
+from keras_shardopt.numerics import Variable, is_sparse, like_variable
+from keras_shardopt.update.nonfinite import first_not_finite
+from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.replica_transform import scaled_gradients, unscaled_gradients
+from keras_shardopt.update.step import Proceed, Stage, Step
+
+
+class UserStage(Stage):
+    """Runs a stage of a user, and refuses steps that no replica could go on with.
+
+    It sees gradients of the replica's mean loss (`local`) and of that of all rows (`commit`), by whatever the loss was
+    multiplied or divided. Only shapes and dtypes are looked at, so that nobody waits for a device.
+
+    Args:
+        stage: the user's.
+        optimizer: the `CrossShard`.
+    """
+
+    def __init__(self, stage: Stage, optimizer: Any) -> None:
+        self._stage = stage
+        self._optimizer = optimizer
+        self._variables: list[Variable] = []
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """Those that the options name."""
+        in_slices = options.shard_state and placement.state_sharding != "layout"
+        whole = [stage for stage in options.stages if stage._overrides("commit") and not stage.takes_slices]
+        if in_slices and whole:
+            raise ValueError(
+                "With `shard_state=True` `commit` of a stage is given this replica's slices of gradients here, flat "
+                f"and in place of whole ones. Received: stages={whole!r}, of which that is not known. Use "
+                "`shard_state=False`; or set `takes_slices = True` in a class that treats each element by itself."
+            )
+        return [cls(stage, optimizer) for stage in options.stages]
+
+    def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
+        """Builds it. From now on it belongs to this optimizer."""
+        # By numbers: a copy of the stage takes them along, and belongs to nobody.
+        mine = (id(self._stage), id(self))
+        owner = vars(self._stage).get("_owner", mine)
+        if owner[0] == mine[0] and owner != mine:
+            raise ValueError(
+                "Each optimizer must have stages of its own. "
+                f"Received: {self._stage!r}, which another optimizer was built with. Make a new one."
+            )
+        vars(self._stage)["_owner"] = mine
+
+        def add(*args: Any, **kwargs: Any) -> Variable:
+            self._variables.append(add_variable(*args, **kwargs))
+            return self._variables[-1]
+
+        self._stage.build(variables, add)
+        self._check_variables([*variables, *self._variables])
+
+    def _check_variables(self, known: Sequence[Variable]) -> None:
+        """Refuses variables of which the optimizer, and so a compiled step, knows nothing."""
+        found: list[Any] = []
+        for value in vars(self._stage).values():
+            found += (
+                value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+            )
+        if runtime.updates_are_stateless:  # elsewhere they draw anew in each step
+            found = [each.state if isinstance(each, keras.random.SeedGenerator) else each for each in found]
+        others = [v for v in found if isinstance(v, keras.Variable) and not any(v is each for each in known)]
+        if others:
+            raise ValueError(
+                f"`{self._called('build')}` must make variables with its `add_variable`, or compiled steps would lose "
+                f"what is assigned to them. Received: {[v.path for v in others]}, which the optimizer does not have."
+            )
+
+    def collect(self, step: Step, proceed: Proceed) -> None:
+        """See `Stage.collect`."""
+        self._pass("collect", step, proceed)
+
+    def local(self, step: Step, comm: Communicator) -> Step:
+        """See `Stage.local`."""
+        if not self._stage._overrides("local"):
+            return step
+        own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit := self._unit(step, comm)))
+        with assigning_nothing(f"`{self._called('local')}`"):
+            after = self._stage.local(own, comm)
+        self._check(after, own, "local", "It must return the step: end it with `return step.replace(grads=...)`.")
+        after = _scaled(after, own, step, unit)
+        # In the dtypes in which other replicas send theirs, and zeros in place of None.
+        if all(_has_dtype_of(grad, old) for grad, old in zip(after.grads, step.grads)):
+            return after
+        return after.replace(grads=[like_variable(g, v) for g, v in zip(after.grads, step.variables)])
+
+    def _unit(self, step: Step, comm: Communicator) -> Any:
+        """By what this replica's own gradients were multiplied. There is no mean loss of no rows."""
+        share = step.row_share
+        rows = share or 1.0 if isinstance(share, float) else ops.where(share > 0, share, 1.0)
+        unit = rows * (self._optimizer.loss_scale if step.loss_scale is None else step.loss_scale)
+        return unit / comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else unit
+
+    def commit(self, step: Step, proceed: Proceed) -> None:
+        """See `Stage.commit`. Where a loss scaling inside is to see an overflow, the stage's state stays as it was."""
+        if not self._stage._overrides("commit"):
+            proceed(step)
+            return
+        unit = self._optimizer.loss_scale
+        kept = self._variables if self._optimizer._skips_inside else []
+        before = [ops.copy(ops.convert_to_tensor(variable)) for variable in kept]
+        is_bad = first_not_finite(step.grads, step.variables) > 0 if kept else False
+        own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit))
+        self._pass("commit", own, lambda after: proceed(_scaled(after, own, step, unit)))
+        for variable, value in zip(kept, before):
+            variable.assign(ops.where(is_bad, value, ops.convert_to_tensor(variable)))
+
+    def reset(self) -> None:
+        """See `Stage.reset`."""
+        self._stage.reset()
+
+    def _called(self, hook: str) -> str:
+        return f"{type(self._stage).__name__}.{hook}"
+
+    def _pass(self, hook: str, step: Step, proceed: Proceed) -> None:
+        if not self._stage._overrides(hook):
+            proceed(step)
+            return
+        before = step
+
+        def go_on(step: Step) -> None:
+            self._check(step, before, hook, "Use `proceed(step)` or `proceed(step.replace(grads=...))`.")
+            proceed(step)
+
+        returned = getattr(self._stage, hook)(step, go_on)
+        if returned is not None:
+            raise TypeError(
+                f"`{self._called(hook)}` must return nothing: it hands the step on with `proceed(step)`, or leaves the "
+                f"update out. Received: {type(returned).__name__}."
+            )
+
+    def _check(self, after: Any, before: Step, hook: str, fix: str) -> None:
+        """Raises an error unless `after` can take the place of `before`."""
+        if after is before:
+            return
+        rule = f"`{self._called(hook)}` must hand on"
+        if not isinstance(after, Step):
+            raise TypeError(f"{rule} a `Step`. Received: {_shown(after)}. {fix}")
+        if not isinstance(after.notes, Mapping):
+            fix = "Use `step.replace(notes={**step.notes, 'name': tensor})`."
+            raise TypeError(f"{rule} a dict of `notes`. Received: {_shown(after.notes)}. {fix}")
+        if hook == "local" and not _same(after.variables, before.variables):
+            fix = "Leave `variables` as they are, and give None as the gradient of one that is not to be updated."
+            raise ValueError(f"{rule} the step's own `variables`. Received: {len(after.variables)} others. {fix}")
+        if not isinstance(after.grads, (list, tuple)):
+            raise TypeError(f"{rule} a list of `grads`. Received: {_shown(after.grads)}. Use a list.")
+        if len(after.grads) != len(after.variables):
+            raise ValueError(
+                f"{rule} one gradient, or None, for each of {len(after.variables)} variables. "
+                f"Received: {len(after.grads)}. Give None where there is none."
+            )
+        given = {id(variable): grad for variable, grad in zip(before.variables, before.grads)}
+        for variable, grad in zip(after.variables, after.grads):
+            old = given.get(id(variable))
+            if grad is not None and grad is not old:
+                self._check_gradient(rule, variable, grad, old, hook == "local")
+
+    def _check_gradient(self, rule: str, variable: Variable, grad: Any, old: Any, is_local: bool) -> None:
+        name = f"`{getattr(variable, 'path', variable)}`"
+        if not (ops.is_tensor(grad) or is_sparse(grad)):
+            fix = "Use `keras.ops.convert_to_tensor`."
+            raise TypeError(f"{rule} tensors, or None, as `grads`. Received: {_shown(grad)} for {name}. {fix}")
+        # Reduced gradients may be slices, of other shapes than their variables.
+        like = variable if is_local or is_sparse(old) else old
+        if like is not None and not is_sparse(grad) and not _may_be_equal(grad.shape, like.shape):
+            raise ValueError(
+                f"{rule} gradients of the shapes of those that came. Received: shape {tuple(grad.shape)} for {name}, "
+                f"in place of {tuple(like.shape)}. Reduce only with `keepdims=True`, or reshape the result."
+            )
+
+
+def _scaled(after: Step, own: Step, step: Step, unit: Any) -> Step:
+    """What became of `own`, in the units of `step`."""
+    is_same = after.grads is own.grads
+    return after.replace(grads=step.grads if is_same else scaled_gradients(after.grads, after.variables, unit))
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return some is others or (len(some) == len(others) and all(a is b for a, b in zip(some, others)))
+
+
+def _has_dtype_of(grad: Any, old: Any) -> bool:
+    return grad is old or grad is None or (old is not None and grad.dtype == old.dtype)
+
+
+def _may_be_equal(shape: Any, other: Any) -> bool:
+    """Whether two shapes can be equal. In a `tf.function` some lengths, or all, are not known."""
+    if None in (getattr(shape, "rank", 0), getattr(other, "rank", 0)):
+        return True
+    return len(shape) == len(other) and all(a == b or None in (a, b) for a, b in zip(shape, other))
+
+
+def _shown(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
