@@ -38,9 +38,12 @@ def is_part(x: Any) -> bool:
 
 def is_own_part(*data: Any) -> bool:
     """Whether any of this, which goes together, is what `shard_data` has returned or a `DistributedSampler` divides."""
-    if any(is_part(each) or _has_distributed_sampler(each) for each in data):
-        return True
-    return any(_is_noted(leaf) for leaf in tree.flatten(data))
+    return is_surely_divided(*data) or any(_has_distributed_sampler(each) for each in data)
+
+
+def is_surely_divided(*data: Any) -> bool:
+    """Whether it is what `shard_data` has returned. A `DistributedSampler` may have the same rank everywhere."""
+    return any(is_part(each) for each in data) or any(_is_noted(leaf) for leaf in tree.flatten(data))
 
 
 def _is_noted(leaf: Any) -> bool:

@@ -106,6 +106,7 @@ def _warn_of_plain_optimizer(model: Any) -> None:
     # One program for all replicas reduces gradients by itself.
     if not processes.needs_initial_broadcast or (replicas := runtime.communicator("")).is_spmd:
         return
+    object.__setattr__(model, _IS_LEFT, True)  # once is enough
     name = type(model.optimizer).__name__
     warnings.warn(
         "A model that several processes train together needs a `CrossShard`, which averages their gradients. Received: "
@@ -124,7 +125,15 @@ def _fit(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 
 def _warn_of_unprepared(model: Any) -> None:
-    if processes.process()[0] == 1 or not reducers_in(model, cross_shards) or processes.num_replicas() == 1:
+    if processes.process()[0] == 1:
+        return
+    if not reducers_in(model, cross_shards):
+        # Without a process group, which asking for replicas is an error about, a plain model trains by itself.
+        with contextlib.suppress(ValueError):
+            if has_built_in_step(model) and processes.num_replicas() > 1:
+                _warn_of_plain_optimizer(model)
+        return
+    if processes.num_replicas() == 1:
         return
     object.__setattr__(model, _IS_LEFT, True)  # once is enough
     warnings.warn(

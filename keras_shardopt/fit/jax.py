@@ -48,7 +48,7 @@ from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, is_prepared, layers_of, optimizers_of, override_method
 from keras_shardopt.backends.scopes import assigning_nothing
-from keras_shardopt.data.own_parts import is_own_part
+from keras_shardopt.data.own_parts import is_own_part, is_surely_divided
 from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on, note_end_of_call
 from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows
 from keras_shardopt.fit.overrides import (
@@ -287,7 +287,7 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._draws = SharedDraws() if self._is_whole else None
         if self._is_together:
             is_meant = self._is_whole or not self._trains or model is None or sharing_of(model).auto_shard
-            self._check_kind(data, is_meant or is_own_part(*data))
+            self._check_kind(data, is_meant or is_surely_divided(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
             super().__init__(*data, *args, **kwargs)  # Keras looks at the first batches of a generator
         if self._is_whole:

@@ -92,7 +92,8 @@ def check_batches(batches: Sequence[tuple[int, int]], step: int) -> None:
 def warn_of_same_parts() -> None:
     """Says that processes train on the same rows."""
     warnings.warn(
-        "With `auto_shard=False` each process must be given its own rows. Received: the same first batch on all of "
-        "them, which then repeat each other's work. Leave out `auto_shard=False`, or use `keras_shardopt.shard_data`.",
+        "Each process must be given its own rows with `auto_shard=False` or a `DistributedSampler`. Received: the same "
+        "first batch on all of them, which then repeat each other's work. Leave out `auto_shard=False`, give the "
+        "sampler this process's rank, or use `keras_shardopt.shard_data`.",
         stacklevel=2,
     )

@@ -2,9 +2,11 @@
 
 import pickle
 
+import keras
 import numpy as np
 import pytest
 from promises.problems import whole_data
+from promises.problems.whole_data import BATCH, X, Y
 from support import launch, problem
 
 pytestmark = [pytest.mark.backends("jax"), pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
@@ -40,3 +42,20 @@ def test_evaluate_and_predict_tell_of_all_rows(found, alone):
     for name, value in alone[1].items():
         np.testing.assert_allclose(found[1][name], value, rtol=1e-5)
     np.testing.assert_allclose(found[2], alone[2], rtol=1e-5, atol=1e-6)
+
+
+def test_processes_may_have_one_device_each(tmp_path):
+    file = tmp_path / "found.pickle"
+    try:
+        launch.jax_processes("jax_one_device.py", 2, file, num_devices=1, timeout=150)
+    except launch.WorkersFailed as failure:
+        pytest.fail(str(failure), pytrace=False)
+    history, weights, outputs = pickle.loads(file.read_bytes())
+    model = whole_data.compiled()
+    keras.utils.set_random_seed(3)
+    expected = model.fit(X, Y, batch_size=BATCH, epochs=2, validation_split=0.1, verbose=0).history
+    model.fit(X, Y, batch_size=BATCH, epochs=1, verbose=0)
+    assert problem.relative_difference(weights, model.get_weights()) <= problem.TOLERANCE
+    np.testing.assert_allclose(outputs, model.predict(X, batch_size=BATCH, verbose=0), rtol=1e-5, atol=1e-6)
+    for name in expected:
+        np.testing.assert_allclose(history[name], expected[name], rtol=1e-5, err_msg=name)

@@ -265,7 +265,9 @@ def _under(distribution: Any) -> Iterator[None]:
 
 def _on_the_devices_of(like: Any, array: np.ndarray) -> Any:
     """`array` on each device of this process that has a copy of `like`."""
-    copies = [jax.device_put(array, shard.device) for shard in like.addressable_shards]
+    # Not the devices of `like.addressable_shards`, which cannot be read where Keras has placed it on one device of each
+    # process.
+    copies = [jax.device_put(array, device) for device in sorted(like.sharding.addressable_devices, key=lambda d: d.id)]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, copies)
 
 

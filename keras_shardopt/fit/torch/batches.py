@@ -19,7 +19,7 @@ from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt.backends.keras_callers import caller_instance
-from keras_shardopt.data.own_parts import is_own_part
+from keras_shardopt.data.own_parts import is_surely_divided
 from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
 from keras_shardopt.data.whole_batches import first_rows
 from keras_shardopt.fit.torch.session import Phase, Session, running
@@ -38,7 +38,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._model = caller_instance()
         session = self._session()
         self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
-        self._is_marked = session is not None and (session.splits_own_part or is_own_part(x, y, sample_weight))
+        self._is_marked = session is not None and (session.splits_own_part or is_surely_divided(x, y, sample_weight))
         self._is_compared = False
         self._first: Any = None if session is None or self._is_whole else first_rows((x, y))
         self._shuffle = kwargs.get("shuffle", False)

@@ -397,6 +397,12 @@ def compiled_after_the_block(scope):
     (words,) = warned(train)
     assert "Received: `fit` of `" in words and "or call `keras_shardopt.prepare(model)` after `compile`" in words
     assert warned(train) == []
+    plain = problem.model()
+    plain.compile("sgd", "mse")
+    alone = lambda: plain.fit(X[:15], Y[:15], batch_size=5, verbose=0)  # noqa: E731
+    (words,) = warned(alone)
+    assert f"compiled with SGD on {scope.num_processes} processes, whose ranks will train apart" in words
+    assert warned(alone) == []
     other = problem.model()
     other.compile(ks.CrossShard("sgd"), "mse")
     ks.prepare(other)

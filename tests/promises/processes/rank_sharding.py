@@ -572,6 +572,10 @@ def parts_that_each_rank_loads(scope):
     said = everywhere(warned(lambda: [fit(X, Y, batch_size=BATCH)(model) for _ in range(2)]))
     assert [len(words) for words in said] == [1] + [0] * (scope.num_replicas - 1), said
     assert "the same first batch on all of them, which then repeat each other's work" in said[0][0]
+    sampler = torch_data.DistributedSampler(DATASET, scope.num_replicas, rank=0, shuffle=False)  # the same on all ranks
+    loader = torch_data.DataLoader(DATASET, 5, sampler=sampler)
+    said = everywhere(warned(lambda: compiled(scope).fit(loader, shuffle=False, verbose=0)))
+    assert [len(words) for words in said] == [1] + [0] * (scope.num_replicas - 1), said
     with ks.data_parallel(auto_shard=False) as other:
         assert_as_one_process(other, mine, alone=alone)
 
