@@ -288,7 +288,7 @@ def write_apart(model: Any, save: Callable[..., None], filepath: Any, *args: Any
     """
     path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else None
     is_file = isinstance(path, str) and "://" not in path and path.endswith((*_MODEL_SUFFIXES, *_WEIGHTS_SUFFIXES))
-    if processes.process()[0] == 1 or not is_file or args or kwargs or os.path.isdir(os.fspath(filepath)):
+    if processes.process()[0] == 1 or not is_file or args or kwargs or os.path.isdir(filepath):
         save(filepath, *args, **kwargs)
         return
     file = Unfinished(str(path))

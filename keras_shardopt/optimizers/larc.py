@@ -151,8 +151,8 @@ class LARC(OptimizerWrapper):
     def _rates(self, variables: Sequence[Variable], dtype: str) -> Tensor:
         """The learning rate of each variable."""
         leaves = [leaf_of(self, variable) for variable in variables]
-        rates = {id(leaf): ops.cast(leaf.learning_rate, dtype) for leaf in {id(leaf): leaf for leaf in leaves}.values()}
-        return ops.stack([rates[id(leaf)] for leaf in leaves])
+        rates = {leaf: ops.cast(leaf.learning_rate, dtype) for leaf in dict.fromkeys(leaves)}
+        return ops.stack([rates[leaf] for leaf in leaves])
 
     def _times(self, wide: Tensor, factor: Tensor, dtype: str) -> Tensor:
         if self.faithful:

@@ -251,7 +251,7 @@ def check_grads(grads: Gradients) -> tuple[Tensor, Tensor]:
     norms = ops.stack([cast(ops.norm(ops.reshape(in_float32(value), (-1,))), "float32") for value in values])
     has_nan = ops.any(ops.isnan(norms))
     ends = [end for value in values for end in (ops.max(value), ops.negative(ops.min(value)))]
-    return has_nan, ops.max(ops.stack([cast(in_float32(end), "float32") for end in ends]))
+    return has_nan, ops.max(ops.stack([cast(end, "float32") for end in ends]))
 
 
 def overflow(has_nan: Tensor, amax: Tensor) -> Tensor:
