@@ -504,7 +504,7 @@ def test_names_in_the_jax_trainer():
     from keras.src.backend.jax import trainer
     from keras.src.trainers.data_adapters import data_adapter_utils
 
-    from keras_shardopt.fit import jax as jax_fit
+    from keras_shardopt.fit.jax import batches as jax_fit
 
     # Those of Keras, also where a test before has called `prepare`, which puts stand-ins in their places.
     assert jax_fit._distribute_in_keras.__globals__ is vars(trainer)

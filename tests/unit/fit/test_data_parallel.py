@@ -184,7 +184,7 @@ def test_jax_batches_that_do_not_divide_are_refused_with_what_to_do():
 @pytest.mark.parametrize("given", [((None, True), {}), ((), {"is_super_batch": True})])
 def test_jax_rows_of_stacked_batches_are_not_their_number(given, monkeypatch):
     """As Keras 3.16 hands over the batches of one execution."""
-    from keras_shardopt.fit import jax as jax_fit
+    from keras_shardopt.fit.jax import batches as jax_fit
 
     monkeypatch.setattr(jax_fit, "_distribute_in_keras", lambda data, *args, **kwargs: data)
     stacked = np.zeros((3, 8, 1))
