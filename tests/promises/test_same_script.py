@@ -25,10 +25,12 @@ OF_ANOTHER = {"torch": "tf.data", "tensorflow": "DataLoader", "jax": "DataLoader
 TOLERANCE = 2e-6
 
 
-def run(num_replicas, folder, kind):
+def run(num_replicas, folder, kind, num_workers=1):
     """What the script leaves in the folder."""
     arguments = num_replicas, folder, kind
-    if BACKEND == "torch":
+    if num_workers > 1:
+        launch.tensorflow_workers(SCRIPT, num_workers, *arguments, timeout=200)
+    elif BACKEND == "torch":
         launch.torchrun(SCRIPT, num_replicas, *arguments, timeout=200)
     else:
         environments, start = [launch.variables(BACKEND)], launch.fork_with(BACKEND)
@@ -64,7 +66,19 @@ def test_it_does_what_one_process_does(kind, num_replicas, tmp_path, on_one):
     framework = OF.get(kind, BACKEND)
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"a {kind} is of {framework}, which this environment does not have")
-    expected, found = on_one(kind), run(num_replicas, tmp_path, kind)
+    check_same(run(num_replicas, tmp_path, kind), on_one(kind))
+
+
+@pytest.mark.backends("tensorflow")
+@pytest.mark.exhaustive("tensorflow")
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_does_so_on_two_workers_of_two_devices(kind, tmp_path, on_one):
+    if importlib.util.find_spec(OF.get(kind, BACKEND)) is None:
+        pytest.skip(f"a {kind} is of {OF[kind]}, which this environment does not have")
+    check_same(run(4, tmp_path, kind, num_workers=2), on_one(kind))
+
+
+def check_same(found, expected):
     assert found.values("differs") == [0]
     start = expected.values("start")
     for mine, whole in zip(found.values("start"), start):

@@ -361,6 +361,42 @@ def test_each_model_runs_the_constructor_and_compile_of_the_trainer(monkeypatch)
 
 
 @pytest.mark.backends("tensorflow")
+def test_one_function_says_whether_keras_takes_the_logs_of_workers_apart():
+    from keras.src.backend.tensorflow import trainer
+
+    assert "if _collective_all_reduce_multi_worker(strategy):" in inspect.getsource(trainer.reduce_per_replica)
+    assert list(inspect.signature(trainer._collective_all_reduce_multi_worker).parameters) == ["strategy"]
+    assert inspect.getsource(trainer).count("_collective_all_reduce_multi_worker(") == 2
+
+
+@pytest.mark.backends("tensorflow")
+def test_what_the_iterator_of_workers_takes_from_that_of_keras():
+    from keras.src.backend.tensorflow import trainer
+
+    class Keeping:
+        def experimental_distribute_dataset(self, dataset):
+            return dataset
+
+    kind = next(c for c in trainer.TFEpochIterator.__mro__ if c.__module__ == trainer.__name__)
+    iterator = kind(Keeping(), np.ones((5, 2)), batch_size=2)
+    assert iterator._get_iterator() is iterator._distributed_dataset
+    assert iterator._num_batches == iterator.data_adapter.num_batches == 3
+    fit, others = keras.Model.fit, (keras.Model.evaluate, keras.Model.predict)
+    assert inspect.getsource(fit).count("class_weight=class_weight") == 1  # of the iterator that trains, and no other
+    assert not any("class_weight" in inspect.getsource(other) for other in others)
+
+
+@pytest.mark.backends("tensorflow")
+def test_tensorflow_asks_one_method_for_the_devices_of_a_worker():
+    from tensorflow.python.distribute import collective_all_reduce_strategy
+
+    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    names = list(inspect.signature(extended._initialize_local_devices).parameters)
+    assert names == ["self", "cluster_resolver", "worker_device"]
+    assert "self._initialize_local_devices(" in inspect.getsource(extended._initialize_multi_worker)
+
+
+@pytest.mark.backends("tensorflow")
 def test_keras_trainer_calls_reduce_from_its_module():
     from keras.src.backend.tensorflow import trainer
 

@@ -2,6 +2,9 @@
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.tensorflow.trainer` - the module that calls `strategy.reduce` where `fit` cannot work.
+
+Of TensorFlow: `tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended`, whose
+`_initialize_local_devices` - the devices of a worker, of which it takes one CPU device only.
 """
 
 from __future__ import annotations
@@ -9,16 +12,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import types
 import weakref
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from keras_shardopt.backends.keras_callers import caller_module
-from keras_shardopt.backends.processes import Processes, World, gather_pickled
+from keras_shardopt.backends.processes import Processes, World, check_same_calls, gather_pickled
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import _process_of
 
@@ -66,6 +72,13 @@ class TensorFlowProcesses(Processes):
             self.num_replicas_of_last_scope = strategy.num_replicas_in_sync
             yield dataclasses.replace(_world_of(strategy), forget=self._forget_scope)
             return
+        if self.process()[0] > 1:
+            strategy = _workers_strategy(num_replicas, timeout)
+            _refuse_trainer(strategy)
+            self.num_replicas_of_last_scope = strategy.num_replicas_in_sync
+            with strategy.scope():
+                yield dataclasses.replace(_world_of(strategy), forget=self._forget_scope)
+            return
         devices = _devices(num_replicas)
         self.num_replicas_of_last_scope = len(devices)
         if len(devices) == 1:
@@ -85,20 +98,46 @@ class TensorFlowProcesses(Processes):
         self.num_replicas_of_last_scope = 1
 
     def gather_objects(self, value: Any) -> list[Any]:
-        strategy = tf.distribute.get_strategy()
-        world = _world_of(strategy)
-        if world.num_processes == 1:
-            return [value]
-        num_local = world.num_replicas // world.num_processes
-
-        def everyones(array: np.ndarray) -> np.ndarray:
-            with strategy.scope():
-                return gather(strategy, np.stack([array] * num_local))[0][::num_local]
-
-        return gather_pickled(value, everyones)
+        return gather_objects(value)
 
 
 processes = TensorFlowProcesses()
+
+
+def tell(call: str, number: int = 0) -> list[int]:
+    """As `tell` of JAX: what this worker is about to do together with the others, and a number of 32 bits."""
+    strategy = tf.distribute.get_strategy()
+    told = _everyones(strategy, np.array([zlib.crc32(call.encode()) >> 1, number])).tolist()
+    gather_letters = lambda letters: _everyones(strategy, np.array(letters)).tolist()  # noqa: E731
+    check_same_calls([kind for kind, _ in told], call, gather_letters, "process")
+    return [number for _, number in told]
+
+
+def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
+    """What each worker gives, whatever it is, in their order. `call` is as in `tell`."""
+    strategy = tf.distribute.get_strategy()
+    if num_workers(strategy) == 1:
+        return [value]
+
+    def length_of(length: int) -> list[int]:
+        with strategy.scope():  # which the thread that asks is not in
+            return tell(call, length)
+
+    return gather_pickled(value, functools.partial(_everyones, strategy), length_of)
+
+
+def _everyones(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray:
+    """The arrays of all workers, along a new first dimension."""
+    _, num_local = local_replicas(strategy)
+    with strategy.scope():
+        return gather(strategy, np.stack([array] * num_local))[0][::num_local]
+
+
+def num_workers(strategy: tf.distribute.Strategy) -> int:
+    """How many processes a strategy trains in."""
+    return _process_of(strategy.cluster_resolver)[0]
+
+
 _num_replicas_when_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -132,10 +171,11 @@ def _reduce_unless_for_trainer(strategy: tf.distribute.Strategy, *args: Any, **k
         raise ValueError(
             "Keras' own `fit`, `evaluate`, `train_on_batch` and `test_on_batch` cannot run under a "
             "`MultiWorkerMirroredStrategy`: Keras reduces batches and metrics in ways that this strategy does not know "
-            f"(keras issue 20585). Received: a strategy with {strategy.num_replicas_in_sync} replicas in "
-            f"{_world_of(strategy).num_processes} processes. Write the loop yourself: `strategy.run(step)`, where "
-            "`step` computes the gradients of the loss divided by the number of replicas and calls "
-            "`optimizer.apply(gradients, variables)`."
+            f"(keras issue 20585). Received: a model that is not prepared, on {strategy.num_replicas_in_sync} replicas "
+            f"in {num_workers(strategy)} processes. Compile the model with a `CrossShard` inside "
+            "`keras_shardopt.data_parallel()`, or call `keras_shardopt.prepare(model)` after `compile`. One with "
+            "`group_assignment` needs a custom training loop here: `strategy.run(step)`, where `step` calls "
+            "`optimizer.apply`."
         )
     return type(strategy).reduce(strategy, *args, **kwargs)
 
@@ -156,6 +196,58 @@ def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     """The first replica that this process runs, and how many it runs."""
     world = _world_of(strategy)
     return world.replica_id, world.num_replicas // world.num_processes
+
+
+_strategy_of_workers: dict[datetime.timedelta | None, Any] = {}
+"""The one that was made from `TF_CONFIG`, by its timeout. A program has one: TensorFlow starts its server once."""
+
+
+def _workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | None) -> tf.distribute.Strategy:
+    """That of the workers which `TF_CONFIG` names, over all accelerators of each, else all its logical CPU devices."""
+    if not _strategy_of_workers:
+        _strategy_of_workers[timeout] = _make_workers_strategy(num_replicas, timeout)
+    ((made_with, strategy),) = _strategy_of_workers.items()
+    if timeout not in (None, made_with):
+        raise ValueError(
+            "`timeout` must be set where the first `data_parallel()` of a program connects the workers. "
+            f"Received: timeout={timeout.total_seconds():g} s, after a scope without it or with another. Give it there."
+        )
+    if num_replicas not in (None, strategy.num_replicas_in_sync):
+        raise ValueError(
+            "`num_replicas` must be that of all workers of `TF_CONFIG` together. "
+            f"Received: num_replicas={num_replicas}, for {num_workers(strategy)} workers with "
+            f"{strategy.num_replicas_in_sync} devices in all. Leave it out."
+        )
+    return strategy
+
+
+def _make_workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | None) -> tf.distribute.Strategy:
+    num_processes, _ = processes.process()
+    kinds = [kind for kind in ("TPU", "GPU") if tf.config.list_physical_devices(kind)]
+    if not kinds and num_replicas is not None and num_replicas % num_processes == 0:
+        _make_cpu_devices(num_replicas // num_processes)
+    seconds = None if timeout is None else timeout.total_seconds()
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=seconds)
+    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    in_tensorflow = extended._initialize_local_devices
+
+    def all_cpus(self: Any, resolver: Any, worker: str) -> tuple[tuple[str, ...], str]:
+        devices, kind = in_tensorflow(self, resolver, worker)
+        have = tf.config.get_logical_device_configuration(tf.config.list_physical_devices("CPU")[0]) or [None]
+        return (tuple(f"{worker}/device:CPU:{i}" for i in range(len(have))) if kind == "CPU" else devices), kind
+
+    extended._initialize_local_devices = all_cpus
+    try:
+        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    except RuntimeError as error:
+        if "startup" not in str(error):
+            raise
+        raise RuntimeError(
+            "The workers of `TF_CONFIG` must be connected before TensorFlow is used. Received: a `data_parallel()` "
+            "after some tensor, variable or model was made. Enter `data_parallel()` first."
+        ) from error
+    finally:
+        extended._initialize_local_devices = in_tensorflow
 
 
 def _devices(num_replicas: int | None) -> list[Any]:
@@ -191,11 +283,39 @@ def _make_cpu_devices(num_replicas: int) -> None:
 
 
 def gather(strategy: tf.distribute.Strategy, array: np.ndarray) -> list[np.ndarray]:
-    """The arrays (of unsigned integers below 2**63, all of one shape) of all processes."""
+    """The arrays (of unsigned integers below 2**63, all of one shape) of all replicas, one row of which is each's.
+
+    Returns:
+        A list of one array, whose rows are those of all processes.
+    """
     world = _world_of(strategy)
     if world.num_processes == 1:
         return [array]
+    # Of a few sizes only, as TensorFlow traces each.
+    flat = array.reshape(len(array), -1).astype("int64")
+    padded = np.zeros((len(flat), 4 ** max(2, -(-(flat.shape[1] - 1).bit_length() // 2))), "int64")
+    padded[:, : flat.shape[1]] = flat
     values = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(array[context.replica_id_in_sync_group - world.replica_id][None].astype("int64"))
+        lambda context: tf.constant(padded[context.replica_id_in_sync_group - world.replica_id])
     )
-    return [strategy.gather(values, axis=0).numpy().astype("uint64")]
+    rows = _exchange(strategy, padded.shape[1])(values).numpy()[:, : flat.shape[1]]
+    return [rows.reshape(world.num_replicas, *array.shape[1:]).astype("uint64")]
+
+
+@functools.cache
+def _exchange(strategy: tf.distribute.Strategy, length: int) -> Any:
+    """A function that stacks the vectors, of this length, of all replicas."""
+    del length  # each has a function of its own, or TensorFlow warns of many traces
+
+    def on_replica(vector: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        is_mine = tf.range(strategy.num_replicas_in_sync) == context.replica_id_in_sync_group
+        # A sum in which each replica has a place of its own: one exchange, where a gather makes two.
+        placed = tf.where(is_mine[:, tf.newaxis], vector[tf.newaxis], tf.zeros_like(vector)[tf.newaxis])
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
+
+    @tf.function
+    def exchange(values: Any) -> tf.Tensor:
+        return strategy.experimental_local_results(strategy.run(on_replica, args=(values,)))[0]
+
+    return exchange

@@ -39,7 +39,7 @@ class Count(keras.layers.Layer):
 
 def main():
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope(), ks.data_parallel() as scope:
+    with strategy.scope(), ks.data_parallel(prepare=False) as scope:
         assert (scope.num_replicas, scope.num_processes) == (2, 2)
         assert scope.process_id == scope.replica_id and scope.is_chief == (scope.process_id == 0)
         model = problem.model()

@@ -26,14 +26,14 @@ from keras_shardopt.backends.tensorflow.placement import check_made_inside, chec
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
+from keras_shardopt.fit.tensorflow import workers
+from keras_shardopt.fit.tensorflow.batches import unpacked
 from keras_shardopt.update.losses import own_additional_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     """Gives the model steps that know which part of the batch they have."""
-    if processes.process()[0] > 1:
-        return  # Keras' `fit` cannot run there, and is refused where its own methods are
     if all(num_mirrored(variable) == 1 for variable in model.trainable_variables):
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
     # Past Keras' attribute tracking.
@@ -45,6 +45,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "compute_loss", _compute_loss)
     override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
     override_method(model, "_make_function", _make_function)
+    workers.prepare(model)
     # Those that were made before do not know of all this.
     model.train_function = model.test_function = None
 
@@ -54,6 +55,10 @@ _KerasEpochIterator = tensorflow_trainer.TFEpochIterator
 
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     """Divides copies of the batches. Parts of a batch that lies in NumPy's memory would be overwritten in a step."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """One of these, or that of several workers."""
+        return workers.WorkersIterator(*args, **kwargs) if workers.is_running() else super().__new__(cls)
 
     def __init__(self, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(_Dividing(self, distribute_strategy), *args, **kwargs)
@@ -78,7 +83,7 @@ def _copied(value: Any) -> Any:
 
 
 def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
-    strategy = tf.distribute.get_strategy()
+    strategy, data = tf.distribute.get_strategy(), unpacked(data)
     if strategy.num_replicas_in_sync == 1:
         return real(data)
     refuse_groups(reducers_in(model, model._keras_shardopt_reducers_of))  # perhaps of another `compile`
@@ -97,7 +102,7 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
         logs = real(data)
     for variable, value in zip(floats, before):
         variable.assign(tf.where(mine > 0, keras.ops.convert_to_tensor(variable), value))
-    return logs
+    return workers.logs_of_all(logs, replicas) if replicas.is_multi_process else logs
 
 
 def _log_whole_losses(model: Any) -> None:
@@ -195,12 +200,14 @@ def _make_function(model: Any, real: Callable[..., Any], step_function: Callable
     if num_replicas == 1:
         return function
     function = functools.partial(_explaining_empty_parts, function, num_replicas)
-    if model.steps_per_execution == 1:
+    is_of_workers = workers.are_several(model)
+    if model.steps_per_execution == 1 and not is_of_workers:
         return function
 
     # Keras' own loop is a condition inside a loop inside a `tf.function`, which fails with the batches of several
     # replicas. Of an iterator that is not TensorFlow's it takes the batches one by one.
     def several_steps(iterator: Iterator[Any]) -> Any:
+        iterator = workers.packed_batches(model, iterator) if is_of_workers else iterator
         batches = list(itertools.islice(iterator, 1))
         if not batches:
             raise StopIteration
