@@ -121,13 +121,13 @@ def _print_on_chief(session: Session, real: Callable[..., Any], *args: Any, **kw
 
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(model)
-    session.has_started, session.trains = False, True
+    session.has_started, session.logs.is_fitting = False, True
     session.splits_own_part = splits_own_part(args, kwargs)
     try:
         with joining_uneven_inputs():
             history = _run(session, session, Phase.TRAIN_BATCH, real, *args, **kwargs)
     finally:
-        session.trains = session.splits_own_part = False
+        session.logs.is_fitting = session.splits_own_part = False
     if session.ranks is not None:
         session.exchange(Phase.END_OF_FIT)
     return history
@@ -257,13 +257,13 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
     ranks = session.ranks
     if ranks is None or running.get() is not session:
         return real(logs)
-    session.exchange(Phase.END_OF_EPOCH)
+    session.end_epoch()
     if session.call is Phase.TRAIN_BATCH or (session.call is None and model.training):
         with torch.no_grad():
             _average_statistics(model, ranks)
     # As numbers: some metrics return a variable itself.
     result = metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
-    session.forget_logs()
+    session.logs.forget()
     return session.mean_logs(logs) if result is None else result
 
 
