@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,27 @@ def watch_saving(model: Any) -> None:
     """Lets what processes save at the same time, each by `model.save`, be whole. Doing it twice changes nothing."""
     override_method(model, "save", write_apart)
     override_method(model, "save_weights", write_apart)
+
+
+def _watch_functions() -> None:
+    """Lets `keras.saving.save_model(model, ...)` of a prepared model be its `save(...)`, and alike."""
+    for module, name in itertools.product((keras.saving, keras.models), ("save_model", "save_weights")):
+        function = getattr(module, name, None)
+        if function is not None:
+            setattr(module, name, functools.wraps(function)(functools.partial(_save, function, _METHODS[name])))
+
+
+_METHODS = {"save_model": "save", "save_weights": "save_weights"}
+
+
+def _save(in_keras: Callable[..., None], method: str, model: Any, *args: Any, **kwargs: Any) -> None:
+    if method in vars(model):  # one of those that are watched
+        getattr(model, method)(*args, **kwargs)
+    else:
+        in_keras(model, *args, **kwargs)
+
+
+_watch_functions()
 
 
 def watch_callbacks() -> None:

@@ -75,20 +75,20 @@ def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
         )
 
 
-def check_batches(batches: Sequence[tuple[int, int]], first: int, last: int) -> None:
-    """Raises ValueError if processes differ in what they have in these batches.
+def check_batches(batches: Sequence[tuple[int, int]], step: int, first: int | None = None) -> None:
+    """Raises ValueError if processes differ in what they have in a batch, or in several.
 
     Args:
         batches: of each process, how many rows it has in the last one (0: no batch left), and a checksum of all.
-        first: which batch is the first.
-        last: which is the last.
+        step: which batch is the last.
+        first: which is the first; None if it is the same.
     """
     if len(set(batches)) > 1:
         rows = [num_rows for num_rows, _ in batches]
         others = [f"process {i}" for i, batch in enumerate(batches) if batch != batches[0]]
         what = f"batches of {rows} rows, by process" if len(set(rows)) > 1 else ""
         what = what or f"other values than process 0 on {check.listed(others, ', ')}"
-        where = f"batch {last}" if first >= last else f"one of the batches {first} to {last}"
+        where = f"batch {step}" if first is None or first >= step else f"one of the batches {first} to {step}"
         raise ValueError(
             "All processes must be given the same batches, of which each takes its part. "
             f"Received: {what}, in {where} (the first is 0). Load the same data on every process, and seed what "

@@ -285,7 +285,7 @@ class Session:
         self.shares_logs = any(flags % 2 for _, flags in numbers)
         if self._is_part:
             marks = [(num, flags // (4 * _MOST_PROMISED)) for num, flags in numbers]
-            check_batches(marks, first, self._step)
+            check_batches(marks, self._step, first)
             return
         self._rows = rows = [num for num, _ in numbers]
         if any(rows) and not all(flags // 2 % 2 for _, flags in numbers):
@@ -395,7 +395,7 @@ class Session:
                 rank: f"has ended an epoch {num} batches after the last message" for rank, (num, _) in enumerate(told)
             }
             raise ValueError(unlike_calls(calls, "rank"))
-        check_batches([(num, mark) for num, mark in told], self._step + 1 - self._unsaid.num_batches, self._step)
+        check_batches([(num, mark) for num, mark in told], self._step, self._step + 1 - self._unsaid.num_batches)
         self._unsaid.are_said(0)
 
     def begin_epoch(self) -> None:

@@ -57,6 +57,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "fit", _fit)
     override_method(model, "evaluate", _evaluate)
     override_method(model, "predict", _predict)
+    override_method(model, "predict_on_batch", _stepping)
     override_method(model, "train_on_batch", _train_on_batch)
     override_method(model, "test_on_batch", _test_on_batch)
     override_method(model, "train_step", _train_step)
@@ -69,6 +70,17 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         override_method(model, "_initialize_ddp", _without_ddp)
     if "get_metrics_result" in vars(_KerasTrainer):
         _KerasTrainer.get_metrics_result = _metrics_result
+
+
+def step_one_by_one(model: Any) -> None:
+    """Lets a model that stays as it is be compiled with `steps_per_execution`, as on several ranks."""
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+        override_method(model, name, _stepping)
+
+
+def _stepping(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _one_by_one(model):
+        return real(*args, **kwargs)
 
 
 def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +100,7 @@ def _run(
 ) -> Any:
     """A call, perhaps inside another one: on all ranks `together`, or on this one alone (None)."""
     before = session.call
-    with session.inner_call(), run_of(together), callbacks_of_call(session.model), _one_by_one(session):
+    with session.inner_call(), run_of(together), callbacks_of_call(session.model), _one_by_one(session.model):
         session.call = call
         try:
             return _print_on_chief(session, real, *args, **kwargs)
@@ -101,10 +113,10 @@ def _run(
 
 
 @contextlib.contextmanager
-def _one_by_one(session: Session) -> Iterator[None]:
+def _one_by_one(model: Any) -> Iterator[None]:
     """A call whose steps are made one by one: ranks communicate before each. Keras 3.15 makes no others on torch."""
-    model, steps = session.model, session.model.steps_per_execution
-    if steps == 1 or session.ranks is None:
+    steps = model.steps_per_execution
+    if steps == 1:
         yield
         return
     model.steps_per_execution = 1
@@ -174,9 +186,10 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, arguments: dic
     session = session_of(model)
     return_dict = arguments.pop("return_dict", False)
     if session.ranks is None:
-        return real(**arguments, return_dict=return_dict)
+        with _one_by_one(model):
+            return real(**arguments, return_dict=return_dict)
     batch = tuple(arguments.pop(name, None) for name in ("x", "y", "sample_weight"))
-    with session.inner_call(), _one_by_one(session):
+    with session.inner_call(), _one_by_one(model):
         batch = session.next_batch(batch, phase)
         if batch is None:
             raise ValueError("`x` must have rows on some rank. Received: none on any.")
