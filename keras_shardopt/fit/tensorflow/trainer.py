@@ -5,7 +5,6 @@ Private names of Keras touched here (a test holds each of them):
         the dataset of its `data_adapter`.
     `Model._maybe_symbolic_build` of the TensorFlow trainer - builds the model from the first batch, before training.
     `Model._make_function` of the TensorFlow trainer - makes a function of an iterator from a step of one batch.
-    `keras.src.utils.python_utils.pythonify_logs` - makes Python numbers of logs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.models import has_built_in_step, optimizers_of, override_method
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
@@ -92,7 +90,6 @@ def _with_logs_of_all(model: Any, trains: bool, function: Callable[[Any], Any], 
     metrics = model.get_metrics_result()  # outside of a step a variable is that of all replicas
     if not isinstance(found, dict) or metrics.keys() != found.keys():
         return found
-    metrics = pythonify_logs(metrics)
     logs.show(trains, metrics)
     return metrics
 

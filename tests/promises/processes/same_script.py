@@ -1,6 +1,6 @@
 """A user's script: the same text on every backend, for any number of replicas and each kind of data.
 
-Arguments: the number of replicas, a folder for all that it writes, the kind of data.
+Arguments: the number of replicas, a folder for all that it writes, the kind of data, Keras' float type.
 """
 
 import importlib.util
@@ -13,7 +13,12 @@ import numpy as np
 
 import keras_shardopt as ks
 
-num_replicas, folder, kind = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+num_replicas, folder, kind, floatx = int(sys.argv[1]), pathlib.Path(sys.argv[2]), *sys.argv[3:]
+keras.config.set_floatx(floatx)
+if floatx == "float64" and keras.config.backend() == "jax":
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
 BATCH_SIZE = 64
 NUM_ROWS = 353  # of which 317 train: four batches, and one of 61 rows
 NUM_TRAINED = 317
@@ -99,6 +104,10 @@ def adamw(rate):
     return ks.CrossShard(keras.optimizers.AdamW(rate, weight_decay=0.01, epsilon=1e-2))
 
 
+def slots(model):
+    return [keras.ops.convert_to_numpy(variable) for variable in model.optimizer.variables]
+
+
 found, histories = {}, []
 with ks.data_parallel(num_replicas=num_replicas) as replicas:
     model = build_model()
@@ -115,6 +124,7 @@ if importlib.util.find_spec("tensorflow"):  # Keras' own callback needs it on ev
     callbacks.append(keras.callbacks.TensorBoard(folder / "logs"))
 histories.append(fit(model, epochs=6, callbacks=callbacks))
 found["fitted"] = model.get_weights()
+found["slots"] = slots(model)
 found["rate"] = [keras.ops.convert_to_numpy(model.optimizer.learning_rate)]
 found["evaluated"] = model.evaluate(x, y, batch_size=BATCH_SIZE, verbose=0)
 found["predicted"] = [model.predict(x, batch_size=BATCH_SIZE, verbose=0)]
@@ -131,6 +141,7 @@ with ks.data_parallel(num_replicas=num_replicas) as replicas:
     model.compile(adamw(ks.schedules.CosineDecay(0.02, decay_steps=12)), "sparse_categorical_crossentropy")
 histories.append(fit(model, epochs=2))
 found["scheduled"] = model.get_weights()
+found["slots scheduled"] = slots(model)
 found["differs"] = [np.float64(replicas.largest_difference(model))]
 
 if replicas.is_chief:
