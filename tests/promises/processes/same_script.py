@@ -114,9 +114,11 @@ with ks.data_parallel(num_replicas=num_replicas) as replicas:
     model.compile(adamw(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"], weighted_metrics=["accuracy"])
 found["start"] = model.get_weights()
 
+# Of arrays on two replicas, the metrics of one of them would reduce the rate an epoch before those of all rows do, and
+# those of the other one restore the weights of another epoch.
 callbacks = [
-    keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=0.5),
-    keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.1, restore_best_weights=True),
+    keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=0.2),
+    keras.callbacks.EarlyStopping("val_accuracy", patience=2, mode="max", restore_best_weights=True),
     keras.callbacks.ModelCheckpoint(folder / "best.keras", "val_loss", save_best_only=True),
     keras.callbacks.CSVLogger(folder / "log.csv"),
 ]

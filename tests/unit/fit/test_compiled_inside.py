@@ -137,7 +137,7 @@ def test_logs_of_batches_are_those_of_all_replicas(steps_per_execution, capsys):
         assert mine.keys() == whole.keys()
         for name, value in whole.items():
             np.testing.assert_allclose(mine[name], value, rtol=1e-5, err_msg=name)
-    assert (my_bars[0], my_bars[-1]) == (bars[0], bars[-1])
+    assert my_bars[-1] == bars[-1]  # which batches it shows before is a matter of time
 
 
 @with_devices
