@@ -43,14 +43,14 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._first: Any = None if session is None else first_rows((x, y))
         self._shuffle = kwargs.get("shuffle", False)
         self._draws = SharedDraws() if self._is_whole else None
-        compares = session is not None and session.call is not Phase.PREDICT_BATCH
-        if compares and self._first is None:
-            session.compare(self._is_whole)  # before some ranks draw
+        comparing = None if session is None or session.call is Phase.PREDICT_BATCH else session
+        if comparing is not None and self._first is None:
+            comparing.compare(self._is_whole)  # before some ranks draw
         with self._drawing(hasattr(x, "__next__")):  # Keras looks at the first batches of a generator
             super().__init__(x, y, sample_weight, *args, **kwargs)
-        if compares and self._first is not None:
+        if comparing is not None and self._first is not None:
             self._is_compared = True
-            session.compare(self._is_whole, self._first, self.data_adapter.num_batches, self._is_marked)
+            comparing.compare(self._is_whole, self._first, self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
             draw_before_going_on(self.data_adapter)
 
