@@ -28,7 +28,6 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.models import has_built_in_step, optimizers_of
-from keras_shardopt.backends.processes import unlike_calls
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.placement import fingerprints
 from keras_shardopt.backends.torch.process_group import can_promise, gather_objects, promise, tell, tell_soon
@@ -390,11 +389,13 @@ class Session:
             ValueError: on every rank, if they have done different things.
         """
         told = self.exchange(Phase.END_OF_EPOCH, self._unsaid.num_batches, self._unsaid.mark)
-        if len({num for num, _ in told}) > 1:
-            calls = {
-                rank: f"has ended an epoch {num} batches after the last message" for rank, (num, _) in enumerate(told)
-            }
-            raise ValueError(unlike_calls(calls, "rank"))
+        nums = [num for num, _ in told]
+        if len(set(nums)) > 1:
+            raise ValueError(
+                "All ranks must go through equally many batches of an epoch. "
+                f"Received: {nums} since they last compared them, by rank. Let what stops training or a test depend on "
+                "the logs, which are equal on all ranks."
+            )
         check_batches([(num, mark) for num, mark in told], self._step, self._step + 1 - self._unsaid.num_batches)
         self._unsaid.are_said(0)
 

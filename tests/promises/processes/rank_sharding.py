@@ -337,6 +337,7 @@ def plain_calls_that_save(scope):
     folder = pathlib.Path(sys.argv[1] + "-saved")
     folder.mkdir(exist_ok=True)
     dist.barrier()
+    functions = {"save": keras.saving.save_model, "save_weights": keras.saving.save_weights}
     for shard_state, method in ((False, "save"), (True, "save"), (False, "save_weights")):
         path = folder / (f"{shard_state}.keras" if method == "save" else "model.weights.h5")
         layers = [keras.Input((problem.NUM_FEATURES,)), Lingers(), keras.layers.Dense(problem.NUM_OUTPUTS)]
@@ -347,13 +348,13 @@ def plain_calls_that_save(scope):
         if shard_state:
             getattr(model, method)(path)
         elif scope.is_chief:
-            getattr(model, method)(path)
+            functions[method](model, path)
             before = path.read_bytes()
             dist.barrier()
             assert path.read_bytes() == before
             dist.barrier()
         else:
-            getattr(model, method)(path)
+            functions[method](model, path)
         dist.barrier()
         assert [each.name for each in folder.iterdir() if each.name.startswith(".")] == []
         if method == "save":
@@ -497,6 +498,12 @@ def parts_of_its_own(scope):
     assert_as_one_process(
         scope, with_split, alone=fit(X[rows], Y[rows], batch_size=BATCH, validation_data=(X[48:60], Y[48:60]), **order)
     )
+
+    def with_sampler(model):
+        sampler = torch_data.DistributedSampler(DATASET, shuffle=False, drop_last=True)
+        return model.fit(torch_data.DataLoader(DATASET, 5, sampler=sampler), verbose=0, **order).history
+
+    assert_as_one_process(scope, with_sampler, alone=fit(X[:60], Y[:60], batch_size=BATCH, **order))
     loaders = (
         torch_data.DataLoader(DATASET, 5, sampler=torch_data.DistributedSampler(DATASET, shuffle=False)),
         ks.shard_data(torch_data.DataLoader(DATASET, 5)),

@@ -1,6 +1,6 @@
 """A user's script: the same text on every backend, for any number of replicas and each kind of data.
 
-Arguments: the number of replicas, a folder for all that it writes, the kind of data, Keras' float type.
+Arguments: the number of replicas, a folder for all that it writes, the kind of data.
 """
 
 import importlib.util
@@ -13,13 +13,7 @@ import numpy as np
 
 import keras_shardopt as ks
 
-num_replicas, folder, kind, floatx = int(sys.argv[1]), pathlib.Path(sys.argv[2]), *sys.argv[3:]
-keras.config.set_floatx(floatx)
-keras.config.set_dtype_policy(floatx)
-if floatx == "float64" and keras.config.backend() == "jax":
-    import jax
-
-    jax.config.update("jax_enable_x64", True)
+num_replicas, folder, kind = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
 BATCH_SIZE = 64
 NUM_ROWS = 353  # of which 317 train: four batches, and one of 61 rows
 NUM_TRAINED = 317
