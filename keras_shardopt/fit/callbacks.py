@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 from keras.callbacks import Callback, CallbackList
 
 from keras_shardopt.backends.active import processes
@@ -53,6 +56,27 @@ def watch_saving(model: Any) -> None:
     override_method(model, "save_weights", write_apart)
 
 
+def _watch_functions() -> None:
+    """Lets `keras.saving.save_model(model, ...)` of a prepared model be its `save(...)`, and alike."""
+    for module, name in itertools.product((keras.saving, keras.models), ("save_model", "save_weights")):
+        function = getattr(module, name, None)
+        if function is not None:
+            setattr(module, name, functools.wraps(function)(functools.partial(_save, function, _METHODS[name])))
+
+
+_METHODS = {"save_model": "save", "save_weights": "save_weights"}
+
+
+def _save(in_keras: Callable[..., None], method: str, model: Any, *args: Any, **kwargs: Any) -> None:
+    if method in vars(model):  # one of those that are watched
+        getattr(model, method)(*args, **kwargs)
+    else:
+        in_keras(model, *args, **kwargs)
+
+
+_watch_functions()
+
+
 def watch_callbacks() -> None:
     """Lets the callbacks of prepared models come through here. Doing it twice changes nothing."""
     CallbackList.set_model = _set_model
@@ -63,8 +87,9 @@ _set_model_in_keras = CallbackList.set_model
 
 def _set_model(callback_list: Any, model: Any) -> None:
     """Stands in for Keras' method, with which each list of callbacks begins."""
-    if model is not None and is_prepared(model) and _are_several():
-        callback_list.callbacks[:] = [each for each in callback_list.callbacks if _is_for_this_process(each)]
+    if model is not None and is_prepared(model):
+        if _are_several():
+            callback_list.callbacks[:] = [each for each in callback_list.callbacks if _is_for_this_process(each)]
         object.__setattr__(model, _CALLBACKS, list(callback_list.callbacks))
     _set_model_in_keras(callback_list, model)
 
@@ -84,7 +109,67 @@ def running_callbacks(model: Any) -> list[Any]:
     return vars(model).get(_CALLBACKS, [])
 
 
-def looks_at_batches(callback: Any, *hooks: str) -> bool:
+BAR_SECONDS = 0.05
+"""How often Keras' bar shows something new."""
+
+_QUIET_SECONDS = 0.5
+"""For how long nobody is said to look where nobody does."""
+
+
+class BatchLogs:
+    """The logs of batches that somebody looks at, which are to be those of all replicas.
+
+    Each replica has metrics of its own, and to join them costs something. So this is done for callbacks that look at
+    the logs of each batch, and for a bar when it shows something new; in between it gets what it has.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.is_fitting = False
+        """Whether a `fit` is running."""
+        self._shown: dict[bool, dict[str, Any]] = {}
+        self._shown_at = 0.0
+
+    def are_wanted(self, trains: bool) -> bool:
+        """Whether somebody looks at those of the next batch, of a training or of a test."""
+        if self._always(trains):
+            return True
+        if not self._has_bar() or (self.is_fitting and not trains):
+            return False
+        # What is no metric is that of one batch, and not to be had later.
+        return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
+
+    def seconds_unseen(self, trains: bool) -> float:
+        """For how long nobody of this process looks."""
+        if self._always(trains):
+            return 0.0
+        return 2 * BAR_SECONDS if self._has_bar() else _QUIET_SECONDS
+
+    def _always(self, trains: bool) -> bool:
+        return any(_looks_at_batches(callback, *_HOOKS[trains]) for callback in running_callbacks(self._model))
+
+    def _has_bar(self) -> bool:
+        bars = [each for each in running_callbacks(self._model) if isinstance(each, keras.callbacks.ProgbarLogger)]
+        return any(bar.verbose == 1 for bar in bars)
+
+    def last(self, trains: bool, logs: Any) -> Any:
+        """What the bar has; `logs` before there was anything."""
+        return self._shown.get(trains, logs)
+
+    def show(self, trains: bool, metrics: dict[str, Any]) -> None:
+        """Keeps the metrics of all replicas for it."""
+        self._shown[trains], self._shown_at = metrics, time.monotonic()
+
+    def forget(self) -> None:
+        """Lets go of them: metrics begin anew."""
+        self._shown.clear()
+
+
+_HOOKS = {True: ("on_batch_end", "on_train_batch_end"), False: ("on_test_batch_end",)}
+"""The methods of callbacks that get the logs of a batch, in training or not."""
+
+
+def _looks_at_batches(callback: Any, *hooks: str) -> bool:
     """Whether a callback looks at the logs of each batch, in methods of these names."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return bool(callback.save_freq != "epoch")
@@ -107,6 +192,8 @@ def _is_for_this_process(callback: Any) -> bool:
         callback.verbose = 0
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and not isinstance(callback, ModelCheckpoint):
         _stand_in(callback, "_save_model", _save_checkpoint)
+    elif isinstance(callback, keras.callbacks.TerminateOnNaN) and not is_chief():
+        _stand_in(callback, "on_batch_end", _stop_silently)
     elif isinstance(callback, keras.callbacks.BackupAndRestore):
         _stand_in(callback, "on_train_begin", _restore_backup)
         _stand_in(callback, "_save_model", _save_backup)
@@ -125,6 +212,15 @@ def _together(function: Callable[..., Any], callback: Any, real: Callable[..., A
         function(callback, real, *args, **kwargs)
     else:
         real(*args, **kwargs)
+
+
+def _stop_silently(callback: Any, real: Callable[..., None], batch: int, logs: Any = None) -> None:
+    """Does not print, as the first process does."""
+    loss = (logs or {}).get("loss")
+    if loss is None or np.isfinite(loss) or getattr(callback, "raise_error", False):
+        real(batch, logs)
+    else:
+        callback.model.stop_training = True
 
 
 def _save_checkpoint(callback: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:

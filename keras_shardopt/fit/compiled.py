@@ -10,11 +10,12 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import Trainer, has_built_in_step, is_prepared
 from keras_shardopt.fit.overrides import reducers_in
@@ -49,18 +50,36 @@ class _Block:
             self.waiting.append(weakref.ref(model))
 
 
-_blocks: list[_Block] = []
+class _Alone:
+    """A block with one replica, on which nothing is prepared."""
+
+    waiting: Sequence[weakref.ref[Any]] = ()
+
+    def compiled(self, model: Any) -> None:
+        """Lets the same program do what it does with several."""
+        assert _steps is not None
+        if model.steps_per_execution > 1 and reducers_in(model, cross_shards):
+            _steps.step_one_by_one(model)
+
+
+# Where Keras makes one step at a time, and refuses to be asked for more.
+_steps = for_backend({"torch": "keras_shardopt.fit.torch"})
+_blocks: list[_Block | _Alone] = []
 
 
 @contextlib.contextmanager
-def preparing_compiled(wanted: bool, auto_shard: bool) -> Iterator[None]:
+def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True) -> Iterator[None]:
     """Within it, models that are compiled are prepared if that is `wanted`; else they are left unchanged.
 
     Args:
         wanted: whether they are.
         auto_shard: what `prepare` is given for them, now or later.
+        are_several: whether there are several replicas.
     """
-    before, block = Trainer.compile, _Block(wanted, auto_shard)
+    if not are_several and (_steps is None or not wanted):
+        yield
+        return
+    before, block = Trainer.compile, _Block(wanted, auto_shard) if are_several else _Alone()
 
     @functools.wraps(before)
     def compile_and_prepare(model: Any, *args: Any, **kwargs: Any) -> None:

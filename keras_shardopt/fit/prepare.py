@@ -38,14 +38,15 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
     What changes for this model:
 
     - TensorFlow: steps exchange numbers of rows and of weights: one small all-reduce for the batch, one for each loss.
-      With `steps_per_execution` steps are made one by one.
+      With `steps_per_execution` steps are made one by one. Logs of a batch are those of all replicas where a callback
+      or a bar looks at them (not with several workers, where they are the mean of the replicas' own).
     - JAX: a batch that does not divide is put on every device whole; processes exchange their numbers of rows;
       only process 0 prints. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass
       then run in a `shard_map` over the replicas.
-    - PyTorch: before each batch ranks exchange their numbers of rows, and a rank without a batch left takes
-      part with none. At the end of an epoch metrics and moving statistics are those of all ranks, and so are the logs
-      of a batch where a callback looks at them. Only rank 0 prints. With `steps_per_execution` steps are made one by
-      one. The DDP of Keras 3.16 stays off.
+    - PyTorch: ranks exchange their numbers of rows, before each batch or, of arrays, for several batches at a time, and
+      a rank without a batch left takes part with none. At the end of an epoch metrics and moving statistics are those
+      of all ranks, and so are the logs of a batch where a callback looks at them. Only rank 0 prints. With
+      `steps_per_execution` steps are made one by one. The DDP of Keras 3.16 stays off.
     - Several processes: at the start of `fit` all take process 0's weights, state and seeds where these differ, and a
       warning says which. Callbacks make the same decision on every process, and process 0 writes their files.
       `predict` returns all rows on every process. The order of rows is that which one process draws. `train_on_batch`

@@ -113,8 +113,8 @@ class data_parallel:
         if trainer is not None and self._world.num_replicas > 1:
             trainer.watch_batches()
         self._made_inside = self._watching.enter_context(collected())
-        if self._world.num_replicas > 1:
-            self._watching.enter_context(preparing_compiled(self._prepare, self._auto_shard))
+        are_several = self._world.num_replicas > 1
+        self._watching.enter_context(preparing_compiled(self._prepare, self._auto_shard, are_several))
         return self
 
     def __exit__(

@@ -66,7 +66,7 @@ def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
     facts = list(zip(lengths, first_batches))
     others = [i for i, fact in enumerate(facts) if fact != facts[0]]
     if others:
-        what = "first batches" if any(first_batches[i] != first_batches[0] for i in others) else "numbers of batches"
+        what = "numbers of batches" if any(lengths[i] != lengths[0] for i in others) else "first batches"
         raise ValueError(
             "All processes must be given the same data, of which each takes its part of every batch. Received: other "
             f"{what} than process 0 on {check.listed([f'process {i}' for i in others], ', ')}. Load the same data on "
@@ -75,16 +75,23 @@ def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
         )
 
 
-def check_batches(batches: Sequence[tuple[int, int]], step: int) -> None:
-    """Raises ValueError if processes differ in numbers of rows (0: no batch left) or fingerprints of their batches."""
+def check_batches(batches: Sequence[tuple[int, int]], step: int, first: int | None = None) -> None:
+    """Raises ValueError if processes differ in what they have in a batch, or in several.
+
+    Args:
+        batches: of each process, how many rows it has in the last one (0: no batch left), and a checksum of all.
+        step: which batch is the last.
+        first: which is the first; None if it is the same.
+    """
     if len(set(batches)) > 1:
         rows = [num_rows for num_rows, _ in batches]
         others = [f"process {i}" for i, batch in enumerate(batches) if batch != batches[0]]
         what = f"batches of {rows} rows, by process" if len(set(rows)) > 1 else ""
         what = what or f"other values than process 0 on {check.listed(others, ', ')}"
+        where = f"batch {step}" if first is None or first >= step else f"one of the batches {first} to {step}"
         raise ValueError(
             "All processes must be given the same batches, of which each takes its part. "
-            f"Received: {what}, in batch {step} (the first is 0). Load the same data on every process, and seed what "
+            f"Received: {what}, in {where} (the first is 0). Load the same data on every process, and seed what "
             "shuffles or changes it; or use `keras_shardopt.shard_data(...)`, or `data_parallel(auto_shard=False)`."
         )
 

@@ -19,7 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.models import living_models
 from keras_shardopt.backends.torch.ddp import _INITIALIZE_DDP, _REDUCED_BY_DDP, _ddps, _initialize_ddp, _owns
-from keras_shardopt.backends.torch.process_group import explaining_failures, failure, gather_objects, say_failure
+from keras_shardopt.backends.torch.process_group import (
+    explaining_failures,
+    failure,
+    gather_objects,
+    say_failure,
+    wait_for,
+)
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
@@ -117,7 +123,7 @@ class TorchProcessGroup(Communicator):
             flats.append((indices, flat))
         for number, (indices, flat) in enumerate(flats):
             with explaining_failures(under_way):
-                under_way[number].wait()
+                wait_for(under_way[number])
             if op == "mean":
                 flat.div_(self.num_replicas)
             for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):
@@ -140,7 +146,7 @@ class TorchProcessGroup(Communicator):
             # Whose own reduce-scatter is an all-reduce of which a part is kept: twice the bytes (PyTorch 2.13).
             everyones = torch.empty_like(tensor)
             with explaining_failures():
-                dist.all_to_all_single(everyones, tensor, group=group)
+                wait_for(dist.all_to_all_single(everyones, tensor, group=group, async_op=True))
             return everyones.view(size, -1).sum(0)
         part = tensor.new_empty(tensor.numel() // size)
         with explaining_failures():
@@ -154,7 +160,7 @@ class TorchProcessGroup(Communicator):
         for tensor in tensors:
             whole = tensor.new_empty(tensor.numel() * self.num_replicas)
             with explaining_failures():
-                _all_gather(whole, tensor.contiguous(), group=self._process_group)
+                wait_for(_all_gather(whole, tensor.contiguous(), group=self._process_group, async_op=True))
             result.append(whole)
         return result
 
@@ -166,7 +172,7 @@ class TorchProcessGroup(Communicator):
             # As bytes: every dtype travels, and bits stay what they are.
             flat = torch.cat([_bytes(tensors[i]) for i in indices])
             with explaining_failures():
-                dist.broadcast(flat, self.members[root], group=self._process_group)
+                wait_for(dist.broadcast(flat, self.members[root], group=self._process_group, async_op=True))
             sizes = [tensors[i].numel() * tensors[i].element_size() for i in indices]
             for i, part in zip(indices, flat.split(sizes)):
                 result[i] = part.clone().view(tensors[i].dtype).view(tensors[i].shape)

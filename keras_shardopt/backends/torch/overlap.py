@@ -35,7 +35,7 @@ from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.flat_bucket import laid_out
-from keras_shardopt.backends.torch.process_group import explaining_failures
+from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
 from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, ReduceOp, Tensor, Variable, dtype_of
 
 _CALL = "reduces the gradients of an update"
@@ -323,7 +323,7 @@ class Buckets:
             self._send()
         for number in range(len(self._under_way)):
             with explaining_failures(self._under_way, _CALL):
-                self._under_way[number].wait()
+                wait_for(self._under_way[number])
         self._under_way = []
         has = present
         heard, _ = channel.unpack(self._flags, "sum", must_look=self._was_late)

@@ -6,7 +6,9 @@ of all others fail too; then each leaves a sign in the store that the ranks shar
 
 Ranks that make different calls must not send each other tensors of different sizes, as "gloo" then ends the process. So
 before ranks begin something together, each announces it to the others, in a message of one size and in a separate group
-(`tell`): a rank that does so never receives the gradients of one that does not.
+(`tell`): a rank that does so never receives the gradients of one that does not. Where ranks have promised their next
+steps, they make these without a message. One that does something else instead says so in the store, and those that wait
+for it in a step look there now and then (`wait_for`).
 
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store in which the
 ranks of the default group have met, whoever has opened it. (test_private_names.py holds it.)
@@ -18,6 +20,7 @@ import contextlib
 import datetime
 import math
 import os
+import pickle
 import threading
 import time
 import traceback
@@ -26,6 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -39,6 +43,12 @@ ANSWER_SECONDS = 1.0
 PATIENCE_SECONDS = 2.0
 """For how much longer it does where the collective has failed before its time, as others may be busy just then."""
 
+LOOK_SECONDS = 1.0
+"""How often a rank that waits in a promised step looks whether another rank does something else."""
+
+AWAY_SECONDS = 4.0
+"""For how long it must have seen that: the other one may have come from the same step, which is slow to end here."""
+
 
 class _Group:
     """The default process group, as opened here."""
@@ -49,6 +59,8 @@ class _Group:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.has_left_word = False
+        self.num_told = 0
+        self.has_promised = False
 
 
 # What is open, the store in which all groups of this program meet, and how many there have been.
@@ -204,26 +216,91 @@ def tell_soon(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
 
     def wait() -> list[list[int]]:
         rows = told()
-        check_same_calls([kind for kind, *_ in rows], call, lambda letters: _telling(letters, call)(), "rank")
+        kinds = [kind for kind, *_ in rows]
+        try:
+            check_same_calls(kinds, call, lambda letters: _telling(letters, call)(), "rank")
+        except ValueError:
+            if zlib.crc32(_STEP.encode()) in kinds:
+                close_group()  # or what these ranks have begun would meet what others begin next
+            raise
         return [numbers for _, *numbers in rows]
 
     return wait
 
 
+_STEP = "makes a step of a prepared model"
+
+
+def can_promise() -> bool:
+    """Whether ranks may promise their next steps: where those that wait can look whether others make them."""
+    return _open is not None and dist.get_backend() == "gloo"
+
+
+def promise(has_promised: bool) -> None:
+    """Notes whether this rank has promised steps that it has not begun yet."""
+    if _open is not None:
+        _open.has_promised = has_promised
+
+
+def wait_for(work: Any) -> None:
+    """Waits for a collective of a step, which other ranks may never begin although they have promised to.
+
+    Raises:
+        RuntimeError: if the collective fails.
+        ValueError: on every rank, if some do something else. The group is closed then.
+    """
+    away_since = None
+    while can_promise():
+        with contextlib.suppress(RuntimeError):
+            work.wait(datetime.timedelta(seconds=LOOK_SECONDS))
+            return
+        if work.is_completed():
+            break  # or it has failed
+        if not _somebody_is_away():
+            away_since = None
+        elif away_since is None:
+            away_since = time.monotonic()
+        elif time.monotonic() - away_since >= AWAY_SECONDS:
+            tell(_STEP)
+    work.wait()
+
+
+def _somebody_is_away() -> bool:
+    """Whether another rank has begun to tell something that this one has not come to."""
+    assert _open is not None
+    keys = [f"away/{rank}" for rank in range(_open.size) if rank != _open.rank]
+    told = [int(_open.store.get(key)) for key in keys if _open.store.check([key])]
+    return any(number > _open.num_told for number in told)
+
+
 def gather_objects(value: Any, call: str) -> list[Any]:
     """The values of all ranks, which may be of different lengths. `call` is as in `tell`."""
-    tell(call)
-    everyones: list[Any] = [None] * dist.get_world_size()
+    # Not `dist.all_gather_object`, which asks for the lengths once more.
+    mine = np.frombuffer(pickle.dumps(value), "uint8")
+    lengths = [length for length, _ in tell(call, len(mine))]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(mine)] = torch.from_numpy(mine.copy())
+    padded = padded.to(_device_of_messages())
+    everyones = padded.new_empty(len(lengths) * max(lengths))
     with explaining_failures(call=call):
-        dist.all_gather_object(everyones, value, group=_messages)
-    return everyones
+        _all_gather(everyones, padded, group=_messages)
+    rows = everyones.view(len(lengths), -1).cpu().numpy()
+    return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+
+
+def _device_of_messages() -> str:
+    # In a group that somebody else has opened everything travels on its device.
+    return "cuda" if _messages is None and dist.get_backend() == "nccl" else "cpu"
 
 
 def _telling(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
     """Begins to gather the numbers of all ranks, which tell equally many; calling what it returns waits for them."""
-    # In a group that somebody else has opened everything travels on its device.
-    on_device = _messages is None and dist.get_backend() == "nccl"
-    mine = torch.tensor(numbers, device="cuda" if on_device else "cpu")
+    if _open is not None:
+        _open.num_told += 1
+        if _open.has_promised:
+            with contextlib.suppress(RuntimeError):
+                _open.store.set(f"away/{_open.rank}", str(_open.num_told))
+    mine = torch.tensor(numbers, device=_device_of_messages())
     everyones = mine.new_empty(mine.numel() * dist.get_world_size())
     under_way: list[Any] = []
     with explaining_failures(under_way, call):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from keras_shardopt.backends.torch.process_group import explaining_failures, statistics_group
+from keras_shardopt.backends.torch.process_group import explaining_failures, statistics_group, wait_for
 from keras_shardopt.numerics import Tensor
 
 
@@ -20,8 +20,8 @@ class _Summed(torch.autograd.Function):
         total = mine.contiguous().clone()
         statistics_group()
         with explaining_failures(call="exchanges the statistics of a batch"):
-            # Not by a name: the frame would hold the connections open when they fail.
-            dist.all_reduce(total, group=statistics_group())
+            # Not by names: the frame would hold the connections open when they fail.
+            wait_for(dist.all_reduce(total, group=statistics_group(), async_op=True))
         return total
 
     @staticmethod

@@ -25,6 +25,7 @@ from keras_shardopt.backends.tensorflow.losses import logged
 from keras_shardopt.backends.tensorflow.placement import check_made_inside, check_mirrored, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
+from keras_shardopt.fit.callbacks import BatchLogs, callbacks_of_call
 from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import unpacked
@@ -45,12 +46,52 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "compute_loss", _compute_loss)
     override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
     override_method(model, "_make_function", _make_function)
+    for name in ("evaluate", "predict"):
+        override_method(model, name, _with_callbacks)
+    override_method(model, "fit", _fit)
+    override_method(model, "reset_metrics", _reset_metrics)
+    object.__setattr__(model, _LOGS, BatchLogs(model))
     workers.prepare(model)
     # Those that were made before do not know of all this.
     model.train_function = model.test_function = None
 
 
+_LOGS = "_keras_shardopt_batch_logs"
 _KerasEpochIterator = tensorflow_trainer.TFEpochIterator
+
+
+def _with_callbacks(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of `fit`, `evaluate` or `predict`, perhaps inside another one."""
+    with callbacks_of_call(model):
+        return real(*args, **kwargs)
+
+
+def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    logs = vars(model)[_LOGS]
+    logs.is_fitting = True
+    try:
+        return _with_callbacks(model, real, *args, **kwargs)
+    finally:
+        logs.is_fitting = False
+
+
+def _reset_metrics(model: Any, real: Callable[[], None]) -> None:
+    vars(model)[_LOGS].forget()
+    real()
+
+
+def _with_logs_of_all(model: Any, trains: bool, function: Callable[[Any], Any], iterator: Any) -> Any:
+    """Calls `function(iterator)`, whose logs are the mean of the replicas' metrics, and not those of all their rows."""
+    logs = vars(model)[_LOGS]
+    is_wanted = logs.are_wanted(trains)
+    found = function(iterator)
+    if not is_wanted:
+        return logs.last(trains, found)
+    metrics = model.get_metrics_result()  # outside of a step a variable is that of all replicas
+    if not isinstance(found, dict) or metrics.keys() != found.keys():
+        return found
+    logs.show(trains, metrics)
+    return metrics
 
 
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
@@ -201,8 +242,9 @@ def _make_function(model: Any, real: Callable[..., Any], step_function: Callable
         return function
     function = functools.partial(_explaining_empty_parts, function, num_replicas)
     is_of_workers = workers.are_several(model)
+    shows_all = functools.partial(_with_logs_of_all, model, step_function is model.train_step)
     if model.steps_per_execution == 1 and not is_of_workers:
-        return function
+        return functools.partial(shows_all, function)
 
     # Keras' own loop is a condition inside a loop inside a `tf.function`, which fails with the batches of several
     # replicas. Of an iterator that is not TensorFlow's it takes the batches one by one.
@@ -213,4 +255,5 @@ def _make_function(model: Any, real: Callable[..., Any], step_function: Callable
             raise StopIteration
         return function(itertools.chain(batches, itertools.islice(iterator, model.steps_per_execution - 1)))
 
-    return several_steps
+    # Workers would have to read their metrics together, and each knows only of those who look there.
+    return several_steps if is_of_workers else functools.partial(shows_all, several_steps)

@@ -1,5 +1,5 @@
 """Keras' torch trainer on several ranks."""
 
-from keras_shardopt.fit.torch.trainer import prepare
+from keras_shardopt.fit.torch.trainer import prepare, step_one_by_one
 
-__all__ = ["prepare"]
+__all__ = ["prepare", "step_one_by_one"]

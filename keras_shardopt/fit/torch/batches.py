@@ -40,13 +40,17 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
         self._is_marked = session is not None and (session.splits_own_part or is_surely_divided(x, y, sample_weight))
         self._is_compared = False
-        self._first: Any = None if session is None or self._is_whole else first_rows((x, y))
+        self._first: Any = None if session is None else first_rows((x, y))
         self._shuffle = kwargs.get("shuffle", False)
         self._draws = SharedDraws() if self._is_whole else None
-        if session is not None and session.call is not Phase.PREDICT_BATCH:
-            session.check_kind(self._is_whole)
+        comparing = None if session is None or session.call is Phase.PREDICT_BATCH else session
+        if comparing is not None and self._first is None:
+            comparing.compare(self._is_whole)  # before some ranks draw
         with self._drawing(hasattr(x, "__next__")):  # Keras looks at the first batches of a generator
             super().__init__(x, y, sample_weight, *args, **kwargs)
+        if comparing is not None and self._first is not None:
+            self._is_compared = True
+            comparing.compare(self._is_whole, self._first, self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
             draw_before_going_on(self.data_adapter)
 
@@ -70,6 +74,8 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         session = self._session()
         if session is not None and session.call is Phase.TRAIN_BATCH:
             session.has_started = False  # callbacks have changed rates or weights, perhaps of some ranks only
+        if session is not None:
+            session.begin_epoch()
         if self._draws is not None:
             self._draws.forget()
         return super().__iter__()
@@ -86,6 +92,17 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
         with self._drawing(draws):
             return super().__next__()
+
+    @property
+    def _is_sized(self) -> bool:
+        """Whether it is known how many rows each batch of an epoch has."""
+        return isinstance(self.data_adapter, ArrayDataAdapter) and not self.steps_per_epoch
+
+    def _num_alike(self) -> int:
+        """How many of the batches that follow surely have as many rows as this one."""
+        if not self._is_sized:
+            return 0
+        return int(self.data_adapter.num_batches - self.data_adapter.has_partial_batch - self._step - 1)
 
     def first_batch(self) -> Any:
         """The first batch of an epoch, on which nobody trains; None if there is none."""
@@ -109,14 +126,15 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
                 self._has_ended = True
         if self._has_ended:
             self._step += 1
+            if self._is_whole and self._is_sized and phase is not Phase.PREDICT_BATCH:
+                raise StopIteration  # as on all ranks, which compare what they have done at the end of the epoch
         if not self._is_compared:
             self._is_compared = True
-            first = batches[0] if self._first is None else self._first
-            session.compare_first(first, self.data_adapter.num_batches, self._is_whole, self._is_marked)
+            session.compare(self._is_whole, batches[0], self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
-            data = session.next_part(batches[0], phase, self._step)
+            data = session.next_part(batches[0], phase, self._step, self._num_alike())
         else:
-            data = session.next_batch(batches[0], phase)
+            data = session.next_batch(batches[0], phase, self._num_alike())
         if data is None:
             raise StopIteration
         return self._step, self._step, [data]

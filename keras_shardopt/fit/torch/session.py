@@ -1,7 +1,9 @@
 """What the ranks have agreed on, for one prepared model, and what they exchange.
 
 Every exchange starts with the same message, so ranks that do different things (one stops, others continue) are found,
-and all of them raise.
+and all of them raise. A message with every batch would cost more than all else here. So where a rank knows that the
+next batches have as many rows as this one, it promises them along with it, and as many as all have promised go without
+a message; the next one stands for all of them.
 
 Private names of Keras touched here (a test holds each of them):
     `Optimizer._trainable_variables` - what the optimizer was built on.
@@ -28,12 +30,12 @@ from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.models import has_built_in_step, optimizers_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.placement import fingerprints
-from keras_shardopt.backends.torch.process_group import gather_objects, tell, tell_soon
+from keras_shardopt.backends.torch.process_group import can_promise, gather_objects, promise, tell, tell_soon
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_batch, rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
-from keras_shardopt.fit.callbacks import looks_at_batches, running_callbacks
+from keras_shardopt.fit.callbacks import BatchLogs
 from keras_shardopt.fit.overrides import (
     num_rows,
     reducers_in,
@@ -83,8 +85,7 @@ class Session:
         """Whether somebody looks at the logs of that batch."""
         self.last_rows = 0
         """How many rows this rank had in the last batch."""
-        self.trains = False
-        """Whether a `fit` is running."""
+        self.logs = BatchLogs(model)
         self.call: Phase | None = None
         """What the innermost call that runs does: `fit`, `evaluate` or `predict`."""
         self.splits_own_part = False
@@ -99,9 +100,7 @@ class Session:
         self._waits: bool | None = None
         """Whether a step may begin before; None until somebody asks."""
         self._phase = Phase.TRAIN_BATCH
-        self._shown: dict[Phase, dict[str, Any]] = {}
-        """What the bar shows: the metrics of all ranks, after some batches."""
-        self._shown_at = 0.0
+        self._unsaid = _Unsaid()
 
     @property
     def ranks(self) -> TorchProcessGroup | None:
@@ -149,10 +148,16 @@ class Session:
         self.has_started = True
 
     def _differing(self, variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:
-        """What is not equal on all ranks, found by one small message."""
+        """What is not equal on all ranks. One small message where all is."""
         values = [*[v.value for v in variables], *others]
         shapes = zlib.crc32(repr([(tuple(value.shape), value.dtype) for value in values]).encode())
-        everyones = gather_objects((len(variables), shapes, fingerprints(values)), "begins `fit` of a prepared model")
+        mine = (len(variables), shapes, fingerprints(values))
+        told = tell(
+            "begins `fit` of a prepared model", shapes, zlib.crc32(np.asarray(mine[2]).tobytes(), len(variables))
+        )
+        if all(each == told[0] for each in told):
+            return []
+        everyones = gather_objects(mine, "compares the values of a prepared model")
         if any(each[:2] != everyones[0][:2] for each in everyones):
             return ["other variables"]  # which ones, `broadcast_from_rank_0` says
         prints = np.stack([each[2] for each in everyones])
@@ -185,18 +190,21 @@ class Session:
         """Whether all ranks are given the same data, of which each works on a part of every batch."""
         return sharing_of(self.model).auto_shard and not self.splits_own_part and not is_own_part(*data)
 
-    def check_kind(self, is_whole: bool) -> None:
-        """Finds ranks of which some have the whole data and others a part of their own."""
-        assert self.call is not None
-        check_kinds([bool(kind) for kind, _ in tell(f"starts on data: {self.call.value}", int(is_whole))])
-
     @torch.compiler.disable
-    def compare_first(self, data: Any, num_batches: int | None, is_whole: bool, is_marked: bool) -> None:
-        """Finds ranks whose data differ although they should be alike, or are alike although they should differ."""
+    def compare(self, is_whole: bool, data: Any = None, num_batches: int | None = None, is_marked: bool = True) -> None:
+        """Finds ranks whose data differ although they should be alike, or are alike although they should differ.
+
+        Args:
+            is_whole: whether this rank has the data that all have, or its own part.
+            data: what it begins with; None if that is not known yet, and it is compared later.
+            num_batches: how many batches it has; None if that is not known.
+            is_marked: whether it is surely meant that each has its own part.
+        """
         assert self.call is not None
-        length = -1 if num_batches is None else num_batches
-        told = tell(f"begins: {self.call.value}", length, 0 if data is None else checksum(data))
-        lengths, first_batches = zip(*told)
+        length = 0 if num_batches is None else num_batches + 1
+        told = tell(f"begins: {self.call.value}", is_whole + 2 * length, 0 if data is None else checksum(data))
+        check_kinds([bool(number % 2) for number, _ in told])
+        lengths, first_batches = [number // 2 for number, _ in told], [found for _, found in told]
         if is_whole:
             check_alike(lengths, first_batches)
         elif not is_marked and self.call is Phase.TRAIN_BATCH and len(set(first_batches)) == 1 and first_batches[0]:
@@ -204,34 +212,49 @@ class Session:
                 warn_of_same_parts()
             self._has_warned = True
 
-    def next_part(self, data: Any, phase: Phase, step: int) -> Any:
-        """This rank's part of the batch `data` that all ranks have (None: no batch left, and None is returned)."""
+    def next_part(self, data: Any, phase: Phase, step: int, num_alike: int) -> Any:
+        """This rank's part of the batch `data` that all ranks have (None: no batch left, and None is returned).
+
+        Args:
+            data: the batch.
+            phase: what is done with it.
+            step: which batch it is.
+            num_alike: how many of those that follow have as many rows, as far as that is known.
+        """
         assert self.ranks is not None
         num = 0 if data is None else int(num_rows(data))
-        looks = phase is not Phase.PREDICT_BATCH and self._looks_at_logs(phase)
         self._step = step
-        self._tell_rows(phase, num, looks + 2 * (fingerprint(data) if num else 0), is_part=True)
+        self._unsaid.add(num, fingerprint(data) if num else 0)
+        self._tell_rows(phase, num, True, num_alike)
         if not num:
             return None
         self._rows = rows_of_parts(num, self.ranks.num_replicas)
         self.mine = self._rows[self.ranks.replica_id]
         return part_of_batch(data, self._rows, self.ranks.replica_id)
 
-    def next_batch(self, data: Any, phase: Phase) -> Any:
+    def next_batch(self, data: Any, phase: Phase, num_alike: int = 0) -> Any:
         """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
         mine = 0 if data is None else int(num_rows(data))
         if mine:
             self._last_batch[phase] = data
-        flags = (phase in self._last_batch) + 2 * self._looks_at_logs(phase)
-        self._tell_rows(phase, mine, flags, is_part=False)
+        self._unsaid.add(mine, 0)
+        self._tell_rows(phase, mine, False, num_alike)
         if not mine and not any(self._rows):
             return None
         self.mine = mine
         return self._last_batch[phase]
 
-    def _tell_rows(self, phase: Phase, num: int, flags: int, is_part: bool) -> None:
+    def _tell_rows(self, phase: Phase, num: int, is_part: bool, num_alike: int) -> None:
         """Tells the others how many rows this rank has, and waits for theirs unless a step may begin before."""
         self._phase, self._is_part = phase, is_part
+        if self._unsaid.is_promised():
+            return
+        looks = ahead = 0
+        if phase is not Phase.PREDICT_BATCH:
+            trains = phase is Phase.TRAIN_BATCH
+            looks = int(self.logs.are_wanted(trains))
+            ahead = self._unsaid.can_promise(num_alike, self.logs.seconds_unseen(trains)) if num else 0
+        flags = looks + 2 * (phase in self._last_batch) + 4 * ahead + 4 * _MOST_PROMISED * self._unsaid.mark
         self._told = tell_soon(phase.value, num, flags)
         if not num or not self._can_wait(phase):
             self.confirm()
@@ -256,13 +279,15 @@ class Session:
         if told is None:
             return
         numbers = told()
+        first = self._step + 1 - self._unsaid.num_batches
+        self._unsaid.are_said(min(flags // 4 % _MOST_PROMISED for _, flags in numbers))
+        self.shares_logs = any(flags % 2 for _, flags in numbers)
         if self._is_part:
-            check_batches([(num, found // 2) for num, found in numbers], self._step)
-            self.shares_logs = any(found % 2 for _, found in numbers)
+            marks = [(num, flags // (4 * _MOST_PROMISED)) for num, flags in numbers]
+            check_batches(marks, self._step, first)
             return
         self._rows = rows = [num for num, _ in numbers]
-        self.shares_logs = any(flags >= 2 for _, flags in numbers)
-        if any(rows) and not all(flags % 2 for _, flags in numbers):
+        if any(rows) and not all(flags // 2 % 2 for _, flags in numbers):
             # A rank that never had a row needs some batch to go through the model with.
             given = self._given(self._last_batch.get(self._phase), rows)
             self._last_batch.setdefault(self._phase, given)
@@ -284,36 +309,28 @@ class Session:
     def inner_call(self) -> Iterator[None]:
         """A call inside another one, perhaps between a batch and its step. Its batches are others."""
         self.confirm()
-        before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs
+        before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
+        unsaid, self._unsaid = self._unsaid, _Unsaid()
         self.mine = self._waits = None
         try:
             yield
         finally:
             self._told = None
-            self.mine, self._rows, self._is_part, self._phase, self.shares_logs = before
-
-    def _looks_at_logs(self, phase: Phase) -> bool:
-        """Whether a callback of this rank looks at the logs of the next batch."""
-        hooks = _HOOKS[phase]
-        callbacks = running_callbacks(self.model)
-        if any(looks_at_batches(callback, *hooks) for callback in callbacks):
-            return True
-        bars = [each for each in callbacks if isinstance(each, keras.callbacks.ProgbarLogger) and each.verbose == 1]
-        if not bars or (self.trains and phase is Phase.TEST_BATCH):
-            return False
-        # What is no metric is that of one batch, and not to be had later.
-        return phase not in self._shown or time.monotonic() - self._shown_at > _BAR_SECONDS
+            self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step = before
+            self._unsaid = unsaid
+            unsaid.go_on()
 
     @torch.compiler.disable
     def logs_of_all(self, logs: Any) -> Any:
         """The logs of a batch as those of all ranks, if somebody looks at them."""
+        trains = self._phase is Phase.TRAIN_BATCH
         if not self.shares_logs:
-            return self._shown.get(self._phase, logs)
+            return self.logs.last(trains, logs)
         self.shares_logs = False
         metrics = metrics_of_all(self.model, self.ranks, lambda: pythonify_logs(self.model.get_metrics_result()))
         if not isinstance(logs, dict) or metrics.keys() != logs.keys():
             return self.mean_logs(logs)
-        self._shown[self._phase], self._shown_at = metrics, time.monotonic()
+        self.logs.show(trains, metrics)
         return metrics
 
     @torch.compiler.disable
@@ -365,9 +382,26 @@ class Session:
         rows, *totals = sums.tolist()
         return {**logs, **{name: total / rows for name, total in zip(numbers, totals)}} if rows else logs
 
-    def forget_logs(self) -> None:
-        """Lets go of what the bar shows: metrics begin anew."""
-        self._shown.clear()
+    def end_epoch(self) -> None:
+        """Ends an epoch on all ranks together, each of which says what it has promised and done.
+
+        Raises:
+            ValueError: on every rank, if they have done different things.
+        """
+        told = self.exchange(Phase.END_OF_EPOCH, self._unsaid.num_batches, self._unsaid.mark)
+        nums = [num for num, _ in told]
+        if len(set(nums)) > 1:
+            raise ValueError(
+                "All ranks must go through equally many batches of an epoch. "
+                f"Received: {nums} since they last compared them, by rank. Let what stops training or a test depend on "
+                "the logs, which are equal on all ranks."
+            )
+        check_batches([(num, mark) for num, mark in told], self._step, self._step + 1 - self._unsaid.num_batches)
+        self._unsaid.are_said(0)
+
+    def begin_epoch(self) -> None:
+        """Lets go of what is promised."""
+        self._unsaid.are_said(_NOTHING_YET)
 
     def any_batch(self, data: Any) -> Any:
         """`data`, or where this rank has none (None) that of another rank."""
@@ -387,11 +421,56 @@ class Session:
         return self.ranks.broadcast_object(data, next(rank for rank, has in enumerate(owners) if has))
 
 
-_HOOKS = {Phase.TRAIN_BATCH: ("on_batch_end", "on_train_batch_end"), Phase.TEST_BATCH: ("on_test_batch_end",)}
-"""The methods of callbacks that get the logs of a batch."""
+_MOST_PROMISED = 32
+"""One more than the most batches that are promised."""
 
-_BAR_SECONDS = 0.05
-"""How often Keras' bar shows something new."""
+_NOTHING_YET = -1
+"""What was promised last where an epoch begins, of which the first batch stands alone."""
+
+
+class _Unsaid:
+    """The batches since the last message, which the next one stands for; and those that the last one has promised."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.mark = 0
+        """A checksum of their numbers of rows and of their values."""
+        self._num_promised = 0
+        self._num_last = _NOTHING_YET
+        self._since = time.monotonic()
+
+    def add(self, num_rows: int, print_: int) -> None:
+        """One more batch. What each rank has of its own (`print_` is 0) may differ."""
+        self.num_batches += 1
+        if print_:
+            self.mark = zlib.crc32(repr((num_rows, print_)).encode(), self.mark)
+
+    def is_promised(self) -> bool:
+        """Whether this batch has been promised by all ranks."""
+        if not self._num_promised:
+            return False
+        self._num_promised -= 1
+        self.go_on()
+        return True
+
+    def can_promise(self, num_alike: int, seconds: float) -> int:
+        """How many batches this rank promises: four times as many each time, for some seconds."""
+        if num_alike <= 0 or not can_promise():
+            return 0
+        now = time.monotonic()
+        of_one, self._since = (now - self._since) / self.num_batches, now
+        wanted = min(num_alike, 4 * self._num_last + 3, int(seconds / max(of_one, 1e-6)), _MOST_PROMISED - 1)
+        return max(wanted, 0)
+
+    def are_said(self, num_promised: int) -> None:
+        """All that was is said; these are promised."""
+        self.num_batches = self.mark = 0
+        self._num_promised, self._num_last = max(num_promised, 0), num_promised
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Lets other ranks know if this one does something else than it has promised."""
+        promise(self._num_promised > 0)
 
 
 running: contextvars.ContextVar[Session | None] = contextvars.ContextVar("running", default=None)

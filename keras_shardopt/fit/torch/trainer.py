@@ -57,6 +57,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "fit", _fit)
     override_method(model, "evaluate", _evaluate)
     override_method(model, "predict", _predict)
+    override_method(model, "predict_on_batch", _stepping)
     override_method(model, "train_on_batch", _train_on_batch)
     override_method(model, "test_on_batch", _test_on_batch)
     override_method(model, "train_step", _train_step)
@@ -69,6 +70,17 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         override_method(model, "_initialize_ddp", _without_ddp)
     if "get_metrics_result" in vars(_KerasTrainer):
         _KerasTrainer.get_metrics_result = _metrics_result
+
+
+def step_one_by_one(model: Any) -> None:
+    """Lets a model that stays as it is be compiled with `steps_per_execution`, as on several ranks."""
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+        override_method(model, name, _stepping)
+
+
+def _stepping(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _one_by_one(model):
+        return real(*args, **kwargs)
 
 
 def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +100,7 @@ def _run(
 ) -> Any:
     """A call, perhaps inside another one: on all ranks `together`, or on this one alone (None)."""
     before = session.call
-    with session.inner_call(), run_of(together), callbacks_of_call(session.model), _one_by_one(session):
+    with session.inner_call(), run_of(together), callbacks_of_call(session.model), _one_by_one(session.model):
         session.call = call
         try:
             return _print_on_chief(session, real, *args, **kwargs)
@@ -101,10 +113,10 @@ def _run(
 
 
 @contextlib.contextmanager
-def _one_by_one(session: Session) -> Iterator[None]:
+def _one_by_one(model: Any) -> Iterator[None]:
     """A call whose steps are made one by one: ranks communicate before each. Keras 3.15 makes no others on torch."""
-    model, steps = session.model, session.model.steps_per_execution
-    if steps == 1 or session.ranks is None:
+    steps = model.steps_per_execution
+    if steps == 1:
         yield
         return
     model.steps_per_execution = 1
@@ -121,13 +133,13 @@ def _print_on_chief(session: Session, real: Callable[..., Any], *args: Any, **kw
 
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(model)
-    session.has_started, session.trains = False, True
+    session.has_started, session.logs.is_fitting = False, True
     session.splits_own_part = splits_own_part(args, kwargs)
     try:
         with joining_uneven_inputs():
             history = _run(session, session, Phase.TRAIN_BATCH, real, *args, **kwargs)
     finally:
-        session.trains = session.splits_own_part = False
+        session.logs.is_fitting = session.splits_own_part = False
     if session.ranks is not None:
         session.exchange(Phase.END_OF_FIT)
     return history
@@ -174,9 +186,10 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, arguments: dic
     session = session_of(model)
     return_dict = arguments.pop("return_dict", False)
     if session.ranks is None:
-        return real(**arguments, return_dict=return_dict)
+        with _one_by_one(model):
+            return real(**arguments, return_dict=return_dict)
     batch = tuple(arguments.pop(name, None) for name in ("x", "y", "sample_weight"))
-    with session.inner_call(), _one_by_one(session):
+    with session.inner_call(), _one_by_one(model):
         batch = session.next_batch(batch, phase)
         if batch is None:
             raise ValueError("`x` must have rows on some rank. Received: none on any.")
@@ -257,13 +270,13 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
     ranks = session.ranks
     if ranks is None or running.get() is not session:
         return real(logs)
-    session.exchange(Phase.END_OF_EPOCH)
+    session.end_epoch()
     if session.call is Phase.TRAIN_BATCH or (session.call is None and model.training):
         with torch.no_grad():
             _average_statistics(model, ranks)
     # As numbers: some metrics return a variable itself.
     result = metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
-    session.forget_logs()
+    session.logs.forget()
     return session.mean_logs(logs) if result is None else result
 
 

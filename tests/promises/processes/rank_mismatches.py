@@ -5,6 +5,7 @@ Argument: the file to which rank 0 writes the names of the cases that passed.
 
 import json
 import pathlib
+import pickle
 import random
 import sys
 import warnings
@@ -12,11 +13,11 @@ import warnings
 import keras
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.torch import process_group as torch_group
+from keras_shardopt.fit import callbacks as fit_callbacks
 
 warnings.filterwarnings("ignore")
 
@@ -159,6 +160,7 @@ def fit_and_fit_prepared(model):
 
 # What most ranks call, what one calls, and what every rank says of both.
 TRAINS = "trains a prepared model"
+STEPS = "makes a step of a prepared model"
 BEGINS = "compares what it trains before its first update"
 CALLS = {
     "prepare on one rank": (fit, fit_prepared, (BEGINS, TRAINS)),
@@ -169,6 +171,33 @@ CALLS = {
         ("trains a prepared model", "evaluates a prepared model"),
     ),
     "SyncReplicas on one rank": (fit, fit_with_sync_replicas, ("takes the weights of rank 0", "in a callback")),
+}
+ROWS = np.random.default_rng(0).normal(size=(240, 4)).astype("float32")
+
+
+def fit_long(model, **arguments):
+    """Most of its batches go without a message."""
+    ks.prepare(model).fit(ROWS, ROWS, batch_size=4, verbose=0, **arguments)
+
+
+def calling(function):
+    """Calls it before the thirteenth batch."""
+    return [
+        keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: function() if batch == 12 else None)
+    ]
+
+
+def stop_early(model):
+    fit_long(model, callbacks=calling(lambda: setattr(model, "stop_training", True)))
+
+
+def evaluate_in_the_middle(model):
+    fit_long(model, callbacks=calling(lambda: model.evaluate(ROWS, ROWS, verbose=0)))
+
+
+CALLS_IN_PROMISED_STEPS = {
+    "one stops early": (fit_long, stop_early, (STEPS, "ends an epoch of a prepared model")),
+    "one evaluates": (fit_long, evaluate_in_the_middle, (STEPS, "begins: evaluates a prepared model")),
 }
 REDUCES = "reduces the gradients of an update"
 CALLS_THAT_MEET_GRADIENTS = {
@@ -238,12 +267,12 @@ def main():
         # Compared once: a rate that changes later, and differently, is the caller's affair.
         optimizer, model = ks.CrossShard(SGD(0.1)), layers()
         optimizer.build(model.trainable_variables)
-        calls, gather = [], dist.all_gather_object
-        dist.all_gather_object = lambda *a, **k: (calls.append(1), gather(*a, **k))
+        calls, loads = [], pickle.loads
+        pickle.loads = lambda *a, **k: (calls.append(1), loads(*a, **k))[1]
         for _ in range(3):
             optimizer.apply([torch.ones(tuple(v.shape)) for v in model.trainable_variables])
-        dist.all_gather_object = gather
-        assert len(calls) == 2, calls  # the digest, and what `broadcast_from_rank_0` asks
+        pickle.loads = loads
+        assert len(calls) == 2 * size, calls  # the digest, and what `broadcast_from_rank_0` asks
         passed.append("compared once")
 
         # A model that differs in what no variable shows.
@@ -259,6 +288,10 @@ def main():
         torch_group.ANSWER_SECONDS = 5.0
         with ks.data_parallel(timeout=3, prepare=False) as scope:
             passed.append(different_calls(name, scope, usual, other, words, RuntimeError))
+    fit_callbacks._QUIET_SECONDS, torch_group.AWAY_SECONDS = 60.0, 1.5
+    for name, (usual, other, words) in CALLS_IN_PROMISED_STEPS.items():
+        with ks.data_parallel(prepare=False) as scope:
+            passed.append(different_calls(name, scope, usual, other, words, ValueError))
     if rank == 0:
         pathlib.Path(sys.argv[1]).write_text(json.dumps(passed))
 

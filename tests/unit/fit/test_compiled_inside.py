@@ -5,6 +5,7 @@ import inspect
 import keras
 import numpy as np
 import pytest
+from conftest import BACKEND
 from promises.problems import gan
 from support import problem
 from support.suites import some
@@ -63,10 +64,80 @@ def test_compile_and_load_model_prepare_inside_and_nowhere_else(tmp_path):
 def test_nothing_changes_for_one_replica():
     compile_in_keras, outside = keras.Model.compile, compiled()
     with ks.data_parallel(1):
-        assert keras.Model.compile is compile_in_keras
+        if BACKEND != "torch":  # where it looks at `steps_per_execution`
+            assert keras.Model.compile is compile_in_keras
         model = compiled()
+    assert keras.Model.compile is compile_in_keras
     assert not is_prepared(model)
     assert set(vars(model)) == set(vars(outside))
+
+
+@pytest.mark.backends("torch")
+def test_several_steps_per_execution_are_those_of_one_on_one_replica_too(tmp_path):
+    """Keras refuses them on PyTorch, so that a script for several ranks would fail without torchrun."""
+    x, y = problem.data(4)
+
+    def trained(**arguments):
+        with ks.data_parallel(1):
+            model = problem.model()
+            model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", **arguments)
+        history = model.fit(x, y, batch_size=problem.BATCH_SIZE, validation_data=(x, y), shuffle=False, verbose=0)
+        logs = [model.evaluate(x, y, verbose=0), model.train_on_batch(x, y), model.test_on_batch(x, y)]
+        return model, [*model.get_weights(), model.predict(x, verbose=0), model.predict_on_batch(x)], history, logs
+
+    (_, values, history, logs), (model, mine, my_history, my_logs) = trained(), trained(steps_per_execution=3)
+    for one, other in zip(mine, values, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (my_history.history, my_logs) == (history.history, logs)
+    assert model.steps_per_execution == 3 and not is_prepared(model)
+    model.save(tmp_path / "model.keras")
+    with ks.data_parallel(1):
+        keras.saving.load_model(tmp_path / "model.keras").evaluate(x, y, verbose=0)
+
+
+class Looks(keras.callbacks.Callback):
+    """Notes the logs of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(dict(logs))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.seen.append(dict(logs))
+
+
+@with_devices
+@pytest.mark.parametrize("steps_per_execution", some([1, 2], [1]))
+def test_logs_of_batches_are_those_of_all_replicas(steps_per_execution, capsys):
+    """Also of a metric that is no mean over rows, whose mean over replicas is another number."""
+    x, y = (rows[:61] for rows in problem.data(4))
+    x, y = x, (y[:, :1] > 0).astype("float32")
+
+    def trained(num_replicas):
+        keras.utils.set_random_seed(4)
+        with ks.data_parallel(num_replicas) as replicas:
+            model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(1, activation="sigmoid")])
+            optimizer = ks.CrossShard(problem.sgd_momentum())
+            model.compile(optimizer, "mse", metrics=["AUC"], steps_per_execution=steps_per_execution)
+        looks = Looks()
+        model.fit(x, y, 13, epochs=2, validation_data=(x, y), callbacks=[looks], shuffle=False, verbose=0)
+        capsys.readouterr()
+        model.fit(x, y, 13, epochs=1, shuffle=False, verbose=1)
+        shown = capsys.readouterr().out.replace("\x08", "").replace("\r", "\n").split("\n")
+        replicas.close()
+        bars = [line.split(" - ", 1)[1].split("step - ")[-1].strip() for line in shown if "loss:" in line]
+        return looks.seen, bars
+
+    (expected, bars), (seen, my_bars) = trained(1), trained(2)
+    assert len(seen) == len(expected) > 8
+    for mine, whole in zip(seen, expected):
+        assert mine.keys() == whole.keys()
+        for name, value in whole.items():
+            np.testing.assert_allclose(mine[name], value, rtol=1e-5, err_msg=name)
+    assert my_bars[-1] == bars[-1]  # which batches it shows before is a matter of time
 
 
 @with_devices
