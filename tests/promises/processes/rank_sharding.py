@@ -498,6 +498,13 @@ def parts_of_its_own(scope):
     assert_as_one_process(
         scope, with_split, alone=fit(X[rows], Y[rows], batch_size=BATCH, validation_data=(X[48:60], Y[48:60]), **order)
     )
+
+    def with_sampler(model):
+        sampler = torch_data.DistributedSampler(DATASET, shuffle=False, drop_last=True)
+        return model.fit(torch_data.DataLoader(DATASET, 5, sampler=sampler), verbose=0, **order).history
+
+    of_60 = fit(X[:60], Y[:60], batch_size=BATCH, sample_weight=WEIGHTS[:60], **order)
+    assert_as_one_process(scope, with_sampler, alone=of_60)
     loaders = (
         torch_data.DataLoader(DATASET, 5, sampler=torch_data.DistributedSampler(DATASET, shuffle=False)),
         ks.shard_data(torch_data.DataLoader(DATASET, 5)),
