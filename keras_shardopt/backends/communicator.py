@@ -54,7 +54,7 @@ class Communicator(abc.ABC):
 
     A new backend writes `num_replicas`, `replica_id`, `gradient_state`, `all_reduce` and `all_gather`; `is_spmd` and
     `is_multi_process` where replicas are processes; `split` and `members` where groups take more than the default does.
-    Only speed: `reduce_scatter` and `broadcast`.
+    Only speed: `reduce_scatter`, `all_to_all` and `broadcast`.
     """
 
     num_replicas: int
@@ -132,6 +132,15 @@ class Communicator(abc.ABC):
         """
         reduced = self.all_reduce(tensors, op)
         return [ops.reshape(tensor, (self.num_replicas, -1))[self.replica_id] for tensor in reduced]
+
+    def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Every replica gets its part of each replica's flat tensors, which it joins in the order of their ids.
+
+        The number of replicas divides each length; part `r` goes to replica `r`.
+        """
+        size = self.num_replicas
+        joined = [ops.reshape(all_, (size, size, -1)) for all_ in self.all_gather(tensors)]
+        return [ops.reshape(ops.take(parts, self.replica_id, axis=1), (-1,)) for parts in joined]
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         """Every replica gets the tensors of replica `root`."""

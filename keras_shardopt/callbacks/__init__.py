@@ -1,5 +1,6 @@
-"""Callbacks: for several replicas, for backups, and `TrainingSummaries`."""
+"""Callbacks: for several replicas, for backups, for comparing runs, and `TrainingSummaries`."""
 
+from keras_shardopt.callbacks.fingerprints import Fingerprints, first_difference
 from keras_shardopt.callbacks.nonfinite import StopOnNonFinite
 from keras_shardopt.callbacks.replicas import CheckReplicas, SyncReplicas
 from keras_shardopt.callbacks.summaries import TrainingSummaries
@@ -9,10 +10,12 @@ from keras_shardopt.checkpoint.saving import ModelCheckpoint
 __all__ = [
     "BackupAndRestore",
     "CheckReplicas",
+    "Fingerprints",
     "ModelCheckpoint",
     "StopOnNonFinite",
     "SyncReplicas",
     "TrainingSummaries",
+    "first_difference",
 ]
 
 

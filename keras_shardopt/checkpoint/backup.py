@@ -47,7 +47,8 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     At the end of each epoch rank 0 writes what training needs to continue: the model's variables (weights, moving
     statistics, seeds of `Dropout` layers), those of the optimizer, the number of epochs, Keras' global seed, and the
-    state of the random numbers of Python, NumPy and PyTorch on each process. It writes one file, atomically: after a
+    state of the random numbers of Python, NumPy and PyTorch on each process (on another number of processes those of
+    rank 0 go on). It writes one file, atomically: after a
     crash at any moment there is a whole backup, the new one or the one before. When a `fit` with the same directory
     begins, rank 0 reads it, and all processes continue with the same values from the next epoch. So a job that is
     started again (`torchrun --max-restarts 3 train.py`) ends with the weights of one that was never interrupted.
@@ -151,8 +152,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         for part, name in saved_together(model, _is_stored_whole):
             part.load_own_variables(_from_chief(None if arrays is None else arrays.get(name, [])))
         num_processes, process_id = processes.process()
-        if len(header["random_states"]) == num_processes:
-            _set_random_state(header["random_states"][process_id])
+        states = header["random_states"]
+        is_own = len(states) == num_processes
+        _set_random_state(states[process_id if is_own else 0], is_own)
         for part in _cross_shards(model):
             part.pipeline.reset()
         model._initial_epoch = header["epoch"]
@@ -370,9 +372,10 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def _set_random_state(state: dict[str, Any], is_own: bool) -> None:
+    """Takes back what `_random_state` returned; where there were as many processes, on this one."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))
     if _generators is not None:
-        _generators.set_rng_state(state["framework"])
+        _generators.set_rng_state(state["framework"], is_own)

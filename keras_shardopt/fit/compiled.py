@@ -139,8 +139,16 @@ def _fit(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     if _settle(model):
         return model.fit(*args, **kwargs)
     if not is_prepared(model) and not vars(model).get(_IS_LEFT, False):
+        if _cuts_batches(model) and processes.num_replicas() == 1:
+            prepare_for(model)  # not with `compile`, as nothing watches a single replica
+            return model.fit(*args, **kwargs)
         _warn_of_unprepared(model)
     return in_keras(model, *args, **kwargs)
+
+
+def _cuts_batches(model: Any) -> bool:
+    """Whether its optimizer works on parts of batches, which a single replica has several of, too."""
+    return any(reducer.virtual_replicas is not None for reducer in reducers_in(model, cross_shards))
 
 
 def _warn_of_unprepared(model: Any) -> None:

@@ -67,6 +67,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
             over memory, which changes last digits. See [speed on PyTorch](../torch_speed.md).
         overlap: "auto" (default) or False. PyTorch: whether `fit` sends gradients while others are computed.
         bucket_mib: float > 0, 25 by default. PyTorch: how many MiB of gradients are sent at a time.
+        virtual_replicas: a power of two or None. Parts of each batch, for [equal bits](../randomness.md) on fewer replicas.
         stages: further `keras_shardopt.Stage` objects, in the order in which gradients pass through them. See
             [custom stages](../stages.md).
         axis_name: str, "batch" by default. JAX: the name of the mapped axis over which replicas are laid out.
@@ -108,6 +109,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         fused: Literal["auto", False] = "auto",
         overlap: Literal["auto", False] = "auto",
         bucket_mib: float = 25.0,
+        virtual_replicas: int | None = None,
         stages: Sequence[Stage] = (),
         axis_name: str = "batch",
         name: str | None = None,

@@ -22,8 +22,17 @@ from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.replica_transform import ReplicaClip, ReplicaTransform
 from keras_shardopt.update.step import Stage
 from keras_shardopt.update.user_stage import UserStage
+from keras_shardopt.update.virtual_replicas import VirtualReplicas
 
-STAGES: tuple[Any, ...] = (Accumulation, ReplicaTransform, SkipNonFinite, UserStage, ReplicaClip, FusedUpdate)
+STAGES: tuple[Any, ...] = (
+    VirtualReplicas,
+    Accumulation,
+    ReplicaTransform,
+    SkipNonFinite,
+    UserStage,
+    ReplicaClip,
+    FusedUpdate,
+)
 """From the outside in; `UserStage` are those of the argument `stages`."""
 
 

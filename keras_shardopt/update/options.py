@@ -43,6 +43,7 @@ class CrossShardOptions:
     replica_clipnorm: float | None = None
     replica_transform: LocalTransform | None = None
     compression: str | None = None
+    virtual_replicas: int | None = None
     stages: Sequence[Stage] = ()
     gradients: str = "auto"
     axis_name: str = "batch"
@@ -73,6 +74,7 @@ class CrossShardOptions:
             fix = "Leave it out to not accumulate."
             num_steps = check.integer("gradient_accumulation_steps", num_steps, fix=fix)
         check.flag("shard_state", self.shard_state)
+        num_virtual = check_virtual_replicas(self, groups)
         if self.shard_state and groups is not None:
             raise ValueError(
                 "`shard_state=True` divides one state, and with `group_assignment` each group has its own. "
@@ -91,6 +93,7 @@ class CrossShardOptions:
             "bucket_mib": float(self.bucket_mib),
             "replica_clipnorm": None if self.replica_clipnorm is None else float(self.replica_clipnorm),
             "group_assignment": groups,
+            "virtual_replicas": num_virtual,
             "stages": tuple(self.stages),
         }
         for name, value in given.items():
@@ -105,7 +108,7 @@ class CrossShardOptions:
     @property
     def is_plain(self) -> bool:
         """Whether nothing looks at a replica's own gradients, or at parts, between backward pass and reduction."""
-        is_whole = self.group_assignment is None and not self.shard_state
+        is_whole = self.group_assignment is None and not self.shard_state and self.virtual_replicas is None
         looks = any(stage._overrides("collect", "local") for stage in self.stages)
         return is_whole and not self.looks_at_own_gradients and not looks
 
@@ -125,6 +128,8 @@ class CrossShardOptions:
         config["stages"] = [keras.saving.serialize_keras_object(stage) for stage in self.stages]
         if not self.stages:
             del config["stages"]
+        if self.virtual_replicas is None:
+            del config["virtual_replicas"]
         return config
 
     @staticmethod
@@ -175,6 +180,7 @@ class HasOptions:
     compression: str | None = _option("compression", "The dtype in which gradients are sent, or None.")
     fused: Literal["auto", False] = _option("fused", '"auto" or False.')
     overlap: Literal["auto", False] = _option("overlap", '"auto" or False.')
+    virtual_replicas: int | None = _option("virtual_replicas", "Into how many parts each batch is cut, or None.")
     stages: Sequence[Stage] = _option("stages", "Further stages, in their order.")
     bucket_mib: float = _option("bucket_mib", "How many MiB of gradients are sent at a time.")
     axis_name: str = _option("axis_name", "The mapped axis of replicas on JAX.")
@@ -217,6 +223,41 @@ def group_assignment_of(groups: Any) -> list[list[int]] | None:
             f"`group_assignment` must have groups of one size. {received}, with sizes {[len(g) for g in groups]}"
         )
     return [[int(replica) for replica in group] for group in groups]
+
+
+def check_virtual_replicas(options: CrossShardOptions, groups: Groups | None) -> int | None:
+    """The number of virtual replicas, or None.
+
+    Raises:
+        ValueError: if batches cannot be cut into so many parts, or if something needs more than the sum over them.
+    """
+    if options.virtual_replicas is None:
+        return None
+    fix = "Leave it out for one part on each replica."
+    number = check.integer("virtual_replicas", options.virtual_replicas, fix=fix)
+    if number & (number - 1):
+        raise ValueError(
+            "`virtual_replicas` must be a power of two, as the parts are added up in a binary tree. "
+            f"Received: virtual_replicas={number!r}. Use for example `virtual_replicas={2 ** number.bit_length()}`."
+        )
+    seeing = [stage for stage in options.stages if stage.needs_local_gradients]
+    accumulates = (options.gradient_accumulation_steps or 1) > 1
+    others = {
+        "group_assignment": groups is not None,
+        "compression": options.compression is not None,
+        "gradients": options.gradients not in ("auto", "local"),
+        "stages": bool(seeing),
+        "gradient_accumulation_steps": accumulates and options.looks_at_own_gradients,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            value = seeing if name == "stages" else getattr(options, name)
+            why = "" if name != "gradient_accumulation_steps" else " together with `replica_clipnorm` or a transform"
+            raise ValueError(
+                "`virtual_replicas` adds up the gradients of the parts of each batch by itself. "
+                f"Received: virtual_replicas={number!r} and {name}={value!r}{why}. Leave one of them out."
+            )
+    return number
 
 
 def check_groups(groups: Groups | None, replicas: Communicator) -> None:

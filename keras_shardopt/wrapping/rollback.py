@@ -17,10 +17,12 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -51,7 +53,7 @@ class Rollback:
         self._within_window = False
         self._warned = False
         models = models_with(optimizer._trainable_variables)
-        self.variables: list[Variable] = _changed_by_forward_passes(models)
+        self.variables: list[Variable] = changed_by_forward_passes(models)
         """What is put back."""
         # Those that were noted before; and notes of them, so that a step of `fit` notes all at once where it begins.
         # That takes a fraction of what noting one after another does, of which small models would feel it.
@@ -81,7 +83,7 @@ class Rollback:
 
     def settle(self, optimizer: Any, before: _Stamp) -> None:
         """To be called when `optimizer` has updated, or skipped the update, or added to a window."""
-        if optimizer._collects:
+        if optimizer._collects or _more_comes.get():
             return
         after, window = _stamp(optimizer._iterations), self.accumulators
         if isinstance(after, int):
@@ -193,6 +195,19 @@ class Rollback:
         return logs, (weights, others, after, metrics)
 
 
+_more_comes: contextvars.ContextVar[bool] = contextvars.ContextVar("more_comes", default=False)
+
+
+@contextlib.contextmanager
+def before_more(more_comes: bool) -> Iterator[None]:
+    """Within it, where more gradients come before there is an update, none counts as skipped."""
+    token = _more_comes.set(more_comes)
+    try:
+        yield
+    finally:
+        _more_comes.reset(token)
+
+
 def rollback_of(optimizer: Any) -> Rollback | None:
     """What puts back what skipped updates leave behind, for a wrapper that is just being built; None if none are.
 
@@ -246,7 +261,7 @@ def _is_in_reach(tensor: Tensor) -> bool:
     return _graphs is None or bool(_graphs.is_in_reach(tensor))
 
 
-def _changed_by_forward_passes(models: Sequence[Any]) -> list[Variable]:
+def changed_by_forward_passes(models: Sequence[Any]) -> list[Variable]:
     """What layers have made as not trainable, without weights that were frozen or quantized later, and metrics."""
     metrics = {id(v) for model in models for v in model.metrics_variables}
     found: dict[int, Variable] = {}

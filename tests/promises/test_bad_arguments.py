@@ -30,6 +30,11 @@ def a_model():
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 
 
+def prints():
+    pathlib.Path("prints").write_text('{"variables": []}\n{"update": 1, "fingerprints": []}\n')
+    return "prints"
+
+
 # For each public class and function, arguments that are right.
 VALID = {
     "AutomaticLossScaler": dict,
@@ -46,10 +51,12 @@ VALID = {
     "bfloat16_scope": dict,
     "callbacks.BackupAndRestore": lambda: {"backup_dir": "nowhere"},
     "callbacks.CheckReplicas": dict,
+    "callbacks.Fingerprints": lambda: {"filepath": "prints"},
     "callbacks.ModelCheckpoint": lambda: {"filepath": "model.keras"},
     "callbacks.StopOnNonFinite": dict,
     "callbacks.SyncReplicas": dict,
     "callbacks.TrainingSummaries": lambda: {"log_dir": None},
+    "callbacks.first_difference": lambda: {"a": prints(), "b": prints()},
     "build_optimizer": lambda: {"optimizer": "SGD"},
     "clip_by_global_norm": lambda: {"t_list": [keras.ops.ones(2)], "clip_norm": 1.0},
     "clip_gradients_by_norm": lambda: {

@@ -79,6 +79,10 @@ class MappedAxis(Communicator):
         scattered = [jax.lax.psum_scatter(t, self._axis, axis_index_groups=self._groups, tiled=True) for t in tensors]
         return [t / self.num_replicas for t in scattered] if op == "mean" else scattered
 
+    def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        how = {"split_axis": 0, "concat_axis": 0, "axis_index_groups": self._groups, "tiled": True}
+        return [jax.lax.all_to_all(t, self._axis, **how) for t in tensors]
+
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [jax.lax.all_gather(t, self._axis, axis_index_groups=self._groups, tiled=True) for t in tensors]
 

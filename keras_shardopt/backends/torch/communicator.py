@@ -155,6 +155,17 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     @torch.no_grad()
+    def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        result = []
+        for tensor in tensors:
+            received = torch.empty_like(tensor)
+            with explaining_failures():
+                dist.all_to_all_single(received, tensor.contiguous(), group=self._process_group)
+            result.append(received)
+        return result
+
+    @torch.compiler.disable
+    @torch.no_grad()
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         result = []
         for tensor in tensors:

@@ -11,12 +11,17 @@ Rank 0 draws what a single process draws.
 PyTorch's own generator, from which Keras' dropout without a seed draws, has another seed on each rank from then on,
 in training steps and elsewhere.
 
+Where batches are cut into parts (`CrossShard(virtual_replicas=...)`), the number of the part takes the place of the
+rank's, and each part draws from the states with which the batch began, whichever rank works on it. PyTorch's own
+generator is seeded for each part by its seed, the update and the part, and then put back.
+
 A seed that is a number is left unchanged, as that is what initializers of weights have.
 
 Private names of Keras touched here (a test holds each of them):
     `draw_seed` in `keras.src.backend.torch.random` and `.image` - gives them the seed of what they draw.
     `keras.src.backend.common.global_state`, "current_call_ctx", `CallContext.training` - whether, and how, a layer is
         being called.
+    `keras.src.random.seed_generator.global_seed_generator` - that of what has no seed.
 """
 
 from __future__ import annotations
@@ -27,12 +32,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.torch import random as torch_random
+from keras.src.random.seed_generator import global_seed_generator
 
 from keras_shardopt.backends.models import override_method
-from keras_shardopt.numerics import FunctionT
+from keras_shardopt.numerics import FunctionT, Tensor
 
 try:
     from keras.src.backend.torch import image as torch_image
@@ -48,6 +55,9 @@ _draw_seed_in_keras = torch_random.draw_seed
 _ranks: Any = None
 _seeded_with: int | None = None
 _is_in_step: contextvars.ContextVar[bool] = contextvars.ContextVar("is_in_step", default=False)
+
+# The part of a batch that this thread works on, where batches are cut into parts.
+_part: contextvars.ContextVar[int | None] = contextvars.ContextVar("part", default=None)
 
 
 def draw_apart(ranks: Any, models: Sequence[Any]) -> None:
@@ -80,13 +90,45 @@ def rng_state() -> Any:
     return [state.tolist() for state in [torch.get_rng_state(), *devices]]
 
 
-def set_rng_state(state: Any) -> None:
-    """Takes back what `rng_state` returned."""
+def set_rng_state(state: Any, is_own: bool = True) -> None:
+    """Takes back what `rng_state` returned, on this rank (`is_own`) or on rank 0."""
+    global _seeded_with
     on_cpu, *on_devices = [torch.tensor(each, dtype=torch.uint8) for each in state]
     torch.set_rng_state(on_cpu)
     if on_devices and len(on_devices) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(on_devices)
     note_seed()
+    if not is_own:
+        _seeded_with = None  # the next `draw_apart` makes it this rank's
+
+
+@contextlib.contextmanager
+def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
+    """Within it this rank works on parts of a batch.
+
+    Yields:
+        A function that is called before each part, with its number and what tells this batch from others.
+    """
+    torch_random.draw_seed = torch_image.draw_seed = _draw_seed
+    rank = _ranks.replica_id if _ranks is not None and _ranks.are_current() else 0
+    seed = (torch.initial_seed() - rank * _BETWEEN_RANKS) % 2**63  # that of rank 0
+    token = _part.set(None)
+
+    def begin(part: int, batch: Sequence[int]) -> None:
+        _part.set(part)
+        (own,) = np.random.SeedSequence([seed, *batch, part]).generate_state(1, np.uint64).tolist()
+        torch.manual_seed(own % 2**63)
+
+    try:
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            yield begin
+    finally:
+        _part.reset(token)
+
+
+def global_seed_state() -> Tensor:
+    """The state of the generator from which comes what has no seed."""
+    return global_seed_generator().state.value
 
 
 def in_step(function: FunctionT) -> FunctionT:
@@ -121,10 +163,13 @@ def _step() -> Iterator[None]:
 def _draw_seed(seed: Any) -> Any:
     """Stands in for Keras' function of that name."""
     drawn = _draw_seed_in_keras(seed)
-    if isinstance(seed, int) or not _ranks.are_current() or not _ranks.replica_id:
+    number = _part.get()
+    if number is None:
+        number = _ranks.replica_id if _ranks is not None and _ranks.are_current() else 0
+    if isinstance(seed, int) or not number:
         return drawn
     call = global_state.get_global_attribute("current_call_ctx")
     if not (_is_in_step.get() or getattr(call, "training", False)):
         return drawn
     first, second = drawn
-    return (int(first) + _ranks.replica_id * _BETWEEN_RANKS) % 2**32, int(second)
+    return (int(first) + number * _BETWEEN_RANKS) % 2**32, int(second)

@@ -49,7 +49,9 @@ from keras_shardopt.fit.sharing import (
     sharing_of,
     warn_of_same_parts,
 )
+from keras_shardopt.fit.virtual_replicas import num_parts_of
 from keras_shardopt.numerics import Tensor
+from keras_shardopt.update.virtual_replicas import parts_of_each
 
 SESSION = "_keras_shardopt_session"
 
@@ -101,6 +103,16 @@ class Session:
         """Whether a step may begin before; None until somebody asks."""
         self._phase = Phase.TRAIN_BATCH
         self._unsaid = _Unsaid()
+
+    @property
+    def num_parts(self) -> int | None:
+        """Into how many parts the optimizer cuts each batch; None where each rank has one."""
+        return num_parts_of(self.model, self._reducers_of)
+
+    @property
+    def reducer(self) -> Any:
+        """The `CrossShard` of the model, or the first of them."""
+        return reducers_in(self.model, self._reducers_of)[0]
 
     @property
     def ranks(self) -> TorchProcessGroup | None:
@@ -228,9 +240,18 @@ class Session:
         self._tell_rows(phase, num, True, num_alike)
         if not num:
             return None
-        self._rows = rows_of_parts(num, self.ranks.num_replicas)
+        self._rows = self._rows_of_ranks(num, self.ranks)
         self.mine = self._rows[self.ranks.replica_id]
         return part_of_batch(data, self._rows, self.ranks.replica_id)
+
+    def _rows_of_ranks(self, num: int, ranks: TorchProcessGroup) -> list[int]:
+        """How many rows of a batch each rank has."""
+        num_parts = self.num_parts
+        if num_parts is None:
+            return rows_of_parts(num, ranks.num_replicas)
+        each = parts_of_each(num_parts, ranks.num_replicas)
+        rows = rows_of_parts(num, num_parts)
+        return [sum(rows[start : start + each]) for start in range(0, num_parts, each)]
 
     def next_batch(self, data: Any, phase: Phase, num_alike: int = 0) -> Any:
         """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""

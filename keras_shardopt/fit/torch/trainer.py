@@ -42,6 +42,7 @@ from keras_shardopt.fit.sharing import (
     splits_own_part,
 )
 from keras_shardopt.fit.torch.batches import EpochIterator, KerasEpochIterator
+from keras_shardopt.fit.torch.parts import in_parts
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses, share_losses
@@ -207,17 +208,21 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     if session.ranks is not None and session.mine is not None and not session.has_started:
         session.confirm()
         session.start_equal()
-    logs = _step(model, real, data)
+    logs = _step(model, real, data, trains=True)
     session.check_unused()
     return logs
 
 
 # Not compiled itself, as it talks to other ranks; what it calls is.
 @torch.compiler.disable(recursive=False)
-def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
     """A step on this rank's part of the batch that the ranks have agreed on."""
     session = session_of(model)
     ranks, mine = session.ranks, session.mine
+    num_parts = session.num_parts
+    if num_parts is not None and (ranks is None or mine is not None):
+        share_losses(model)
+        return in_parts(session, real, data, num_parts, trains)
     if ranks is None or mine is None:
         return real(data)
     session.mine = None
@@ -271,6 +276,9 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
     if ranks is None or running.get() is not session:
         return real(logs)
     session.end_epoch()
+    if session.num_parts is not None:  # they are those of all ranks after each batch
+        session.logs.forget()
+        return pythonify_logs(real(logs))
     if session.call is Phase.TRAIN_BATCH or (session.call is None and model.training):
         with torch.no_grad():
             _average_statistics(model, ranks)

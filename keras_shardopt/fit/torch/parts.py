@@ -1,0 +1,170 @@
+"""A step on several parts of a batch, one after another, as `CrossShard(virtual_replicas=...)` asks for.
+
+Each part is a step of Keras that begins with the state with which the batch began. What parts do to it is added up in
+the tree in which gradients are, so that after each batch all ranks have the same bits, however many there are: of
+metrics what each has counted, from zero; of moving statistics the mean of the changes of the parts that have rows. Seed
+generators advance once for each batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import torch
+
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.torch.random_numbers import as_parts, global_seed_state
+from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
+from keras_shardopt.fit.overrides import num_rows
+from keras_shardopt.fit.torch.session import Session
+from keras_shardopt.update.losses import mean_losses
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
+from keras_shardopt.update.virtual_replicas import PartOfBatch, Subtrees, Tree, own_parts
+from keras_shardopt.wrapping.rollback import before_more, changed_by_forward_passes
+
+
+def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool) -> Any:
+    """The logs of a batch of which this rank has the rows of its parts."""
+    model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
+    given = int(num_rows(data))
+    mine, session.mine = (given if ranks is None else session.mine or 0), None
+    all_rows = given if ranks is None else session.all_rows()
+    own = own_parts(num_parts, replicas)
+    rows = rows_of_parts(mine, len(own))
+    reducer = session.reducer
+    updates = runtime.version(reducer.iterations)
+    state, logs = _State(model, trains), _Logs()
+    with as_parts() as begin, _one_thread():
+        batch = [int(reducer.iterations), 0 if reducer.accumulation is None else reducer.accumulation.num_taken]
+        for i, part in enumerate(own):
+            begin(part, batch)
+            state.begin()
+            # A step without rows needs some to go through the model with.
+            part_data = _copied(part_of_batch(data, rows if mine else [1, given - 1], i if mine else 0))
+            here = PartOfBatch(part, num_parts, is_first=part == own[0], is_last=part == own[-1])
+            share = BatchShare(rows[i], all_rows, here, ends_early=not rows[i], rows_here=rows[i] or 1)
+            with batch_shared(share), before_more(not here.is_last):
+                logs.add(real(part_data), rows[i])
+            state.end(rows[i] > 0)
+    session.last_rows = mine
+    session.confirm()
+    session.shares_logs = False  # they are those of all ranks in any case
+    everyones = [given] if ranks is None else session.rows()
+    counted = [count for rank in everyones for count in rows_of_parts(rank, len(own))]
+    is_skipped = trains and _is_skipped(reducer, updates)
+    state.settle(Tree(replicas, num_parts), sum(count > 0 for count in counted), is_skipped)
+    return logs.settle(model, Tree(replicas, num_parts), sum(counted))
+
+
+def _is_skipped(reducer: Any, updates: int | None) -> bool:
+    """Whether the batch should have led to an update and has not. What it has changed is put back by then."""
+    window = reducer.accumulation
+    return runtime.version(reducer.iterations) == updates and (window is None or bool(window.is_complete))
+
+
+def _copied(data: Any) -> Any:
+    """Rows in memory of their own: kernels may add up in another order where memory is not aligned."""
+    return keras.tree.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, data)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """With one thread, as ranks that torchrun has started: kernels add up in another order with others."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _State:
+    """What steps change besides weights."""
+
+    def __init__(self, model: Any, trains: bool) -> None:
+        metrics = model.metrics_variables
+        counted = {id(v) for v in metrics if v.aggregation == "sum"}
+        self._sums = [v.value for v in metrics if id(v) in counted]
+        state = changed_by_forward_passes([model]) if trains else []
+        others = [*[v.value for v in state], *[v.value for v in metrics if id(v) not in counted], global_seed_state()]
+        self._moving = [tensor for tensor in others if tensor.is_floating_point()]
+        self._same = [tensor for tensor in others if not tensor.is_floating_point()]
+        # Mean losses count an equal part of the rows for each part, also for one that has none.
+        shared = {id(v.value) for tracker in mean_losses(model) for v in tracker.variables}
+        self._always = [id(tensor) in shared for tensor in self._sums]
+        self._start = [tensor.clone() for tensor in [*self._sums, *self._moving, *self._same]]
+        self._changes = Subtrees()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Gives a part the state with which the batch began, and metrics that have counted nothing."""
+        size = len(self._sums)
+        for tensor in self._sums:
+            tensor.zero_()
+        for tensor, start in zip([*self._moving, *self._same], self._start[size:]):
+            tensor.copy_(start)
+
+    @torch.no_grad()
+    def end(self, counts: bool) -> None:
+        """Takes what a part has made of it."""
+        sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(self._sums, self._always)]
+        starts = self._start[len(self._sums) :]
+        changes = [t - start if counts else torch.zeros_like(t) for t, start in zip(self._moving, starts)]
+        self._changes.add([*sums, *changes])
+
+    @torch.no_grad()
+    def settle(self, tree: Tree, num_counting: int, is_skipped: bool) -> None:
+        """Gives all ranks the state that all parts have made together.
+
+        Args:
+            tree: the ranks.
+            num_counting: how many parts have rows.
+            is_skipped: whether moving statistics have been put back.
+        """
+        changes: Any = self._changes.take()
+        totals = tree.all_reduce(changes, "sum")
+        size = len(self._sums)
+        for tensor, start, total in zip(self._sums, self._start, totals[:size]):
+            tensor.copy_(start + total)
+        for tensor, start, total in zip(self._moving, self._start[size:], totals[size:] if not is_skipped else ()):
+            tensor.copy_(start + total / num_counting)
+
+
+class _Logs:
+    """The logs of the parts of a batch."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+        self._names: list[str] = []
+        self._values = Subtrees()
+
+    @torch.no_grad()
+    def add(self, logs: Any, num_rows: int) -> None:
+        """Takes those of the next part."""
+        self._last = logs
+        numbers = {name: value for name, value in logs.items() if _is_number(value)} if isinstance(logs, dict) else {}
+        self._names = list(numbers)
+        values = [torch.as_tensor(value, dtype=torch.float32).detach() for value in numbers.values()]
+        self._values.add([value * num_rows if num_rows else torch.zeros_like(value) for value in values])
+
+    def settle(self, model: Any, tree: Tree, num_rows: int) -> Any:
+        """Those of the batch: metrics of all ranks, and of other numbers the mean over rows."""
+        metrics = model.get_metrics_result()
+        if not isinstance(self._last, dict):
+            return self._last
+        if metrics.keys() >= self._last.keys():
+            return {name: metrics[name] for name in self._last}
+        values: Any = self._values.take()
+        totals = tree.all_reduce(values, "sum")
+        means = {name: total / num_rows for name, total in zip(self._names, totals)}
+        return {name: metrics.get(name, means.get(name, value)) for name, value in self._last.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)

@@ -1,0 +1,36 @@
+"""What trainers need of `CrossShard(virtual_replicas=...)`: into how many parts batches are cut, if they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keras_shardopt.backends.models import optimizers_in_step
+from keras_shardopt.fit.batch_normalization import synchronized_statistics
+from keras_shardopt.fit.overrides import reducers_in
+
+
+def num_parts_of(model: Any, reducers_of: Callable[[Any], list[Any]]) -> int | None:
+    """`virtual_replicas` of the optimizer that a prepared model is trained with; None where it has none.
+
+    Raises:
+        ValueError: where parts of a batch cannot be computed one after another.
+    """
+    reducers = reducers_in(model, reducers_of)
+    cutting = [reducer for reducer in reducers if reducer.virtual_replicas is not None]
+    if not cutting:
+        return None
+    if len(optimizers_in_step(model)) > 1 or len(reducers) > 1:
+        raise ValueError(
+            "`virtual_replicas` needs a model with one optimizer: each updates after the last part of a batch, so that "
+            "the parts of one rank would see another's updates late. "
+            f"Received: {len(optimizers_in_step(model))} optimizers. Leave `virtual_replicas` out."
+        )
+    if synchronized_statistics(model):
+        raise ValueError(
+            "`virtual_replicas` works on the parts of a batch one after another, and a synchronized "
+            "`BatchNormalization` needs them all together. Received: both. Leave `synchronized=True` out, or "
+            "`virtual_replicas`."
+        )
+    found: int = cutting[0].virtual_replicas
+    return found

@@ -1,0 +1,135 @@
+"""What is trained with virtual replicas on any number of replicas, to end with equal bits."""
+
+import hashlib
+
+import keras
+import numpy as np
+
+import keras_shardopt as ks
+
+NUM_PARTS = 8
+ROWS, BATCH_SIZE = 54, 24  # the last batch has fewer rows than there are parts
+
+layers = keras.layers
+
+
+def normalizing():
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            layers.Dense(32, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dense(16, activation="gelu"),
+            layers.BatchNormalization(momentum=0.5),
+            layers.Dense(3),
+        ]
+    )
+
+
+def attending():
+    inputs = keras.Input((12, 12, 3))
+    x = layers.Conv2D(8, 3, activation="relu")(inputs)
+    x = layers.Reshape((16, -1))(layers.Conv2D(8, 3, strides=2, activation="gelu")(x))
+    x = layers.LayerNormalization()(layers.MultiHeadAttention(2, 4)(x, x))
+    x = layers.Dropout(0.2)(layers.Flatten()(x))  # with the backend's own generator, where it has one
+    x = layers.GaussianNoise(0.1, seed=4)(layers.Dense(8)(x))
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+
+def recurrent():
+    return keras.Sequential(
+        [keras.Input((7,), dtype="int32"), layers.Embedding(50, 8), layers.GRU(12), layers.Dense(3)]
+    )
+
+
+NETS = {"normalizing": normalizing, "attending": attending, "recurrent": recurrent}
+
+OPTIMIZERS = {
+    "Adam": lambda: keras.optimizers.Adam(0.01),
+    "SGD": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+}
+
+OPTIONS = {
+    "plain": {},
+    "clipped": {"replica_clipnorm": 0.1, "on_nonfinite": "skip"},
+    "accumulated": {"gradient_accumulation_steps": 2, "on_nonfinite": "skip"},
+    "divided": {"shard_state": True, "fused": False},
+    "summed": {"reduction": "sum"},
+}
+
+CASES = [f"{net}-{optimizer}-plain" for net in NETS for optimizer in OPTIMIZERS] + [
+    f"normalizing-SGD-{options}" for options in OPTIONS if options != "plain"
+]
+
+
+def model_of(case, **more):
+    """A compiled model of a case `net-optimizer-options`; to be called in a scope of `data_parallel`."""
+    net, optimizer, options = case.split("-")
+    keras.utils.set_random_seed(5)
+    model = NETS[net]()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    inner = OPTIMIZERS[optimizer]()
+    if options == "clipped":
+        inner = ks.LossScaling(ks.GradientClipping(inner, 1.0))
+    chosen = {"virtual_replicas": NUM_PARTS, **OPTIONS[options], **more}
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    model.compile(ks.CrossShard(inner, **chosen), loss, metrics=["accuracy"], weighted_metrics=[accuracy])
+    return model
+
+
+def data_of(case):
+    net = case.partition("-")[0]
+    random = np.random.RandomState(3)
+    x = {
+        "normalizing": lambda: random.randn(ROWS, 12).astype("float32"),
+        "attending": lambda: random.randn(ROWS, 12, 12, 3).astype("float32"),
+        "recurrent": lambda: random.randint(0, 50, (ROWS, 7)),
+    }[net]()
+    return x, random.randint(0, 3, ROWS), random.rand(ROWS).astype("float32") + 0.5
+
+
+def fit(model, case, epochs=2, **more):
+    """The logs of training with uneven batches, sample weights and validation data."""
+    x, y, weights = data_of(case)
+    validation = x[:19], y[:19]
+    arguments = {"batch_size": BATCH_SIZE, "epochs": epochs, "verbose": 0, "validation_data": validation, **more}
+    return model.fit(x, y, sample_weight=weights, **arguments).history
+
+
+def digest(*arrays):
+    """One sha256 of all bits."""
+    values = [np.ascontiguousarray(keras.ops.convert_to_numpy(array)) for array in arrays]
+    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
+
+
+def trained(replicas, case):
+    """Digests of the weights, with all state of the model, and of the logs of all epochs."""
+    model = model_of(case)
+    history = fit(model, case)
+    assert all(np.isfinite(values).all() for values in history.values())
+    return {"weights": digest(*model.weights), "logs": digest(*[np.array(history[name]) for name in sorted(history)])}
+
+
+class Stopping(keras.callbacks.Callback):
+    """Ends the program in the middle of training."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+        self.seen = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        if self.seen == self.step:
+            raise KeyboardInterrupt
+
+
+def restarted(case, folder, step=-1):
+    """As `trained`, with backups; None where it is stopped after so many batches."""
+    model = model_of(case)
+    backup = ks.callbacks.BackupAndRestore(folder / "backup")
+    try:
+        fit(model, case, epochs=3, callbacks=[backup, ks.callbacks.Fingerprints(folder / "prints"), Stopping(step)])
+    except KeyboardInterrupt:
+        return None
+    return {"weights": digest(*model.weights), "state": digest(*model.optimizer.variables)}

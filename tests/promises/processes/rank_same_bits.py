@@ -1,0 +1,38 @@
+"""Trains cases of `problems/same_bits.py` on ranks of PyTorch.
+
+Arguments: the file for what rank 0 finds, and cases; or a folder, a case and the step in which to stop, or -1.
+"""
+
+import json
+import pathlib
+import sys
+import warnings
+
+from promises.problems import same_bits
+
+import keras_shardopt as ks
+
+warnings.filterwarnings("ignore")
+
+
+def main():
+    file, *cases = sys.argv[1:]
+    found = {}
+    for case in cases:
+        with ks.data_parallel(timeout=60) as replicas:
+            found[case] = same_bits.trained(replicas, case)
+        replicas.close()
+    if replicas.is_chief:
+        pathlib.Path(file).write_text(json.dumps(found))
+
+
+def restart():
+    folder, case, step = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    with ks.data_parallel(timeout=60) as replicas:
+        found = same_bits.restarted(case, folder, step)
+    replicas.close()
+    if replicas.is_chief and found is not None:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+restart() if sys.argv[-1].lstrip("-").isdigit() else main()

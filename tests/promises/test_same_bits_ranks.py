@@ -1,0 +1,78 @@
+"""PyTorch: with virtual replicas the bits of a training run do not depend on the number of ranks."""
+
+import functools
+import json
+
+import keras
+import numpy as np
+import pytest
+from promises.problems import same_bits
+from support import launch
+
+import keras_shardopt as ks
+
+pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
+
+
+@functools.cache
+def alone(case):
+    """Without ranks, in this process, with as many threads as it has."""
+    with ks.data_parallel() as replicas:
+        assert replicas.num_replicas == 1
+        found = same_bits.trained(replicas, case)
+    replicas.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory):
+    @functools.cache
+    def on_ranks(num_ranks):
+        file = tmp_path_factory.mktemp("bits") / "found.json"
+        launch.torchrun("rank_same_bits.py", num_ranks, file, *same_bits.CASES, timeout=200)
+        return json.loads(file.read_text())
+
+    return on_ranks
+
+
+@pytest.mark.parametrize("case", same_bits.CASES)
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_one_sha256_for_any_number_of_ranks(case, num_ranks, on_ranks):
+    assert on_ranks(num_ranks)[case] == alone(case)
+
+
+def test_another_number_of_parts_would_change_the_bits():
+    case = "attending-SGD-plain"
+    with ks.data_parallel() as replicas:
+        model = same_bits.model_of(case, virtual_replicas=4)
+        same_bits.fit(model, case)
+    replicas.close()
+    assert same_bits.digest(*model.weights) != alone(case)["weights"]
+
+
+def test_values_are_those_of_the_optimizer_without_parts():
+    case = "recurrent-SGD-plain"
+    ends = []
+    for num_parts in (None, same_bits.NUM_PARTS):
+        with ks.data_parallel() as replicas:
+            model = same_bits.model_of(case, virtual_replicas=num_parts)
+            history = same_bits.fit(model, case)
+        replicas.close()
+        ends.append([*map(keras.ops.convert_to_numpy, model.weights), *map(np.array, history.values())])
+    for one, other in zip(*ends):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_run_that_stops_on_four_ranks_goes_on_with_fewer(kept, tmp_path):
+    case = "attending-Adam-plain"
+    with ks.data_parallel() as replicas:
+        whole = same_bits.restarted(case, tmp_path / "whole")
+    replicas.close()
+    folder = tmp_path / "stopped"
+    folder.mkdir()
+    launch.torchrun("rank_same_bits.py", 4, folder, case, 5)
+    assert (folder / "backup").exists() and not (folder / "found.json").exists()
+    launch.torchrun("rank_same_bits.py", kept, folder, case, -1)
+    assert ks.callbacks.first_difference(tmp_path / "whole" / "prints", folder / "prints") is None
+    assert json.loads((folder / "found.json").read_text()) == whole
