@@ -60,6 +60,7 @@ CASES = {
         "fused": ({}, "auto", False),
         "overlap": ({}, "auto", False),
         "bucket_mib": ({}, 25.0, 5.0),
+        "virtual_replicas": ({}, None, 8),
         "stages": ({}, (), [ks.GradientNoise()]),
         "axis_name": ({}, "batch", "rows"),
     },
