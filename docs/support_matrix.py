@@ -104,18 +104,18 @@ FEATURES = [
         "several processes are given the same data, and `fit` divides it",
         _on(
             jax="promises/test_automatic_sharding_jax.py::test_the_updates_are_those_of_one_process",
+            tensorflow="promises/test_several_processes_tensorflow.py::test_fit_equals_one_process",
             torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks",
         ),
-        {"tensorflow": "`fit` of several processes is refused"},
     ),
     Feature(
         "`predict` returns all rows on every process",
         _on(
             jax="promises/test_automatic_sharding_jax.py::test_evaluate_and_predict_tell_of_all_rows",
+            tensorflow="promises/test_several_processes_tensorflow.py::test_fit_equals_one_process",
             torch="promises/test_automatic_sharding_ranks.py::test_on_three_ranks[evaluate_and_predict] "
             "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[outputs_of_other_kinds]",
         ),
-        {"tensorflow": "`fit` of several processes is refused"},
     ),
     Feature(
         "one script with callbacks, metrics, files: the outcome of one process",
@@ -248,10 +248,22 @@ FEATURES = [
         "several processes make the update of one",
         _on(
             jax="promises/test_several_processes_jax.py::test_weights_and_slots_equal_one_process",
-            tensorflow="promises/test_several_processes_tensorflow.py::test_two_workers_in_a_loop_by_hand",
+            tensorflow="promises/test_several_processes_tensorflow.py::test_fit_equals_one_process "
+            "promises/test_several_processes_tensorflow.py::test_two_workers_in_a_loop_by_hand",
             torch=_RANKS + "test_ranks_equal_one_process",
         ),
-        {"tensorflow": "a custom training loop; `fit` is refused"},
+    ),
+    Feature(
+        "two machines (network namespaces) make the updates of one process, and go on after a death",
+        _on(
+            everywhere="promises/test_several_machines.py::test_two_machines_train_as_one_process_and_go_on_after_a_death"
+        ),
+    ),
+    Feature(
+        "a job that loses a process goes on with fewer",
+        _on(
+            everywhere="promises/test_launched.py::test_a_job_that_loses_a_process_goes_on_with_fewer"
+        ),
     ),
     Feature(
         "killed and started again: the weights of an uninterrupted run",
@@ -278,7 +290,7 @@ HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
 
 # Support matrix
 
-**Never run: a GPU, a TPU, several machines.** All numbers come from CPUs of one machine: TensorFlow and JAX on several CPU
+**Never run: a GPU, a TPU, machines that are not namespaces of one.** All numbers come from CPUs of one machine: TensorFlow and JAX on several CPU
 devices of one process, except where several processes are named, and PyTorch in several processes with "gloo".
 
 ✓ works; ◐ works in part, and the note says where; ✗ does not. The number is how many tests that stand for the feature

@@ -34,8 +34,8 @@ class data_parallel:
 
     | backend | what the scope sets up |
     |---|---|
-    | TensorFlow | a `MirroredStrategy` (on TPU a `TPUStrategy`) scope over the devices of this machine |
-    | JAX | `keras.distribution.DataParallel` over the devices of all processes |
+    | TensorFlow | a `MirroredStrategy` (TPU: `TPUStrategy`); of the workers of `TF_CONFIG` a multi-worker one |
+    | JAX | `keras.distribution.DataParallel` over the devices of all processes, which it connects if need be |
     | PyTorch | the process group of the ranks that `torchrun` started: "nccl" with CUDA, else "gloo" |
 
     Without accelerators the devices are all logical CPU devices; with a single device or process the scope sets up
@@ -50,7 +50,7 @@ class data_parallel:
     JAX and PyTorch still need it for `fit`: if a `CrossShard` made inside is alive, the distribution or process
     group stays until `close()`, until the next scope is entered, or until the program ends.
 
-    On PyTorch, and on JAX with several processes, each process makes the same calls with the same data: of every batch
+    With several processes each one makes the same calls with the same data: of every batch
     a prepared model works on the rows of its process, and `batch_size` is the global one. Data that is divided
     already comes from `shard_data`, or with `auto_shard=False`. Ranks that do not agree on Keras' random seed take rank
     0's, so that models start equal; in its training steps, each then draws random numbers of its own from it.
@@ -62,8 +62,9 @@ class data_parallel:
             already: XLA would run out of threads.) On PyTorch it must equal the number of processes.
         timeout: float > 0 in seconds, `datetime.timedelta`, or None. For ranks of PyTorch: how long a rank waits for
             the others before it raises; None (default) is PyTorch's own limit (30 minutes with "gloo", 10 with
-            "nccl"). A rank that dies is noticed at once. JAX and TensorFlow take their limits where their processes
-            are started, so there it must be left out with several processes. One process waits for nobody.
+            "nccl"). A rank that dies is noticed at once. For processes of JAX and workers of TensorFlow it is set where
+            they are connected: by the first scope of the program, unless the program has done it before. One process
+            waits for nobody.
         prepare: bool. True (default) prepares each model that is compiled or loaded inside and trains with a
             `CrossShard`, as `keras_shardopt.prepare` does. False leaves that to you.
         auto_shard: bool. True (default) divides each batch among processes. False takes what a process gives to `fit`,
@@ -201,6 +202,14 @@ def largest_difference(variables: Sequence[Variable]) -> float:
         first, *others = [array.astype("float64") for array in placement.replica_values(variable)]
         for other in others:
             largest = max(largest, float(np.max(np.abs(other - first), initial=0.0)))
+    if processes.process()[0] > 1 and variables:
+        prints = placement.fingerprints(variables)
+        differing = [v for v, column in zip(variables, prints.T) if (column != column[0]).any()]
+        mine = [placement.replica_values(v)[0].astype("float64") for v in differing]
+        with placement.colocate_with(variables[0]):
+            everyones = processes.gather_objects(mine) if differing else [mine]
+        for first, *others in zip(*everyones):
+            largest = max(largest, *[float(np.max(np.abs(other - first), initial=0.0)) for other in others])
     return largest
 
 

@@ -17,6 +17,7 @@ FRAMEWORKS = {"tensorflow", "jax", "jaxlib", "torch", "flax", "optax"}
 # From the top down. A room imports from itself and from those below.
 ROOMS = [
     "keras_shardopt",
+    "launch",
     "callbacks",
     "steps",
     "fit",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import datetime
+import functools
 import os
 import re
 import zlib
@@ -55,6 +56,9 @@ class JaxProcesses(Processes):
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
+        if _is_named_process() and not jax.distributed.is_initialized():
+            _initialize(num_replicas, timeout)
+            timeout = None
         # Not by `process_count`, which makes the devices.
         if timeout is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
             raise ValueError(
@@ -107,6 +111,33 @@ class JaxProcesses(Processes):
 
 
 processes = JaxProcesses()
+
+
+def _is_named_process() -> bool:
+    """Whether this is one of the processes of a job that the variables of Keras name."""
+    return {"KERAS_DISTRIBUTION_JOB_ADDRESSES", "KERAS_DISTRIBUTION_NUM_PROCESSES"} <= os.environ.keys()
+
+
+def _initialize(num_replicas: int | None, timeout: datetime.timedelta | None) -> None:
+    """Connects the processes of the job, as `keras.distribution.initialize()` does."""
+    given = os.environ["KERAS_DISTRIBUTION_NUM_PROCESSES"]
+    _make_cpu_devices(None if num_replicas is None else max(1, num_replicas // int(given)))
+    in_jax = jax.distributed.initialize
+    if timeout is not None:  # which Keras does not hand on
+        seconds = max(1, round(timeout.total_seconds()))
+        limits = {"heartbeat_timeout_seconds": seconds, "shutdown_timeout_seconds": seconds}
+        jax.distributed.initialize = functools.partial(in_jax, **limits)
+    try:
+        keras.distribution.initialize()
+    except RuntimeError as error:
+        if "before any JAX" not in str(error):
+            raise
+        raise RuntimeError(
+            "The processes that KERAS_DISTRIBUTION_JOB_ADDRESSES names must be connected before JAX is used. Received: "
+            "a `data_parallel()` after some array, variable or model was made. Enter `data_parallel()` first."
+        ) from error
+    finally:
+        jax.distributed.initialize = in_jax
 
 
 def tell(call: str, number: int = 0) -> list[int]:

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import os
 import types
 import weakref
 import zlib
@@ -198,6 +199,9 @@ def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     return world.replica_id, world.num_replicas // world.num_processes
 
 
+_DEVICES = "KERAS_SHARDOPT_DEVICES_PER_PROCESS"
+"""Set by `keras_shardopt.launch`. TensorFlow has no variable for it."""
+
 _strategy_of_workers: dict[datetime.timedelta | None, Any] = {}
 """The one that was made from `TF_CONFIG`, by its timeout. A program has one: TensorFlow starts its server once."""
 
@@ -224,8 +228,9 @@ def _workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | No
 def _make_workers_strategy(num_replicas: int | None, timeout: datetime.timedelta | None) -> tf.distribute.Strategy:
     num_processes, _ = processes.process()
     kinds = [kind for kind in ("TPU", "GPU") if tf.config.list_physical_devices(kind)]
-    if not kinds and num_replicas is not None and num_replicas % num_processes == 0:
-        _make_cpu_devices(num_replicas // num_processes)
+    num_devices = int(os.environ.get(_DEVICES, 1)) if num_replicas is None else num_replicas // num_processes
+    if not kinds and num_devices > 1:
+        _make_cpu_devices(num_devices)
     seconds = None if timeout is None else timeout.total_seconds()
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=seconds)
     extended = collective_all_reduce_strategy.CollectiveAllReduceExtended

@@ -113,6 +113,7 @@ def main():
         stepping.compile(ks.CrossShard(inner, gradient_accumulation_steps=2, on_nonfinite="skip"), "mse")
     if scope.process_id == 1:
         stepping.set_weights([0 * w for w in stepping.get_weights()])
+    assert scope.largest_difference(stepping) == max(float(np.abs(w).max()) for w in problem.start_weights())
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(problem.BATCH_SIZE).repeat()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
