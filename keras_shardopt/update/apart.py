@@ -164,7 +164,9 @@ class Rows:
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None
         left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.anchors, trained)]  # by steps
-        is_known = any(all(map(np.array_equal, known, now)) for known in (left, self._seen or [None]))
+        is_known = all(map(np.array_equal, left, now)) or (
+            not is_stale and all(map(np.array_equal, self._seen or (), now))
+        )
         if is_stale or not is_known:
             chosen = None if is_stale else {id(v) for v in trained}
             for variable, rows in zip(self.of, self.stacked):

@@ -104,7 +104,8 @@ def test_nothing_is_sent_between_rounds(world):
     found = world.run(apart.sent, 2, "every 5", of=("synchronous", "every 5"))
     whole = world.run(apart.sent, 2, "synchronous", of=("synchronous", "every 5"))
     num_bytes = 4 * apart.LARGE
-    assert whole["reductions"] == [num_bytes] * 10
+    # Gradients travel with some numbers that say whose they are.
+    assert [num_bytes <= size < 1.01 * num_bytes for size in whole["reductions"]] == [True] * 10
     assert found["reductions"] == [num_bytes] * 2
     # With all that the trainer says about rows and logs.
     assert found["bytes"] <= 1.02 / 5 * whole["bytes"]
@@ -170,7 +171,7 @@ def test_rounds_may_become_longer(monkeypatch):
         optimizer.build([weight])
         for _ in range(8):
             optimizer.apply([keras.ops.convert_to_tensor([float(replicas.replica_id)])], [weight])
-            seen.append(float(weight.value[0]))
+            seen.append(float(keras.ops.convert_to_numpy(weight)[0]))
         return seen
 
     first, second = world.run(work)
