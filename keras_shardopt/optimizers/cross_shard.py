@@ -69,8 +69,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         outer_optimizer: a Keras optimizer, its name or config, or None. What moves the weights at such a round, by the
             mean of how far replicas have moved (DiLoCo), such as `SGD(0.7, momentum=0.9, nesterov=True)`.
         sync_fragments: int >= 1. In how many parts weights are joined, one after the other.
-        sync_warmup: int >= 0 or None. How many updates come first with the gradients of all replicas; None for 5
-            rounds' with an `outer_optimizer`, else 0.
+        sync_warmup: int >= 0 or None. How many synchronous updates come first; None for 5 rounds' with outer_optimizer.
         fused: "auto" (default) or False. PyTorch: whether Keras' Adam, AdamW, Nadam, SGD and Adagrad update in one pass
             over memory, which changes last digits. See [speed on PyTorch](../torch_speed.md).
         overlap: "auto" (default) or False. PyTorch: whether `fit` sends gradients while others are computed.

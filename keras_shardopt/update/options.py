@@ -97,7 +97,7 @@ class CrossShardOptions:
         if len({id(stage) for stage in self.stages}) < len(self.stages):
             raise ValueError(f"`stages` must hold each stage once. Received: stages={list(self.stages)!r}")
         if self.sync_every is not None:
-            self._check_rounds(groups)
+            self._check_rounds()
         elif self.outer_optimizer is not None or self.sync_fragments != 1 or self.sync_warmup is not None:
             named = ("outer_optimizer", "sync_fragments", "sync_warmup")
             more = [f"{name}={getattr(self, name)!r}" for name in named if getattr(self, name) not in (None, 1)]
@@ -117,7 +117,7 @@ class CrossShardOptions:
         for name, value in given.items():
             object.__setattr__(self, name, value)
 
-    def _check_rounds(self, groups: Any) -> None:
+    def _check_rounds(self) -> None:
         """Checks the arguments of replicas that train apart, and makes an optimizer of its name or config."""
         fix = "Give it in updates, or a function of the number of updates so far."
         if not callable(self.sync_every):
@@ -132,7 +132,7 @@ class CrossShardOptions:
             )
         others = {
             "`shard_state=True`": self.shard_state,
-            "`group_assignment`": groups,
+            "`group_assignment`": self.group_assignment,
             "`virtual_replicas`": self.virtual_replicas,
             '`reduction="sum"`': _REDUCTIONS[self.reduction] == "sum",
             '`on_nonfinite="raise"`': self.on_nonfinite == "raise",
