@@ -57,7 +57,6 @@ CASES = {
         "on_nonfinite": ({}, "ignore", "skip"),
         "shard_state": ({}, False, True),
         "compression": ({}, None, "float16"),
-        "virtual_replicas": ({}, 4, 8),
         "sync_every": ({}, 5, 6),
         "outer_optimizer": ({"sync_every": 5}, "sgd", "adam"),
         "sync_fragments": ({"sync_every": 5}, 1, 2),
