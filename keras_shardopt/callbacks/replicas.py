@@ -100,7 +100,7 @@ class CheckReplicas(keras.callbacks.Callback):
     Compared are the trainable weights, the weights of frozen layers, and all optimizer variables. What layers keep for
     themselves while they train is not: the moving statistics of a `BatchNormalization` and the seeds of a `Dropout` are
     each replica's own on TensorFlow and PyTorch. What a `CrossShard(group_assignment=...)` updates is compared within
-    its groups only, since groups differ on purpose.
+    its groups only, since groups differ on purpose, and with `sync_every=` weights only where a round has just ended.
 
     Args:
         every: int >= 1. After how many training batches to check.
@@ -215,6 +215,8 @@ def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> lis
     of_all: list[tuple[int, ...]] = [()] * num_replicas
     for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))]:
         groups: Groups | None = getattr(part, "group_assignment", None) if num_replicas > 1 else None
+        if isinstance(part, CrossShard) and part.local_updates is not None and part.local_updates.are_apart:
+            groups = [[i] for i in range(num_replicas)]
         if groups is None and not isinstance(part, CrossShard):
             continue
         numbers = dict.fromkeys(range(num_replicas), 0)

@@ -157,6 +157,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         _set_random_state(states[process_id if is_own else 0], is_own)
         for part in _cross_shards(model):
             part.pipeline.reset()
+        for part, name in _apart(model):
+            part.local_updates.take_states(list(_from_chief(None if arrays is None else arrays.get(name, [])).values()))
         model._initial_epoch = header["epoch"]
         _skip_epochs(header["epoch"])
 
@@ -173,11 +175,12 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         random_states = processes.gather_objects(_random_state())
         model = self.model
+        apart = {name: part.local_updates.states() for part, name in _apart(model)}
         problem = None
         try:
             if is_chief():
                 with gather_despite_errors(model):
-                    self._write(epoch + 1, random_states)
+                    self._write(epoch + 1, random_states, apart)
             else:
                 join_gather(model)
         except Exception as error:
@@ -195,7 +198,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             with contextlib.suppress(OSError):  # others have files there, or it was never made
                 os.rmdir(self.backup_dir)
 
-    def _write(self, epoch: int, random_states: list[Any]) -> None:
+    def _write(self, epoch: int, random_states: list[Any], apart: dict[str, list[np.ndarray]]) -> None:
         model = self.model
         seed = _global_seed(make=False)
         variables = _variables(model)
@@ -215,6 +218,10 @@ class BackupAndRestore(keras.callbacks.Callback):
                 stored = _Entries(archive, "variable")
                 for i, variable in enumerate([*variables, *seed]):
                     stored[str(i)] = keras.ops.convert_to_numpy(variable)
+                for name, arrays in apart.items():
+                    entries = _Entries(archive, name)
+                    for i, array in enumerate(arrays):
+                        entries[str(i)] = array
                 for part, name in saved_together(model, _is_stored_whole):
                     part.save_own_variables(_Entries(archive, name))
             unfinished.finish(keep_as=self._previous_path if self.double_checkpoint else None)
@@ -244,7 +251,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Refuses a backup of another model or optimizer; on all processes, which have the same header."""
         model, path = self.model, header["path"]
         whole = {name for _, name in saved_together(model, _is_stored_whole) if not name.endswith(_WRAPPER_STATE)}
-        stored = {kind for kind in header["kinds"] if kind != "variable" and not kind.endswith(_WRAPPER_STATE)}
+        others = {"variable", *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, _APART)))}
+        stored = set(header["kinds"]) - others
         kinds = [kind_of(optimizer) for optimizer in optimizers_of(model)]
         shapes = [list(v.shape) for v in _variables(model)]
         remedy = "Use another directory, or delete it to begin anew."
@@ -254,6 +262,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             remedy = "Go on from a file of `keras_shardopt.save_model`, or delete the backup to begin anew."
         elif header.get("optimizers", kinds) != kinds:
             received = f"state of {', '.join(header['optimizers'])}, where the model has {', '.join(kinds)}"
+        elif {kind for kind in header["kinds"] if kind.endswith(_APART)} != {name for _, name in _apart(model)}:
+            received = "a state of replicas that trained together, or apart, where they now do the other"
         elif header["shapes"] != shapes:
             received = f"variables of the shapes {header['shapes']}, where the model and its optimizer have {shapes}"
         else:
@@ -265,6 +275,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 _WRAPPER_STATE = "wrapper_state"
+_APART = "of_each_replica_"
 
 
 def _built_on(model: Any) -> list[list[int] | None]:
@@ -331,7 +342,14 @@ def _variables_of(optimizer: Any) -> list[keras.Variable]:
     if _is_stored_whole(optimizer):  # what no file holds: how many steps were skipped
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
-    return shared_variables(optimizer)
+    private = {id(v) for part in cross_shards(optimizer) if part.local_updates for v in part.local_updates.private}
+    return [v for v in shared_variables(optimizer) if id(v) not in private]
+
+
+def _apart(model: Any) -> list[tuple[Any, str]]:
+    """What lets each replica train by itself for some updates, and the name of its state in backups."""
+    found = [part for part in _cross_shards(model) if part.local_updates is not None]
+    return [(part, f"{'abcdefgh'[i]}_{_APART}") for i, part in enumerate(found)]
 
 
 def _cross_shards(model: Any) -> list[Any]:

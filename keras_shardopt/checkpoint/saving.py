@@ -233,6 +233,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
     try:
         with _among(model):
             raise_together(problem)
+            _show_mean(model)
         try:
             _take_part(model, method, None if file is None else file.path)
             if file is not None:
@@ -244,6 +245,14 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
     finally:
         if file is not None:
             file.discard()
+
+
+def _show_mean(model: Any) -> None:
+    """Where replicas train apart, lets a file have the mean of their weights. All processes call it together."""
+    for optimizer in optimizers_of(model):
+        for part in [optimizer, *descendants(optimizer)]:
+            if getattr(part, "local_updates", None) is not None:
+                part.local_updates.show()
 
 
 # Where a variable can be one whose value all processes find together.

@@ -1,7 +1,12 @@
-"""What the three files of `fit/` share: one model's own stand-ins for methods of its trainer."""
+"""What the three backends of `fit/` share: one model's own stand-ins for methods of its trainer.
+
+Private names of Keras touched here (a test holds each of them):
+    `Trainer._get_metrics_result_or_logs` - the logs of an epoch, before validation.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,7 +15,7 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends.models import optimizers_in_step
+from keras_shardopt.backends.models import optimizers_in_step, override_method
 
 
 def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -38,6 +43,61 @@ def reducers_in(model: Any, reducers_of: Callable[[Any], list[Any]]) -> list[Any
         reducers_of: finds each `CrossShard` that an optimizer consists of, from the outside in.
     """
     return [reducer for optimizer in optimizers_in_step(model) for reducer in reducers_of(optimizer)]
+
+
+def show_mean(reducers: Sequence[Any]) -> None:
+    """Where replicas train apart, puts the mean of their weights where somebody looks. All call it together."""
+    for reducer in reducers:
+        if reducer.local_updates is not None:
+            reducer.local_updates.show()
+
+
+def resume_apart(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
+    """Lets replicas that train apart go on from their own weights, which is to be called before each training step."""
+    for reducer in reducers:
+        if reducer.local_updates is not None:
+            reducer.local_updates.resume(begins_epoch)
+
+
+def watch_looks(model: Any) -> None:
+    """Lets `fit` show the mean of replicas that train apart, where one program runs them. Twice changes nothing."""
+    for name in ("_get_metrics_result_or_logs", "evaluate", "predict"):
+        override_method(model, name, _showing)
+
+
+def watch_apart(model: Any) -> None:
+    """The same, and lets training steps go on from each replica's copies."""
+    watch_looks(model)
+    override_method(model, "make_train_function", _make_train_function)
+
+
+def _reducers(model: Any) -> list[Any]:
+    return reducers_in(model, model._keras_shardopt_reducers_of)
+
+
+def _showing(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands around what looks at weights, or comes before it at the end of an epoch."""
+    show_mean(_reducers(model))
+    object.__setattr__(model, _LOOKED, True)
+    return real(*args, **kwargs)
+
+
+def _make_train_function(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    real(*args, **kwargs)
+    object.__setattr__(model, _LOOKED, True)
+    if getattr(model.train_function, "func", None) is not _resuming:
+        model.train_function = functools.partial(_resuming, model, model.train_function)
+
+
+def _resuming(model: Any, step: Callable[..., Any], *args: Any) -> Any:
+    if vars(model).get(_LOOKED, False):
+        resume_apart(_reducers(model), begins_epoch=True)
+        object.__setattr__(model, _LOOKED, False)
+    return step(*args)
+
+
+_LOOKED = "_keras_shardopt_looked"
+"""On a model: weights may have been looked at, or set, since the last training step."""
 
 
 def refuse_groups(reducers: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import keras
@@ -17,7 +17,8 @@ from keras_shardopt.sharding.separability import check_can_shard
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.update import stages_of
 from keras_shardopt.update.accumulation import Accumulation, refuse_accumulation_inside
-from keras_shardopt.update.gradient_state import GradientStateFinder
+from keras_shardopt.update.gradient_state import GradientStateFinder, refuse_local_gradients_inside
+from keras_shardopt.update.local_sgd import LocalUpdates, OwnGradients
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
 from keras_shardopt.update.peers import Peers
@@ -26,7 +27,7 @@ from keras_shardopt.update.reducers import AllReduce, OverlappedAllReduce, Reduc
 from keras_shardopt.update.replica_transform import scaled_gradients
 from keras_shardopt.update.step import Stage, Step
 from keras_shardopt.update.trainer_context import joins_uneven_inputs, row_share
-from keras_shardopt.wrapping.chain import base_optimizers, children, descendants
+from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -63,6 +64,12 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
             stage 1). Saving is then a call of all processes. See [sharded state](../sharded_state.md).
         compression: None (default), "float16" or "bfloat16": the dtype in which gradients are sent and added up. See
             [fewer bytes](../compression.md), which bounds the error.
+        sync_every: int >= 1 or None. After how many updates, each with a replica's own gradients, replicas take the
+            mean of their weights; or a function of the number of updates. See [local SGD](../local_sgd.md).
+        outer_optimizer: a Keras optimizer, its name or config, or None. What moves the weights at such a round, by the
+            mean of how far replicas have moved (DiLoCo), such as `SGD(0.7, momentum=0.9, nesterov=True)`.
+        sync_fragments: int >= 1. In how many parts weights are joined, one after the other.
+        sync_warmup: int >= 0 or None. How many synchronous updates come first; None for 5 rounds' with outer_optimizer.
         fused: "auto" (default) or False. PyTorch: whether Keras' Adam, AdamW, Nadam, SGD and Adagrad update in one pass
             over memory, which changes last digits. See [speed on PyTorch](../torch_speed.md).
         overlap: "auto" (default) or False. PyTorch: whether `fit` sends gradients while others are computed.
@@ -106,6 +113,10 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
         shard_state: bool = False,
         compression: Literal["float16", "bfloat16"] | None = None,
+        sync_every: int | Callable[[Any], Any] | None = None,
+        outer_optimizer: Any = None,
+        sync_fragments: int = 1,
+        sync_warmup: int | None = None,
         fused: Literal["auto", False] = "auto",
         overlap: Literal["auto", False] = "auto",
         bucket_mib: float = 25.0,
@@ -118,7 +129,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         options = CrossShardOptions(**given)
         self._options = options  # Keras' constructor, which is yet to come, asks for some of them
         super().__init__(inner_optimizer, name=name)
-        _refuse_inside(self.inner)
+        refuse_local_gradients_inside(self.inner)
         refuse_accumulation_inside(base_optimizers(self), options.gradient_accumulation_steps)
         self._inside = descendants(self)
         self._skips_inside = any(map(_skips_overflows, self._inside))
@@ -139,9 +150,12 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         found = stages_of(options, self)
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
+        self.local_updates = next((stage for stage in found if isinstance(stage, LocalUpdates)), None)
+        self._keeps_state = self.local_updates is not None
         self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
         overlaps = options.overlap == "auto" and options.is_plain
         reducer = OverlappedAllReduce(self) if overlaps else AllReduce(self)
+        reducer = reducer if self.local_updates is None else OwnGradients(self, self.local_updates)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         note_made(self)
@@ -184,14 +198,16 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
 
     @property
     def _lasting_state(self) -> list[Variable]:
-        """None of its own variables: a file that is written within a window does not hold what there is of it."""
-        return []
+        """None of a window of micro-batches, of which a file does not hold what there is; all that rounds go by."""
+        return [] if self.local_updates is None else self.local_updates.lasting
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """The sums of gradients, what else is kept for a window, and state that is divided."""
+        """The sums of gradients, what else is kept for a window, state that is divided, and of replicas apart."""
         window = [] if self.accumulation is None else self.accumulation.kept
-        return [*window, *super()._replica_state]
+        local = self.local_updates
+        own = [] if local is None or not local.trains_apart else [*local.private, *local.stacked]
+        return [*window, *own, *super()._replica_state]
 
     @property
     def _shared_own_variables(self) -> list[Variable]:
@@ -238,11 +254,14 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
             self.pipeline.reducer.finish(started)
         if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()
+        elif self.local_updates is not None:
+            self.local_updates.show()
         super().finalize_variable_values(var_list)
 
     def _written(self) -> list[Variable]:
         """All that an update reads or assigns."""
-        return [*self._trainable_variables, *self._shared_variables]
+        private = [] if self.local_updates is None else self.local_updates.private
+        return [*self._trainable_variables, *self._shared_variables, *private]
 
     def _on_outer_loss_scaling(self) -> None:
         """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""
@@ -279,22 +298,3 @@ def cross_shards(optimizer: Any) -> list[CrossShard]:
 
 def _skips_overflows(optimizer: Any) -> bool:
     return getattr(optimizer, "_skips_overflows", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
-
-
-def _refuse_inside(optimizer: Any) -> None:
-    """Refuses a `CrossShard` inside another one that would wait in vain for local gradients."""
-    if isinstance(optimizer, CrossShard):
-        if optimizer.accumulation is not None:
-            raise ValueError(
-                "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate "
-                f"in each micro-batch. Received: inner_optimizer={optimizer!r}."
-            )
-        if optimizer.group_assignment or optimizer.state_finder.needs_local_gradients:
-            raise ValueError(
-                "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` that look at "
-                "them need the gradients of each replica, and inside another `CrossShard` they are global already. "
-                f"Received: inner_optimizer={optimizer!r}. "
-                "Give these arguments to the outer `CrossShard`."
-            )
-    for inner in children(optimizer):
-        _refuse_inside(inner)

@@ -6,6 +6,7 @@ replica, `commit` of all stages, the inner optimizer. Known algorithms in these 
 - DDP: no stage, `AllReduce`; with `OverlappedAllReduce` while the backward pass runs.
 - ZeRO stage 1: `ReduceScatter`, and an update of slices.
 - Horovod: `Accumulation`, then `AllReduce` with compression.
+- Local SGD and DiLoCo: `LocalUpdates`, with `OwnGradients` in place of a reduction.
 - TF1's `CrossShardOptimizer`: `AllReduce` with `reduction="sum"`, among the members of `Communicator.split(groups)`.
 
 A new feature is a file with a `Stage`, and a row in `STAGES`.
@@ -17,6 +18,7 @@ from typing import Any
 
 from keras_shardopt.update.accumulation import Accumulation
 from keras_shardopt.update.fused import FusedUpdate
+from keras_shardopt.update.local_sgd import LocalUpdates
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.replica_transform import ReplicaClip, ReplicaTransform
@@ -27,6 +29,7 @@ from keras_shardopt.update.virtual_replicas import VirtualReplicas
 STAGES: tuple[Any, ...] = (
     VirtualReplicas,
     Accumulation,
+    LocalUpdates,
     ReplicaTransform,
     SkipNonFinite,
     UserStage,

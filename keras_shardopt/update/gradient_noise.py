@@ -42,9 +42,9 @@ class GradientNoise(Stage):
 
     def check(self, optimizer: Any) -> None:
         """Refuses what makes other numbers of gradients than those of the formulas."""
-        if optimizer.shard_state or optimizer.group_assignment or optimizer.reduction == "sum":
+        if optimizer.shard_state or optimizer.group_assignment or optimizer.sync_every or optimizer.reduction == "sum":
             raise ValueError(
-                "`GradientNoise` needs the mean of whole gradients over all replicas: no `shard_state`, "
+                "`GradientNoise` needs the mean of whole gradients over all replicas: no `shard_state`, `sync_every`, "
                 f'`group_assignment` or `reduction="sum"`. Received: {optimizer!r}.'
             )
 

@@ -9,6 +9,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
 from keras_shardopt.update.options import GRADIENT_STATES, CrossShardOptions, check_groups
 from keras_shardopt.update.step import Step
+from keras_shardopt.wrapping.chain import children
 
 _SUMMED_ADVICE = "Use `shard_map(..., check_vma=False)`, or `jax.lax.pcast(w, axis_name, to='varying')` on weights."
 _GLOBAL_ADVICE = (
@@ -122,3 +123,23 @@ class GradientStateFinder:
             in_groups = "group_assignment" in self._needing[0]
             advice = _GROUPS_ADVICE if in_groups else _GLOBAL_ADVICE
         raise ValueError(f"{rule} Received: {', '.join(self._needing)}, and {received}. {advice}")
+
+
+def refuse_local_gradients_inside(optimizer: Any) -> None:
+    """Refuses a `CrossShard` inside another one that would wait in vain for local gradients."""
+    if isinstance(getattr(optimizer, "state_finder", None), GradientStateFinder):
+        if optimizer.accumulation is not None:
+            raise ValueError(
+                "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate "
+                f"in each micro-batch. Received: inner_optimizer={optimizer!r}."
+            )
+        if optimizer.group_assignment or optimizer.state_finder.needs_local_gradients:
+            raise ValueError(
+                "`group_assignment`, `sync_every`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` "
+                "that look at them need the gradients of each replica, and inside another `CrossShard` they are global "
+                "already. "
+                f"Received: inner_optimizer={optimizer!r}. "
+                "Give these arguments to the outer `CrossShard`."
+            )
+    for inner in children(optimizer):
+        refuse_local_gradients_inside(inner)

@@ -12,12 +12,17 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Groups, Variable
 from keras_shardopt.update.step import Stage
+from keras_shardopt.wrapping.chain import Wrapping, get_optimizer, shown
+from keras_shardopt.wrapping.stored_state import portable
 
 LocalTransform = Callable[[list[Any], list[Variable]], Sequence[Any]]
 """`(grads, variables) -> grads`, for the gradients of one replica."""
 
 # The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
 _REDUCTIONS = {"mean": "mean", "sum": "sum", "weighted_mean": "mean", "weighted_sum": "sum"}
+
+_WARMUP_ROUNDS = 5
+"""How many rounds' updates come first with the gradients of all replicas, where an outer optimizer follows."""
 
 GRADIENT_STATES = {"auto": None, **{state.value: state for state in GradientState}}
 """By the argument `gradients`, how they are told to arrive; None to find out."""
@@ -44,6 +49,10 @@ class CrossShardOptions:
     replica_transform: LocalTransform | None = None
     compression: str | None = None
     virtual_replicas: int | None = None
+    sync_every: int | Callable[[Any], Any] | None = None
+    outer_optimizer: Any = None
+    sync_fragments: int = 1
+    sync_warmup: int | None = None
     stages: Sequence[Stage] = ()
     gradients: str = "auto"
     axis_name: str = "batch"
@@ -87,6 +96,15 @@ class CrossShardOptions:
             )
         if len({id(stage) for stage in self.stages}) < len(self.stages):
             raise ValueError(f"`stages` must hold each stage once. Received: stages={list(self.stages)!r}")
+        if self.sync_every is not None:
+            self._check_rounds()
+        elif self.outer_optimizer is not None or self.sync_fragments != 1 or self.sync_warmup is not None:
+            named = ("outer_optimizer", "sync_fragments", "sync_warmup")
+            more = [f"{name}={getattr(self, name)!r}" for name in named if getattr(self, name) not in (None, 1)]
+            raise ValueError(
+                "`outer_optimizer`, `sync_fragments` and `sync_warmup` are about replicas that train apart. "
+                f"Received: {', '.join(more)} without `sync_every`. Use for example `sync_every=50` with them."
+            )
         given = {
             "reduction": _REDUCTIONS[self.reduction],
             "gradient_accumulation_steps": num_steps,
@@ -99,6 +117,59 @@ class CrossShardOptions:
         for name, value in given.items():
             object.__setattr__(self, name, value)
 
+    def _check_rounds(self) -> None:
+        """Checks the arguments of replicas that train apart, and makes an optimizer of its name or config."""
+        fix = "Give it in updates, or a function of the number of updates so far."
+        if not callable(self.sync_every):
+            object.__setattr__(self, "sync_every", check.integer("sync_every", self.sync_every, fix=fix))
+        check.integer("sync_fragments", self.sync_fragments, fix="Leave it out for one round of all variables.")
+        if self.sync_warmup is not None:
+            check.integer("sync_warmup", self.sync_warmup, at_least=0, fix="Give it in updates.")
+        if isinstance(self.sync_every, int) and self.sync_fragments > self.sync_every:
+            raise ValueError(
+                "`sync_fragments` must be at most `sync_every`, so that their rounds come one after the other. "
+                f"Received: sync_fragments={self.sync_fragments}, sync_every={self.sync_every}."
+            )
+        others = {
+            "`shard_state=True`": self.shard_state,
+            "`group_assignment`": self.group_assignment,
+            "`virtual_replicas`": self.virtual_replicas,
+            '`reduction="sum"`': _REDUCTIONS[self.reduction] == "sum",
+            '`on_nonfinite="raise"`': self.on_nonfinite == "raise",
+            f"`gradients={self.gradients!r}`": self.gradients in ("summed", "global"),
+        }
+        for name, is_given in others.items():
+            if is_given:
+                raise ValueError(
+                    "With `sync_every` each replica updates all weights with its own gradients, and takes part in the "
+                    f"mean of the weights. Received: {name}. Leave one of them out."
+                    + (' Use `on_nonfinite="skip"` on PyTorch.' if "nonfinite" in name else "")
+                )
+        if self.outer_optimizer is None:
+            return
+        outer = get_optimizer(self.outer_optimizer, "CrossShard", "outer_optimizer")
+        wraps = isinstance(outer, (Wrapping, keras.optimizers.LossScaleOptimizer)) or hasattr(outer, "optimizers")
+        if wraps or outer.gradient_accumulation_steps or outer.built:
+            raise ValueError(
+                "`outer_optimizer` must be a new optimizer of Keras without accumulation, which no other is around. "
+                f"Received: outer_optimizer={shown(outer)}. "
+                "Use for example `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`."
+            )
+        object.__setattr__(self, "outer_optimizer", outer)
+
+    @property
+    def updates_per_round(self) -> Callable[[Any], Any]:
+        """How many updates the round takes that begins at a count of updates, a number or a tensor."""
+        every = self.sync_every
+        return every if callable(every) else lambda count: every
+
+    @property
+    def warmup_steps(self) -> int:
+        """How many updates come with the gradients of all replicas, before they train apart."""
+        if self.sync_warmup is not None:
+            return self.sync_warmup
+        return 0 if self.outer_optimizer is None else _WARMUP_ROUNDS * int(self.updates_per_round(0))
+
     @property
     def looks_at_own_gradients(self) -> bool:
         """Whether something looks at each replica's gradients by themselves."""
@@ -108,13 +179,14 @@ class CrossShardOptions:
     @property
     def is_plain(self) -> bool:
         """Whether nothing looks at a replica's own gradients, or at parts, between backward pass and reduction."""
-        is_whole = self.group_assignment is None and not self.shard_state and self.virtual_replicas is None
+        others = (self.group_assignment, self.virtual_replicas, self.sync_every)
+        is_whole = not self.shard_state and all(value is None for value in others)
         looks = any(stage._overrides("collect", "local") for stage in self.stages)
         return is_whole and not self.looks_at_own_gradients and not looks
 
     def needing_local_gradients(self) -> list[str]:
         """The arguments for which each replica's own gradients are needed, as `name=value`."""
-        names = ["replica_clipnorm", "replica_transform", "compression"]
+        names = ["sync_every", "replica_clipnorm", "replica_transform", "compression"]
         names = ["group_assignment", *names] if len(self.group_assignment or ()) > 1 else names
         given = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None]
         needing = [stage for stage in self.stages if stage.needs_local_gradients]
@@ -126,11 +198,17 @@ class CrossShardOptions:
         config["replica_transform"] = keras.saving.serialize_keras_object(self.replica_transform)
         config["group_assignment"] = self.group_assignment and [list(group) for group in self.group_assignment]
         config["stages"] = [keras.saving.serialize_keras_object(stage) for stage in self.stages]
-        if not self.stages:
-            del config["stages"]
-        if self.virtual_replicas is None:
-            del config["virtual_replicas"]
-        return config
+        config["sync_every"] = keras.saving.serialize_keras_object(self.sync_every)
+        config["outer_optimizer"] = portable(keras.saving.serialize_keras_object(self.outer_optimizer))
+        later: dict[str, Any] = {
+            "stages": [],
+            "virtual_replicas": None,
+            "sync_every": None,
+            "outer_optimizer": None,
+            "sync_fragments": 1,
+            "sync_warmup": None,
+        }
+        return {name: value for name, value in config.items() if name not in later or value != later[name]}
 
     @staticmethod
     def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None) -> dict[str, Any]:
@@ -141,8 +219,9 @@ class CrossShardOptions:
                 return value
             return keras.saving.deserialize_keras_object(value, custom_objects=custom_objects)
 
-        transform = made(config.get("replica_transform"))
-        return {**config, "replica_transform": transform, "stages": [made(stage) for stage in config.get("stages", ())]}
+        functions = ("replica_transform", "sync_every", "outer_optimizer")
+        found = {name: made(portable(config.get(name))) for name in functions}
+        return {**config, **found, "stages": [made(stage) for stage in config.get("stages", ())]}
 
     def shown(self) -> str:
         """The arguments that differ from their defaults, and `reduction`, as `repr` shows them."""
@@ -151,8 +230,9 @@ class CrossShardOptions:
             for field in dataclasses.fields(self)
             if field.name == "reduction" or getattr(self, field.name) != field.default
         }
-        shown = {"bucket_mib": format(self.bucket_mib, "g"), "stages": str(list(self.stages))}
-        return "".join(f", {name}={shown.get(name, repr(value))}" for name, value in given.items())
+        words = {"bucket_mib": format(self.bucket_mib, "g"), "stages": str(list(self.stages))}
+        words["outer_optimizer"] = shown(self.outer_optimizer)
+        return "".join(f", {name}={words.get(name, repr(value))}" for name, value in given.items())
 
 
 def _option(name: str, doc: str) -> Any:
@@ -177,6 +257,10 @@ class HasOptions:
     )
     on_nonfinite: str = _option("on_nonfinite", '"ignore", "skip" or "raise".')
     shard_state: bool = _option("shard_state", "Whether the optimizer state is divided.")
+    sync_every: Any = _option("sync_every", "How many updates a round takes, a function, or None.")
+    outer_optimizer: Any = _option("outer_optimizer", "What moves the weights at rounds, or None.")
+    sync_fragments: int = _option("sync_fragments", "In how many parts weights are joined.")
+    sync_warmup: int | None = _option("sync_warmup", "How many updates come before the first round, or None.")
     compression: str | None = _option("compression", "The dtype in which gradients are sent, or None.")
     fused: Literal["auto", False] = _option("fused", '"auto" or False.')
     overlap: Literal["auto", False] = _option("overlap", '"auto" or False.')

@@ -753,3 +753,20 @@ def test_what_a_batch_normalization_takes_its_statistics_with(monkeypatch):
     monkeypatch.setattr(kind, "_moments", moments)
     backend.compute_output_spec(lambda x: layer(x, training=True), keras.KerasTensor((4, 2, 3)))
     assert seen and all(seen) and not in_symbolic_scope()
+
+
+@pytest.mark.backends("jax")
+def test_where_jax_takes_variables_for_training_steps():
+    source = inspect.getsource(keras.Model.fit)
+    assert "state = self._get_jax_state(" in source and "optimizer_variables=True" in source
+    given = inspect.signature(keras.Model._get_jax_state).parameters
+    assert list(given)[1:4] == ["trainable_variables", "non_trainable_variables", "optimizer_variables"]
+
+
+def test_logs_of_an_epoch_come_before_validation():
+    source = inspect.getsource(inspect.unwrap(keras.Model.fit))
+    assert source.index("self._get_metrics_result_or_logs(") < source.index("self.evaluate(")
+    optimizer = keras.optimizers.SGD()
+    variable = keras.Variable(0.0)
+    optimizer._track_variable(variable)
+    assert any(each is variable for each in optimizer.variables)

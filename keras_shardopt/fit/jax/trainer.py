@@ -36,6 +36,7 @@ from keras_shardopt.backends.models import has_built_in_step, layers_of, overrid
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.shared_draws import note_end_of_call
+from keras_shardopt.fit.jax import local_sgd
 from keras_shardopt.fit.jax.batches import (
     SPLITS_OWN_PART,
     EpochIterator,
@@ -62,6 +63,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     # Around it nothing may look at gradients in each micro-batch, which would then be one replica's each.
     if reducers[0].accumulation is not None and reducers[0] is model.optimizer and has_built_in_step(model):
         reducers[0].accumulation.stack()
+    local_sgd.prepare(model, reducers)
     override_method(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
         override_method(model, name, _silent_unless_chief)
@@ -157,6 +159,8 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     needs_local = any(reducer.state_finder.needs_local_gradients for reducer in reducers)
     if batch_size_of(distribution) == 1 or not (stacks or needs_local):
         return real(state, data)
+    if any(reducer.local_updates is not None for reducer in reducers):
+        return local_sgd.train_step(model, _rows_of, _padded, state, data)
     if not has_built_in_step(model):
         raise ValueError(
             "A custom `train_step` cannot be taken apart to show the optimizer each replica's gradients. "

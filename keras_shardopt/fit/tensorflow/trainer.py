@@ -26,7 +26,7 @@ from keras_shardopt.backends.tensorflow.placement import check_made_inside, chec
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import BatchLogs, callbacks_of_call
-from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
+from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups, watch_apart
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import unpacked
 from keras_shardopt.update.losses import own_additional_losses, share_losses
@@ -52,6 +52,8 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "reset_metrics", _reset_metrics)
     object.__setattr__(model, _LOGS, BatchLogs(model))
     workers.prepare(model)
+    if any(reducer.local_updates is not None for reducer in reducers_in(model, reducers_of)):
+        watch_apart(model)
     # Those that were made before do not know of all this.
     model.train_function = model.test_function = None
 

@@ -40,6 +40,8 @@ from keras_shardopt.fit.overrides import (
     num_rows,
     reducers_in,
     refuse_groups,
+    resume_apart,
+    show_mean,
     warn_of_unequal_start,
 )
 from keras_shardopt.fit.sharing import (
@@ -77,6 +79,7 @@ class Session:
         self.model = model
         self._unused: list[tuple[Any, int]] = []
         """The optimizers that must not update anything, with the number of their updates."""
+        self._begins_epoch = False
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
         self.mine: int | None = None
@@ -132,6 +135,19 @@ class Session:
             )
 
     @torch.compiler.disable
+    def show_mean(self, together: Session | None) -> None:
+        """Where ranks train apart, puts the mean of their weights in place of them, if all ranks call it together."""
+        if self.ranks is not None and together is not None:
+            show_mean(reducers_in(self.model, self._reducers_of))
+
+    @torch.compiler.disable
+    def resume_apart(self) -> None:
+        """Lets ranks that train apart go on from their own weights."""
+        if self.ranks is not None:
+            resume_apart(reducers_in(self.model, self._reducers_of), self._begins_epoch)
+            self._begins_epoch = False
+
+    @torch.compiler.disable
     def start_equal(self) -> None:
         """Lets all ranks begin with the same values, which are rank 0's where they differ; if they train the same."""
         assert self.ranks is not None
@@ -157,7 +173,7 @@ class Session:
         for reducer in reducers:
             # Not once more after the first forward pass, whose moving statistics would become rank 0's.
             reducer.peers.started = self.ranks
-        self.has_started = True
+        self.has_started = self._begins_epoch = True
 
     def _differing(self, variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:
         """What is not equal on all ranks. One small message where all is."""

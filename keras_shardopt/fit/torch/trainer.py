@@ -86,6 +86,7 @@ def _stepping(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(model)
+    session.show_mean(session)
     return _run(session, session, Phase.TEST_BATCH, real, *args, **kwargs)
 
 
@@ -93,6 +94,7 @@ def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) ->
     """Each rank predicts its part of every batch; or by itself, what it wants and when it wants."""
     session, sharing = session_of(model), sharing_of(model)
     together = session if sharing.gather and sharing.auto_shard else None
+    session.show_mean(together)
     return _run(session, together, Phase.PREDICT_BATCH, real, *args, **kwargs)
 
 
@@ -208,6 +210,7 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     if session.ranks is not None and session.mine is not None and not session.has_started:
         session.confirm()
         session.start_equal()
+    session.resume_apart()
     logs = _step(model, real, data, trains=True)
     session.check_unused()
     return logs
@@ -282,6 +285,7 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
     if session.call is Phase.TRAIN_BATCH or (session.call is None and model.training):
         with torch.no_grad():
             _average_statistics(model, ranks)
+        session.show_mean(session)
     # As numbers: some metrics return a variable itself.
     result = metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
     session.logs.forget()

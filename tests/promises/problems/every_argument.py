@@ -126,8 +126,8 @@ LEVELS = {
     # "idle": in what does not count, as there are no rows or other weights.
     "bad": ["none", "NaN", "infinite", "idle"],
 }
-# Arguments that need a trainer, which is not here: `test_same_bits_ranks.py` has them.
-OF_TRAINERS = {"virtual_replicas"}
+# Arguments that need a trainer, which is not here: `test_same_bits_ranks.py` and `test_local_sgd.py` have them.
+OF_TRAINERS = {"virtual_replicas", "sync_every", "outer_optimizer", "sync_fragments", "sync_warmup"}
 NOT_ARGUMENTS = {"program", "dtypes", "rows", "missing", "bad"}
 
 _REDUCED = [(said, state) for said, state in LEVELS["gradients"] if state in ("summed", "global")]

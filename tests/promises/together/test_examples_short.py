@@ -50,3 +50,24 @@ def test_examples_show_what_they_say(backend, start, replicas, loop):
         found = printed(output, loop)
         assert found["replicas"] == number
         assert float(found["relative difference"]) <= 1e-5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("backend", "start", "replicas"),
+    [
+        ("torch", TORCHRUN, []),
+        pytest.param("jax", [sys.executable], ["--replicas", "2"], marks=pytest.mark.exhaustive),
+        pytest.param("tensorflow", [sys.executable], ["--replicas", "2"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_local_sgd_trains_with_few_communications(backend, start, replicas):
+    output = run(*start, str(EXAMPLES / "local_sgd.py"), "--epochs", "6", *replicas, KERAS_BACKEND=backend)
+    lines = re.findall(r"^2 replicas, (.+?) +loss (\S+), (\d+) communications$", output, re.MULTILINE)
+    assert [(name, int(times)) for name, _, times in lines] == [
+        ("synchronous", 132),
+        ("mean of the weights", 6),
+        ("outer optimizer", 44),
+    ]
+    losses = [float(loss) for _, loss, _ in lines]
+    assert max(losses) < 0.5, losses

@@ -1,0 +1,63 @@
+"""Replicas that communicate once in 20 updates, next to synchronous training.
+
+    python examples/local_sgd.py --replicas 4  # JAX, four CPU devices
+    KERAS_BACKEND=tensorflow python examples/local_sgd.py --replicas 2
+    KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/local_sgd.py
+
+Trains on handwritten digits three times from the same weights: synchronously, with the
+mean of the replicas' weights every 20 updates, and with an outer optimizer (DiLoCo).
+Prints the loss on digits that were held out, and how often replicas communicated.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+from sklearn.datasets import load_digits
+
+import keras_shardopt as ks
+
+EVERY = 20
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        help="how many; default: all devices, or all torchrun processes",
+    )
+    parser.add_argument("--epochs", type=int, default=20, help="of 22 updates each")
+    arguments = parser.parse_args()
+
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype("float32")
+    held_out = images[1400:], labels[1400:]
+    for name in ("synchronous", "mean of the weights", "outer optimizer"):
+        keras.utils.set_random_seed(1)
+        with ks.data_parallel(arguments.replicas) as replicas:
+            how = {} if name == "synchronous" else {"sync_every": EVERY}
+            if name == "outer optimizer":
+                sgd = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+                how |= {"outer_optimizer": sgd, "sync_warmup": 2 * EVERY}
+            hidden = keras.layers.Dense(64, activation="relu")
+            model = keras.Sequential([keras.Input((64,)), hidden, keras.layers.Dense(10)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(ks.CrossShard(keras.optimizers.Adam(2e-3), **how), loss)
+        epochs = arguments.epochs
+        model.fit(images[:1400], labels[:1400], batch_size=64, epochs=epochs, verbose=0)
+        error = model.evaluate(*held_out, verbose=0)
+        updates = epochs * 22  # batches of 64 of 1,400 rows
+        together = how.get("sync_warmup", 0) if how else updates
+        times = together + (updates - together) // EVERY
+        if replicas.is_chief:
+            label = f"{replicas.num_replicas} replicas, {name}"
+            print(f"{label:34}  loss {error:.4f}, {times} communications")
+
+
+if __name__ == "__main__":
+    main()

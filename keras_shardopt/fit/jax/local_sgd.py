@@ -1,0 +1,156 @@
+"""Steps of replicas that train apart, in one program: each updates rows of its own, in a `shard_map`.
+
+Private names of Keras touched here (a test holds each of them):
+    `Trainer._get_jax_state` - takes the variables of a model for training steps.
+    `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
+from keras_shardopt.backends.models import has_built_in_step, override_method
+from keras_shardopt.fit.overrides import num_rows, resume_apart, watch_looks
+from keras_shardopt.update.losses import share_losses
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
+
+
+def prepare(model: Any, reducers: list[Any]) -> None:
+    """Lets `fit` of a model train replicas apart, if its optimizer says so.
+
+    Raises:
+        ValueError: if that cannot be done here.
+    """
+    apart = [reducer for reducer in reducers if reducer.local_updates is not None]
+    if apart:
+        _check(model, apart[0])
+        watch_looks(model)
+        override_method(model, "make_train_function", _make_train_function)
+        override_method(model, "_get_jax_state", _get_jax_state)
+
+
+def _check(model: Any, reducer: Any) -> None:
+    rule = "With `sync_every` JAX's `fit` runs each replica's whole step by itself."
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"{rule} Received: {jax.process_count()} processes. Use the devices of one process, or PyTorch."
+        )
+    if model.optimizer is not reducer or not has_built_in_step(model):
+        raise ValueError(
+            f"{rule} Received: {model.optimizer!r}, for {type(model).__name__}. Use the built-in `train_step`, and "
+            "`CrossShard(..., sync_every=...)` outermost."
+        )
+    if reducer.accumulation is not None:
+        raise ValueError(
+            f"{rule} Received: gradient_accumulation_steps={reducer.gradient_accumulation_steps}. Leave it out: a "
+            "larger `sync_every` communicates as rarely."
+        )
+
+
+def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    local, has_replicas = model.optimizer.local_updates, batch_size_of(keras.distribution.distribution()) > 1
+    if model.optimizer.built and has_replicas and not local.stacked:
+        local.stack()
+        model.train_function = None  # it may know of no rows
+    real(*args, **kwargs)
+
+
+def _get_jax_state(model: Any, real: Callable[..., Any], **which: bool) -> Any:
+    if which.get("optimizer_variables") and model.optimizer.local_updates.stacked:
+        resume_apart([model.optimizer])
+    return real(**which)
+
+
+def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., Any], state: Any, data: Any) -> Any:
+    """A step of all replicas, each with its rows of the batch, weights and state.
+
+    Args:
+        model: the model.
+        rows_of: how many rows of a batch a replica has.
+        padded: fills up a batch.
+        state: as Keras' own step takes it.
+        data: the batch.
+    """
+    optimizer, distribution = model.optimizer, keras.distribution.distribution()
+    local, axis = optimizer.local_updates, distribution.batch_dim_name
+    size, all_rows = batch_size_of(distribution), num_rows(data)
+    num_missing = -all_rows % size
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    share_losses(model)
+    weights, others, optimizer_state, metrics = state
+    place = {id(v): i for i, v in enumerate(optimizer.variables)}
+    of, stacked_at = [id(v) for v in local.seen.of], [place[id(v)] for v in local.stacked]
+    # What has rows is the row inside; what stands for it outside stays as it is until somebody looks.
+    shared_at = [i for i, v in enumerate(optimizer.variables) if id(v) not in of and i not in set(stacked_at)]
+    is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
+
+    def on_one(rows: Any, shared: Any, others: Any, metrics: Any, data: Any) -> Any:
+        own = {key: row[0] for key, row in zip(of, rows)}
+        values = dict(zip(shared_at, shared))
+        index = jax.lax.axis_index(axis)
+        # Another seed on each replica, or their dropout masks would be the same.
+        other = jax.numpy.array([1, 0], "uint32") * index.astype("uint32") * np.uint32(0x9E3779B1)
+        mine = rows_of(index, all_rows, size)
+        before = [own[id(v)] for v in model.trainable_variables]
+        inputs = [
+            value + other if seed else own.get(id(v), value)
+            for v, value, seed in zip(model.non_trainable_variables, others, is_seed)
+        ]
+        inside = [
+            own[id(v)] if id(v) in own else values.get(i, jax.numpy.zeros(v.shape, v.dtype))
+            for i, v in enumerate(optimizer.variables)
+        ]
+        step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
+        with batch_shared(BatchShare(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))):
+            (_, (loss, y_pred, changed, _)), grads = step(
+                before, inputs, metrics, *data, training=True, optimizer_variables=inside
+            )
+            after, inside = optimizer.stateless_apply(inside, grads, before)
+        own.update(zip(map(id, model.trainable_variables), after))
+        own.update({id(v): inside[i] for i, v in enumerate(optimizer.variables) if id(v) in own and id(v) in place})
+        found = []
+        for v, old, new, seed in zip(model.non_trainable_variables, inputs, changed, is_seed):
+            if id(v) in own:  # none where there were no rows
+                own[id(v)] = jax.numpy.where(mine > 0, new, old)
+            found.append(new - other if seed else new)
+        loss = jax.lax.pmean(loss, axis)
+        return [own[key][None] for key in of], [inside[i] for i in shared_at], found, loss, y_pred
+
+    whole, divided = PartitionSpec(), PartitionSpec(axis)
+    run = jax.shard_map(
+        on_one,
+        mesh=distribution.device_mesh.backend_mesh,
+        in_specs=(divided, whole, whole, whole, divided),
+        out_specs=(divided, whole, whole, whole, divided),
+        check_vma=False,
+    )
+    rows, shared, changed, loss, y_pred = run(
+        [optimizer_state[i] for i in stacked_at],
+        [optimizer_state[i] for i in shared_at],
+        others,
+        metrics,
+        padded((x, y, sample_weight), num_missing),
+    )
+    optimizer_state = list(optimizer_state)
+    for i, value in [*zip(stacked_at, rows), *zip(shared_at, shared)]:
+        optimizer_state[i] = value
+    kept = set(of)
+    others = [old if id(v) in kept else new for v, old, new in zip(model.non_trainable_variables, others, changed)]
+    weights = [
+        optimizer_state[place[id(anchor)]].astype(v.dtype)
+        for v, anchor in zip(model.trainable_variables, local.anchors)
+    ]
+    y_pred = jax.tree.map(lambda leaf: leaf[:all_rows], y_pred)
+    # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
+    _, (_, _, metrics) = model.stateless_compute_loss(
+        weights, others, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+    )
+    logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+    return logs, (weights, others, optimizer_state, metrics)

@@ -1,0 +1,209 @@
+"""What is seen of the weights of replicas that train apart: their mean, between any two updates.
+
+Hides where replicas have weights and state of their own: in copies of each variable, or in rows of further variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.models import models_with
+from keras_shardopt.numerics import Variable
+from keras_shardopt.wrapping.rollback import changed_by_forward_passes
+from keras_shardopt.wrapping.slots import empty_name_scope
+
+
+class Copies:
+    """Each replica has a copy of each variable, in a process of its own or not.
+
+    Args:
+        stage: the `LocalUpdates`.
+        optimizer: the `CrossShard`.
+    """
+
+    def __init__(self, stage: Any, optimizer: Any) -> None:
+        self._stage = stage
+        self._optimizer = optimizer
+        self.stacked: list[Variable] = []
+        self.is_shown = False
+        """Whether the mean is in place of the weights."""
+        self._shown: list[tuple[Variable, list[np.ndarray], np.ndarray]] = []  # the copies, and the mean
+
+    def show(self) -> None:
+        """Puts the mean in place of all copies of what is apart."""
+        positions = [] if self.is_shown else self._stage.apart()
+        if not positions:
+            return
+        weights, trained = self._stage.weights(), self._optimizer._trainable_variables
+        variables = [*[weights[i] for i in positions], *self._stage.averages(positions)]
+        variables += [trained[i] for i in positions if trained[i] is not weights[i]]
+        own = [placement.replica_values(variable) for variable in variables]
+        means = self._means(variables, own)
+        for variable, mean in zip(variables, means):
+            placement.assign_replica_values(variable, [mean])
+        self._shown, self.is_shown = list(zip(variables, own, means)), True
+
+    def _means(self, variables: Sequence[Variable], own: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
+        if replicas_are_processes():
+            processes.gather_objects(len(variables))  # ranks that do something else learn of it
+            values = [ops.convert_to_tensor(variable) for variable in variables]
+            means = runtime.communicator(self._optimizer.axis_name).all_reduce(values, "mean")
+            return [ops.convert_to_numpy(mean) for mean in means]
+        return [_mean(np.stack(copies)) for copies in own]
+
+    def resume(self, begins_epoch: bool) -> None:
+        """Puts the copies back, unless other weights were set in between."""
+        shown, was_shown = self._shown, self.is_shown
+        self.forget()
+        if was_shown:
+            if all(np.array_equal(placement.replica_values(v)[0], mean) for v, _, mean in shown):
+                for variable, own, _ in shown:
+                    placement.assign_replica_values(variable, own)
+            else:
+                self._stage.begin_anew()
+        elif begins_epoch:
+            apart = set(self._stage.apart())
+            for i, (anchor, weight) in enumerate(zip(self._stage.anchors, self._stage.weights())):
+                if i not in apart:
+                    placement.assign_replica_values(anchor, [placement.replica_values(weight)[0].astype(anchor.dtype)])
+
+    def forget(self) -> None:
+        """Lets go of the copies."""
+        self._shown, self.is_shown = [], False
+
+    def states(self) -> list[np.ndarray]:
+        """The values of all replicas, stacked."""
+        own = {id(variable): copies for variable, copies, _ in self._shown if self.is_shown}
+        mine = [own.get(id(variable)) or placement.replica_values(variable) for variable in self._variables()]
+        if replicas_are_processes():
+            everyones = processes.gather_objects([copies[0] for copies in mine])
+            mine = [list(copies) for copies in zip(*everyones)]
+        return [np.stack(copies) for copies in mine]
+
+    def take_states(self, arrays: Sequence[np.ndarray]) -> None:
+        """Gives each replica its own values again, when training goes on."""
+        stage = self._stage
+        weights = {id(v) for v in [*self._optimizer._trainable_variables, *stage.weights()]}
+        weights |= {id(v) for v in stage.averages(range(len(stage.anchors)))}
+        self.forget()
+        for variable, rows in zip(self._variables(), arrays, strict=True):
+            copies = placement.replica_values(variable)
+            if replicas_are_processes():
+                fits = len(rows) == processes.num_replicas()
+                own = [rows[processes.process()[1] if fits else 0]]
+            else:
+                fits = len(rows) == len(copies)
+                own = list(rows) if fits else [rows[0]]
+            own = [row.astype(copies[0].dtype) for row in own]
+            if id(variable) not in weights:
+                placement.assign_replica_values(variable, own)
+            elif fits:
+                self._shown.append((variable, own, copies[0]))
+        self.is_shown = bool(self._shown)
+
+    def _variables(self) -> list[Variable]:
+        both = [*self._optimizer._trainable_variables, *self._stage.private]
+        return list({id(variable): variable for variable in both}.values())
+
+
+class Rows:
+    """One program has one copy of each variable, and further ones with a row for each replica.
+
+    The rows are those of weights, of the state of inner optimizers and of moving statistics; a trainer lets each
+    replica update its row. The model's own weights are what the last round has left.
+
+    Args:
+        stage: the `LocalUpdates`.
+        optimizer: the `CrossShard`.
+    """
+
+    is_shown = True
+
+    def __init__(self, stage: Any, optimizer: Any) -> None:
+        self._stage = stage
+        self._optimizer = optimizer
+        trained = list(optimizer._trainable_variables)
+        found = changed_by_forward_passes(models_with(trained))
+        statistics = [v for v in found if keras.backend.is_float_dtype(v.dtype)]
+        private = [v for v in stage.private if keras.backend.is_float_dtype(v.dtype)]
+        self._counters = [v for v in stage.private if not keras.backend.is_float_dtype(v.dtype)]  # all replicas' alike
+        self.of: list[Variable] = list({id(v): v for v in [*trained, *private, *statistics]}.values())
+        """The variables of which there are rows, in their order."""
+        averages = [*stage.weights(), *stage.averages(range(len(trained))), *trained, *statistics]
+        self._averaged = {id(v) for v in averages}
+        with empty_name_scope():
+            self.stacked: list[Variable] = [
+                optimizer.add_variable(v.shape, "zeros", dtype=v.dtype, name=f"of_each_replica_{i}")
+                for i, v in enumerate(self.of)
+            ]
+        placement.place(self.stacked, "per_replica")
+        self._seen: list[np.ndarray] | None = None  # the weights that were left in the model; None: rows are stale
+
+    def show(self) -> None:
+        """Gives variables the mean of their rows, or of state that has no mean the first replica's."""
+        if self._seen is None:
+            return
+        positions = self._stage.apart()
+        trained = self._optimizer._trainable_variables
+        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # they hold the mean already
+        for variable, rows in zip(self.of, self.stacked):
+            if id(variable) not in joined:
+                array = ops.convert_to_numpy(rows)
+                variable.assign(_mean(array) if id(variable) in self._averaged else array[0])
+        self._seen = [ops.convert_to_numpy(v) for v in trained]
+
+    def resume(self, begins_epoch: bool) -> None:
+        """Fills rows that are stale, or all rows where other weights were set."""
+        trained = self._optimizer._trainable_variables
+        now = [ops.convert_to_numpy(v) for v in trained]
+        is_stale = self._seen is None
+        left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.anchors, trained)]  # by steps
+        is_known = all(map(np.array_equal, left, now)) or (
+            not is_stale and all(map(np.array_equal, self._seen or (), now))
+        )
+        if is_stale or not is_known:
+            chosen = None if is_stale else {id(v) for v in trained}
+            for variable, rows in zip(self.of, self.stacked):
+                if chosen is None or id(variable) in chosen:
+                    rows.assign(np.broadcast_to(ops.convert_to_numpy(variable), rows.shape))
+            if not is_stale:
+                self._stage.begin_anew()
+        self._seen = now
+
+    def forget(self) -> None:
+        """Rows are stale: other values were loaded."""
+        self._seen = None
+
+    def states(self) -> list[np.ndarray]:
+        """All rows, and what has none."""
+        return [ops.convert_to_numpy(variable) for variable in [*self.stacked, *self._counters]]
+
+    def take_states(self, arrays: Sequence[np.ndarray]) -> None:
+        """Fills the rows, if there are as many replicas."""
+        number = len(self.stacked)
+        for variable, array in zip(self._counters, arrays[number:], strict=True):
+            variable.assign(array)
+        fits = all(array.shape == tuple(rows.shape) for array, rows in zip(arrays, self.stacked))
+        trained = {id(v) for v in self._optimizer._trainable_variables}
+        for variable, rows, array in zip(self.of, self.stacked, arrays):
+            if fits:
+                rows.assign(array)
+            elif id(variable) not in trained:  # which have the mean
+                variable.assign(array[0])
+        self._seen = [ops.convert_to_numpy(v) for v in self._optimizer._trainable_variables] if fits else None
+
+
+def _mean(rows: np.ndarray) -> np.ndarray:
+    mean: np.ndarray = np.mean(rows, axis=0, dtype="float64").astype(rows.dtype)
+    return mean
+
+
+def replicas_are_processes() -> bool:
+    """Whether each replica is a process, with variables of its own, and runs Python in each update."""
+    return placement.state_sharding == "slices"

@@ -1,0 +1,461 @@
+"""Replicas that train apart, each with its own gradients, and join their weights every so many updates.
+
+A *round* takes the *anchor*, the weights with which all replicas began, and the mean over replicas of how far each has
+moved: the anchor moves there (local SGD), or an outer optimizer moves it with that as its gradient (DiLoCo), and all
+replicas go on from it. Hides when a round is due, what takes part in it, and what is seen of the weights in between.
+
+Private names of Keras touched here (a test holds each of them):
+    `Optimizer._trainable_variables` - what the optimizer was built on.
+    `Optimizer._track_variable` - makes a variable part of the optimizer's state.
+    `Optimizer._model_variables_moving_average` - the averages of weights that an optimizer with `use_ema` keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_shardopt.backends.active import processes, runtime
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.compression import Compressed
+from keras_shardopt.backends.models import models_with
+from keras_shardopt.numerics import Tensor, Variable, dtype_of, map_values, overwrites_variable
+from keras_shardopt.update.apart import Copies, Rows, replicas_are_processes
+from keras_shardopt.update.nonfinite import check_reduced
+from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.reducers import AllReduce
+from keras_shardopt.update.row_weights import weighted_by_rows
+from keras_shardopt.update.step import Proceed, Stage, Step
+from keras_shardopt.update.trainer_context import current_share
+from keras_shardopt.wrapping.chain import base_optimizers, descendants
+from keras_shardopt.wrapping.rollback import changed_by_forward_passes, leaves_out_updates
+from keras_shardopt.wrapping.slots import empty_name_scope
+from keras_shardopt.wrapping.wrapper import OptimizerWrapper
+
+
+class LocalUpdates(Stage):
+    """Lets each replica update with its own gradients, and joins their weights in rounds.
+
+    Args:
+        options: those of the `CrossShard`.
+        optimizer: the `CrossShard`.
+    """
+
+    def __init__(self, options: CrossShardOptions, optimizer: Any) -> None:
+        self._options = options
+        self._optimizer = optimizer
+        self._every: Callable[[Any], Any] = options.updates_per_round
+        self.num_fragments = options.sync_fragments
+        outer = options.outer_optimizer
+        copies = [] if outer is None else [outer.from_config(outer.get_config()) for _ in range(self.num_fragments - 1)]
+        self.outers: list[OptimizerWrapper] = [] if outer is None else list(map(OptimizerWrapper, [outer, *copies]))
+        """For each fragment its outer optimizer, which counts rounds; none for plain means."""
+        self.is_together = False
+        """Whether the update that runs, or is traced, is one with the gradients of all replicas."""
+        self._has_trained = False
+        self.count: Variable = None
+        """How many updates there were."""
+        self.last_rounds: Variable = None
+        """For each fragment the count at its last round."""
+        self.left_out: Variable = None
+        """How many rounds were left out because their mean was not finite."""
+        self.anchors: list[Variable] = []
+        self.fragments: list[list[int]] = []
+        """The positions of the variables of each fragment."""
+        self._own: list[Variable] = []
+        self._statistics: list[Variable] = []
+        # What the count was set to last, and which version of it that was.
+        self._count = 0
+        self._version: int | None = None
+        self.seen: Copies | Rows = Copies(self, optimizer)
+        """What is seen of the weights between rounds."""
+        self._num_reported = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_version": None}  # versions of a copy's count are others
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where the options ask for it."""
+        return [] if options.sync_every is None else [cls(options, optimizer)]
+
+    # -- variables -----------------------------------------------------------------------------------------------
+
+    def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
+        """Makes the anchors and the state of the outer optimizers, once.
+
+        Raises:
+            ValueError: if there are fewer variables than fragments, or some that no mean can be taken of.
+        """
+        self._check(variables)
+        self.fragments = fragments_of([int(np.prod(v.shape)) for v in variables], self.num_fragments)
+        self.count = add_variable((), "zeros", dtype="int", name="local_updates")
+        self.last_rounds = add_variable((self.num_fragments,), "zeros", dtype="int", name="last_rounds")
+        self.left_out = add_variable((), "zeros", dtype="int", name="left_out_rounds")
+        for i, variable in enumerate(variables):
+            anchor = add_variable(variable.shape, "zeros", dtype=_wide(variable), name=f"anchor_{i}")
+            self.anchors.append(anchor)
+        self._own = [self.count, self.last_rounds, self.left_out, *self.anchors]
+        for outer, positions in zip(self.outers, self.fragments):
+            with empty_name_scope():
+                outer.build([self.anchors[i] for i in positions])
+            for variable in outer.variables:
+                self._optimizer._track_variable(variable)
+                self._own.append(variable)
+        with runtime.init_scope():
+            self._start_rounds(0)
+        if replicas_are_processes():  # elsewhere there is one mean of them whenever somebody looks
+            found = changed_by_forward_passes(models_with(variables))
+            self._statistics = [v for v in found if keras.backend.is_float_dtype(v.dtype)]
+
+    def _check(self, variables: Sequence[Variable]) -> None:
+        if len(variables) < self.num_fragments:
+            raise ValueError(
+                "`sync_fragments` must be at most the number of trainable variables. "
+                f"Received: sync_fragments={self.num_fragments}, for {len(variables)} variables."
+            )
+        if any(map(overwrites_variable, variables)):
+            raise ValueError(
+                "`sync_every` takes the mean of weights, and the scales of float8 have none. Received: "
+                f"{next(v.path for v in variables if overwrites_variable(v))}. Leave `sync_every` out."
+            )
+        if processes.process()[0] > 1 and not replicas_are_processes():
+            raise ValueError(
+                "With `sync_every` replicas are the devices of one process, or ranks of PyTorch. "
+                f"Received: {processes.process()[0]} processes, of which each has some of the replicas. "
+                "Leave `sync_every` out, or use PyTorch."
+            )
+        skips = [part for part in [self._optimizer, *descendants(self._optimizer)] if leaves_out_updates(part)]
+        if skips and processes.num_replicas() > 1 and not replicas_are_processes():
+            raise ValueError(
+                "With `sync_every` each replica skips updates by itself, which it can where replicas are processes. "
+                f"Received: {skips[0]!r}, on replicas of one program. Leave out `on_nonfinite` and dynamic loss "
+                "scaling (bfloat16 needs none), or use ranks of PyTorch."
+            )
+
+    @property
+    def lasting(self) -> list[Variable]:
+        """What files have of it."""
+        return list(self._own)
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether replicas may have states of their own by now. Ranks that have not trained yet start equal."""
+        return self._has_trained or not replicas_are_processes()
+
+    @property
+    def private(self) -> list[Variable]:
+        """The state of which each replica has values of its own."""
+        optimizer = self._optimizer
+        rates = {id(v) for leaf in base_optimizers(optimizer) for v in leaf.variables if v.name == "learning_rate"}
+        window = optimizer.accumulation
+        kept = [] if window is None else [window.counter, *window.kept]
+        apart = rates | {id(v) for v in [*self._own, *kept, *self.stacked]}
+        return [v for v in optimizer.variables if id(v) not in apart]
+
+    def weights(self) -> list[Variable]:
+        """What rounds take the mean of: the trainable variables, or the master weights that stand for them."""
+        found = list(self._optimizer._trainable_variables)
+        for wrapper in [self._optimizer, *descendants(self._optimizer)]:
+            if isinstance(wrapper, OptimizerWrapper) and wrapper.built:
+                found = wrapper._variables_inside(found)
+        return found
+
+    def averages(self, positions: Sequence[int]) -> list[Variable]:
+        """The moving averages of some weights, where an optimizer keeps any."""
+        kept: dict[Any, Variable] = {}
+        for leaf in base_optimizers(self._optimizer):
+            if leaf.use_ema:
+                kept.update(zip(map(id, leaf._trainable_variables), leaf._model_variables_moving_average))
+        weights = self.weights()
+        return [kept[id(weights[i])] for i in positions if id(weights[i]) in kept]
+
+    # -- updates -------------------------------------------------------------------------------------------------
+
+    def collect(self, step: Step, proceed: Proceed) -> None:
+        """Decides, in a warm-up, whether this is an update with the gradients of all replicas."""
+        warmup = self._options.warmup_steps
+        if not warmup or runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
+            proceed(step)
+            return
+        count = self._counted()
+        if isinstance(count, int):
+            self.is_together = count < warmup
+            proceed(step)
+            return
+        shares = [value for value in (step.weight, step.row_share) if not isinstance(value, (int, float))]
+
+        def way(is_together: bool) -> Callable[[Sequence[Any]], None]:
+            def go(tensors: Sequence[Any]) -> None:
+                more = iter(tensors[len(step.grads) :])
+                weight, share = (
+                    value if isinstance(value, (int, float)) else next(more) for value in (step.weight, step.row_share)
+                )
+                self.is_together = is_together
+                proceed(step.replace(grads=list(tensors[: len(step.grads)]), weight=weight, row_share=share))
+
+            return go
+
+        is_warming_up = ops.less(count, warmup)
+        tensors = [*step.grads, *shares]
+        for condition, is_together in ((is_warming_up, True), (ops.logical_not(is_warming_up), False)):
+            runtime.cond(condition, way(is_together), tensors, self._optimizer._written())
+
+    def commit(self, step: Step, proceed: Proceed) -> None:
+        """An update of this replica, and the rounds that are due then."""
+        if runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
+            proceed(step)
+        else:
+            runtime.no_compile(self._commit, step, proceed)
+
+    def _commit(self, step: Step, proceed: Proceed) -> None:
+        before = self._counted()
+        if isinstance(before, int):
+            self.seen.is_shown = False  # a custom training loop goes on from the mean
+            if not before:
+                self.anchor_all()
+        else:
+            runtime.cond(ops.equal(before, 0), lambda _: self.anchor_all(), [], self.anchors, communicates=False)
+        proceed(step)
+        count = before + 1
+        self._set_count(count)
+        if self.is_together:
+            self.anchor_all()
+            self._start_rounds(count)
+            return
+        self._has_trained = True
+        last = self.last_rounds if not isinstance(count, int) else ops.convert_to_numpy(self.last_rounds)
+        for number in range(self.num_fragments):
+            since = int(last[number]) if isinstance(count, int) else ops.convert_to_tensor(last)[number]
+            is_due = count - since >= self._every(since)
+            written = [*self._optimizer._written(), *self._statistics]
+            runtime.cond(is_due, functools.partial(self._round, number, count), [], written)
+
+    def _counted(self) -> Any:
+        """The count, an int where Python runs in each update."""
+        version = runtime.version(self.count)
+        if version is None:
+            return ops.copy(ops.convert_to_tensor(self.count))
+        if version != self._version:  # to read a number from a GPU is to wait for it
+            self._count, self._version = int(ops.convert_to_numpy(self.count)), version
+        return self._count
+
+    def _set_count(self, count: Any) -> None:
+        self.count.assign(count)
+        if isinstance(count, int):
+            self._count, self._version = count, runtime.version(self.count)
+
+    def _start_rounds(self, count: Any) -> None:
+        """Lets rounds begin at a count, or at the end of the warm-up, those of fragments spread over the time."""
+        if isinstance(count, int):
+            count = max(count, self._options.warmup_steps)
+        every, number = self._every(count), self.num_fragments
+        firsts = [count + (i + 1) * every // number - every for i in range(number)]
+        self.last_rounds.assign(ops.stack([ops.cast(first, self.last_rounds.dtype) for first in firsts]))
+
+    def anchor_all(self) -> None:
+        """Lets the anchors be the weights."""
+        for anchor, weight in zip(self.anchors, self.weights()):
+            anchor.assign(ops.cast(ops.convert_to_tensor(weight), anchor.dtype))
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def _round(self, number: int, count: Any, _: Any) -> None:
+        """Joins the weights of a fragment. All replicas come to it in the same update."""
+        positions = self.fragments[number]
+        weights = self.weights()
+        anchors = [self.anchors[i] for i in positions]
+        own = [weights[i] for i in positions]
+        averages = [*self.averages(positions), *(self._statistics if number == 0 else [])]
+        moved = [anchor - ops.cast(ops.convert_to_tensor(w), anchor.dtype) for anchor, w in zip(anchors, own)]
+        comm = runtime.communicator(self._optimizer.axis_name)
+        moved, means = self._means(comm, moved, [ops.convert_to_tensor(v) for v in averages], count)
+        is_finite = ops.all(ops.stack([ops.all(ops.isfinite(mean)) for mean in moved]))
+        state = [] if not self.outers else self.outers[number].variables
+        with self._optimizer.scope_inside.reduced():  # nobody reduces what is the mean of all
+            runtime.cond(is_finite, lambda moved: self._move(number, anchors, moved), moved, [*anchors, *state])
+        for variable, mean in zip(averages, means):
+            finite = ops.isfinite(mean)
+            variable.assign(ops.where(finite, mean, ops.convert_to_tensor(variable)))
+        for i, anchor in zip(positions, anchors):
+            self._set_weight(i, weights[i], anchor)
+        runtime.cond(ops.logical_not(is_finite), lambda _: self._forget_nonfinite(), [], [self.left_out, *self.private])
+        last = ops.convert_to_tensor(self.last_rounds)
+        is_this = ops.equal(ops.arange(self.num_fragments), number)
+        self.last_rounds.assign(ops.where(is_this, ops.cast(count, last.dtype), last))
+
+    def _means(
+        self, comm: Communicator, moved: Sequence[Tensor], averages: Sequence[Tensor], count: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The means over replicas: of how far weights have moved, perhaps compressed; and of averages of weights."""
+        if not comm.is_spmd and current_share() is None:
+            # Ranks of a custom training loop may have come to another round, or to the end.
+            told = ops.convert_to_tensor([count % 4096, (count % 4096) ** 2], "int32")
+            total, squares = (int(n) for n in ops.convert_to_numpy(comm.all_reduce([told], "sum")[0]))
+            if squares * comm.num_replicas != total**2:
+                raise ValueError(
+                    "All replicas must make equally many updates, as their weights are joined after some of them. "
+                    f"Received: {count} on replica {comm.replica_id}, another number elsewhere. "
+                    "Give each replica equally many batches, or train with `fit` of a prepared model."
+                )
+        sends = comm
+        if self._options.compression is not None:
+            sends = Compressed(comm, self._options.compression, divides=True)
+        return sends.all_reduce(list(moved), "mean"), comm.all_reduce(list(averages), "mean") if averages else []
+
+    def _move(self, number: int, anchors: Sequence[Variable], moved: Sequence[Tensor]) -> None:
+        if self.outers:
+            self.outers[number].update_inner(list(moved), anchors)
+        else:
+            for anchor, mean in zip(anchors, moved):
+                anchor.assign(anchor - mean)
+
+    def _set_weight(self, i: int, weight: Variable, anchor: Variable) -> None:
+        """Gives a weight, and what is a copy of it in a lower precision, the value of its anchor."""
+        weight.assign(ops.cast(ops.convert_to_tensor(anchor), dtype_of(weight)))
+        if weight.constraint is not None:
+            weight.assign(weight.constraint(weight))
+            anchor.assign(ops.cast(ops.convert_to_tensor(weight), anchor.dtype))
+        trained = self._optimizer._trainable_variables[i]
+        if trained is not weight:
+            trained.assign(ops.cast(ops.convert_to_tensor(weight), dtype_of(trained)))
+
+    def _forget_nonfinite(self) -> None:
+        """After a round that is left out: state that is not finite would make every further one so, too."""
+        self.left_out.assign(self.left_out + 1)
+        for variable in self.private:
+            if keras.backend.is_float_dtype(variable.dtype):
+                value = ops.convert_to_tensor(variable)
+                variable.assign(ops.where(ops.isfinite(value), value, ops.zeros_like(value)))
+
+    # -- what is seen of the weights -----------------------------------------------------------------------------
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether replicas have weights of their own just now, read outside of a step."""
+        return self.count is not None and not self.seen.is_shown and bool(self.apart())
+
+    def apart(self) -> list[int]:
+        """The positions of the weights that have moved since their last round."""
+        count = int(ops.convert_to_numpy(self.count))
+        starts = np.maximum(ops.convert_to_numpy(self.last_rounds), self._options.warmup_steps)
+        return sorted(i for positions, start in zip(self.fragments, starts) if count > start for i in positions)
+
+    def show(self) -> None:
+        """Puts the mean of all replicas where somebody looks, until the next update. All processes call it together."""
+        if self.count is not None:
+            self._report()
+            self.seen.show()
+
+    def resume(self, begins_epoch: bool = False) -> None:
+        """Lets each replica go on from its own weights; from those that are there now, where somebody has set them."""
+        if self.count is not None:
+            self.seen.resume(begins_epoch)
+
+    def begin_anew(self) -> None:
+        """Begins a round with the weights that all replicas have now."""
+        self.anchor_all()
+        self._start_rounds(int(ops.convert_to_numpy(self.count)))
+
+    def stack(self) -> None:
+        """For a trainer that runs all replicas in one program, which has one copy of each variable. Once."""
+        if self.count is not None and isinstance(self.seen, Copies):
+            self.seen = Rows(self, self._optimizer)
+
+    @property
+    def stacked(self) -> list[Variable]:
+        """Variables with a row for each replica, where there are any."""
+        return self.seen.stacked
+
+    def states(self) -> list[np.ndarray]:
+        """All that a restart needs: the counts, and each replica's values of its weights and state, stacked.
+
+        All processes call it together.
+        """
+        return [*(ops.convert_to_numpy(v) for v in (self.count, self.last_rounds)), *self.seen.states()]
+
+    def take_states(self, arrays: Sequence[np.ndarray]) -> None:
+        """Goes on from what `states` has returned; with another number of replicas from their mean, as a file has it.
+
+        The mean of the weights is in the model by then.
+        """
+        count, last, *stacked = arrays
+        self.count.assign(count)
+        self.last_rounds.assign(last)
+        self._has_trained = True
+        self.seen.take_states(stacked)
+
+    def _report(self) -> None:
+        """Warns of rounds that were left out since the last time."""
+        left_out = int(ops.convert_to_numpy(self.left_out))
+        if left_out > self._num_reported:
+            warnings.warn(
+                "A round whose mean is NaN or infinite is left out, and all replicas go on from the weights before it. "
+                f"Received: {left_out - self._num_reported} of them. Lower the learning rate, clip gradients, or use "
+                '`on_nonfinite="skip"` (on PyTorch).',
+                stacklevel=2,
+            )
+        self._num_reported = left_out
+
+    def reset(self) -> None:
+        """State was loaded: what files lack begins anew."""
+        self._has_trained = False
+        self.seen.forget()
+        if self.count is not None:
+            self.count.assign(0)
+            self._start_rounds(0)
+
+
+class OwnGradients(AllReduce):
+    """Leaves each replica its own gradients, weighed by its rows; in a warm-up every replica gets the mean.
+
+    Args:
+        optimizer: the `CrossShard`.
+        stage: says which of both.
+    """
+
+    def __init__(self, optimizer: Any, stage: LocalUpdates) -> None:
+        super().__init__(optimizer)
+        self._stage = stage
+
+    def reduce(self, step: Step, comm: Communicator) -> Step:
+        """In units of the replica's mean loss, times its rows in units of an equal part."""
+        if self._stage.is_together or not step.is_local:
+            return super().reduce(step, comm)
+        step = weighted_by_rows(step)
+        grads = list(step.grads)
+        if step.gradient_state is GradientState.LOCAL_PRESCALED:
+            number = comm.num_replicas
+            grads = [None if g is None else map_values(lambda value: ops.multiply(value, number), g) for g in grads]
+        step = step.replace(grads=grads)
+        if not self._checks_finite:
+            return step
+        found = check_reduced(grads, step.variables)
+        who = ops.where(found[0] > 0, ops.cast(comm.replica_id, "int32"), found[1])
+        return step.replace(found_inf=ops.stack([found[0], who, found[2]]))
+
+    def finish(self, comm: Communicator) -> None:
+        """Shows the mean."""
+        self._stage.show()
+
+
+def fragments_of(sizes: Sequence[int], number: int) -> list[list[int]]:
+    """Positions in groups that are as large as each other, as far as sizes allow; none is empty."""
+    groups: list[list[int]] = [[] for _ in range(number)]
+    totals = [0] * number
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        least = min(range(number), key=lambda group: (totals[group], len(groups[group])))
+        groups[least].append(i)
+        totals[least] += sizes[i]
+    return [sorted(group) for group in groups]
+
+
+def _wide(variable: Variable) -> str:
+    dtype = dtype_of(variable)
+    return "float32" if dtype in ("float16", "bfloat16") else dtype

@@ -1,0 +1,196 @@
+"""With `sync_every` each replica trains by itself, and all join their weights in rounds, as NumPy does it."""
+
+import keras
+import numpy as np
+import pytest
+from conftest import BACKEND
+from promises.problems import apart, uneven
+from support import problem
+from support.suites import some
+from support.worlds import FakeWorld
+
+import keras_shardopt as ks
+from keras_shardopt.backends.active import placement
+
+NUM_REPLICAS = (2, 4)
+
+
+@pytest.mark.parametrize("num_replicas", some(NUM_REPLICAS, 4))
+@pytest.mark.parametrize("name", list(apart.CASES))
+def test_weights_are_those_of_replicas_in_numpy(world, num_replicas, name):
+    found = world.run(apart.trained, num_replicas, name, of=apart.CASES)
+    assert found["updates"] == apart.NUM_UPDATES
+    means = apart.in_numpy(num_replicas, name)
+    assert problem.relative_difference(found["weights"], means[-1]) < problem.TOLERANCE
+    assert found["differ"] == 0
+
+
+@pytest.mark.parametrize("name", ["every 3", "every 5 in 3 fragments"])
+def test_validation_sees_the_mean_of_all_replicas(world, name):
+    found = world.run(apart.trained, 2, name, of=apart.CASES)
+    x, y = (array[:16].astype("float64") for array in uneven.data())
+    for mean, loss in zip(apart.in_numpy(2, name), found["val_loss"], strict=True):
+        kernel1, bias1, kernel2, bias2 = mean
+        expected = np.mean((np.tanh(x @ kernel1 + bias1) @ kernel2 + bias2 - y) ** 2)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(found["evaluated"], found["val_loss"][-1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_replicas", some(NUM_REPLICAS, 4))
+def test_a_round_at_each_update_is_synchronous_training(world, num_replicas):
+    found = world.run(apart.trained, num_replicas, "every update", of=apart.CASES)
+    weights = [w.astype("float64") for w in problem.start_weights()]
+    x, y = (array.astype("float64") for array in uneven.data())
+    for _ in range(apart.EPOCHS):
+        for begin in range(0, len(x), uneven.BATCH_SIZE):
+            batch = slice(begin, begin + uneven.BATCH_SIZE)
+            grads = problem.gradients_in_numpy(weights, x[batch], y[batch])
+            weights = [w - apart.RATE * g for w, g in zip(weights, grads)]
+    assert problem.relative_difference(found["weights"], weights) < problem.TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["looked at", "killed", "in two calls"])
+def test_training_is_the_same_bit_for_bit_whoever_looks_at_it(world, name):
+    undisturbed = "without averages" if name == "in two calls" else "whole"
+    whole = world.run(apart.lived, 2, undisturbed, of=apart.LIVES)
+    found = world.run(apart.lived, 2, name, of=apart.LIVES)
+    if name == "looked at":
+        found, seen = found
+        assert len(seen) == apart.EPOCHS
+        for evaluated, saved in seen:  # a file has the mean, too
+            np.testing.assert_allclose(saved, evaluated, rtol=1e-5)
+    assert len(found) == len(whole) > 25
+    for one, other in zip(found, whole):
+        np.testing.assert_array_equal(one, other)
+    # Replicas have something of their own, or nothing was tried.
+    assert any(not np.array_equal(each[0], each[1]) for each in whole[2:6])
+
+
+def test_files_have_the_mean_and_how_far_rounds_are(world):
+    kept, theirs, start, end, differ = world.run(apart.lived, 2, "from a file", of=apart.LIVES)
+    for one, other in zip(kept, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert max(np.max(np.abs(s - e)) for s, e in zip(start, end)) > 1e-3
+    assert differ == 0
+
+
+def test_rounds_begin_from_weights_that_somebody_has_set(world):
+    for anchor, weight in zip(world.run(apart.lived, 2, "with other weights", of=apart.LIVES), problem.start_weights()):
+        np.testing.assert_array_equal(anchor, weight)
+
+
+def test_a_round_that_is_not_finite_is_left_out(world):
+    found = world.run(apart.with_nan, 2, "ignore", of=NONFINITE)
+    assert (found["left_out"], found["count"]) == (1, 4)
+    assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
+    assert len(found["warned"]) == 1 and "1 of them" in found["warned"][0]
+    # The first round was made, and the weights are no longer those of the start.
+    assert not np.allclose(found["weights"][0], problem.start_weights()[0], atol=1e-3)
+
+
+NONFINITE = ("ignore", "skip", "scaling") if BACKEND == "torch" else ("ignore",)
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize("name", ["skip", "scaling"])
+def test_each_rank_skips_its_own_updates(world, name):
+    found = world.run(apart.with_nan, 2, name, of=NONFINITE)
+    assert (found["skipped"], found["left_out"], found["count"]) == (1, 0, 4)
+    assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
+
+
+@pytest.mark.backends("torch")
+def test_nothing_is_sent_between_rounds(world):
+    found = world.run(apart.sent, 2, "every 5", of=("synchronous", "every 5"))
+    whole = world.run(apart.sent, 2, "synchronous", of=("synchronous", "every 5"))
+    num_bytes = 4 * apart.LARGE
+    # Gradients travel with some numbers that say whose they are.
+    assert [num_bytes <= size < 1.01 * num_bytes for size in whole["reductions"]] == [True] * 10
+    assert found["reductions"] == [num_bytes] * 2
+    # With all that the trainer says about rows and logs.
+    assert found["bytes"] <= 1.02 / 5 * whole["bytes"]
+
+
+def test_with_one_replica_nothing_changes():
+    def trained(**more):
+        model = problem.model()
+        model.compile(ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9), **more), "mse")
+        model.fit(*uneven.data(), batch_size=16, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for one, other in zip(trained(), trained(sync_every=2, outer_optimizer="sgd", sync_warmup=1)):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"sync_every": 0}, "`sync_every` must be at least 1"),
+        ({"sync_every": 2.5}, "`sync_every` must be an int"),
+        ({"sync_fragments": 2}, "without `sync_every`"),
+        ({"outer_optimizer": "sgd"}, "without `sync_every`"),
+        ({"sync_warmup": 3}, "without `sync_every`"),
+        ({"sync_every": 2, "sync_fragments": 3}, "at most `sync_every`"),
+        ({"sync_every": 2, "sync_warmup": -1}, "`sync_warmup` must be at least 0"),
+        ({"sync_every": 2, "shard_state": True}, "shard_state"),
+        ({"sync_every": 2, "group_assignment": [[0], [1]]}, "group_assignment"),
+        ({"sync_every": 2, "reduction": "sum"}, "reduction"),
+        ({"sync_every": 2, "on_nonfinite": "raise"}, "on_nonfinite"),
+        ({"sync_every": 2, "gradients": "global"}, "gradients"),
+        ({"sync_every": 2, "outer_optimizer": "nothing"}, "`outer_optimizer` must be"),
+        ({"sync_every": 2, "outer_optimizer": lambda: ks.CrossShard("sgd")}, "`outer_optimizer` must be"),
+        ({"sync_every": 2, "stages": lambda: [ks.GradientNoise()]}, "`GradientNoise` needs"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(arguments, words):
+    made = {name: value() if callable(value) else value for name, value in arguments.items()}
+    with pytest.raises((TypeError, ValueError), match=words):
+        ks.CrossShard("sgd", **made)
+
+
+@pytest.mark.neutral
+def test_arguments_are_those_of_a_file():
+    outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    optimizer = ks.CrossShard("adam", sync_every=5, outer_optimizer=outer, sync_fragments=2, sync_warmup=3)
+    loaded = ks.CrossShard.from_config(optimizer.get_config())
+    assert repr(loaded) == repr(optimizer)
+    assert loaded.outer_optimizer.get_config() == outer.get_config()
+    assert not {"sync_every", "outer_optimizer"} & ks.CrossShard("adam").get_config().keys()
+
+
+@pytest.mark.backends("torch")
+def test_rounds_may_become_longer(monkeypatch):
+    """On threads: `sync_every` as a function of the number of updates."""
+    world = FakeWorld(2).hold(monkeypatch)
+
+    def work(replicas):
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=lambda count: 1 if count < 2 else 3)
+        weight = keras.Variable([0.0])
+        seen = []
+        optimizer.build([weight])
+        for _ in range(8):
+            optimizer.apply([keras.ops.convert_to_tensor([float(replicas.replica_id)])], [weight])
+            seen.append(float(keras.ops.convert_to_numpy(weight)[0]))
+        return seen
+
+    first, second = world.run(work)
+    assert [a == b for a, b in zip(first, second)] == [True, True, False, False, True, False, False, True]
+    assert first[-1] == -4
+
+
+@pytest.mark.backends("torch")
+def test_ranks_with_other_numbers_of_updates_find_it(monkeypatch):
+    world = FakeWorld(2, is_spmd=False).hold(monkeypatch)
+    monkeypatch.setattr(placement, "broadcast_state", lambda *given: 1.0)
+
+    def work(replicas):
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=2)
+        weight = keras.Variable([0.0])
+        optimizer.build([weight])
+        optimizer.local_updates.count.assign(replicas.replica_id * 2)
+        for _ in range(2):
+            optimizer.apply([keras.ops.ones((1,))], [weight])
+
+    with pytest.raises(ValueError, match="equally many updates"):
+        world.run(work)
