@@ -14,7 +14,6 @@ from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import (
     Gradients,
-    Groups,
     ReduceOp,
     Tensor,
     Variable,
@@ -169,10 +168,6 @@ class Coded(Communicator):
     def codec(self) -> Compression:
         """What codes gradients."""
         return self._coding.codec
-
-    def split(self, groups: Groups) -> Communicator:
-        """See `Communicator.split`."""
-        return self._replicas.split(groups)
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         """See `Communicator.gradient_state`."""

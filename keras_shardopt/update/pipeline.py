@@ -93,13 +93,13 @@ class Pipeline:
     def reduce(self, step: Step) -> Step:
         """What happens up to the update, on one replica; perhaps inside a `shard_map`."""
         comm = runtime.communicator(self._axis_name)
-        early = self.reducer.reduced_early(step, comm)
-        if early is not None:
-            return early
-        step = self._classify(step, comm)
-        for stage in self.stages:
-            step = stage.local(step, comm)
         with recording() as self._reducing:
+            early = self.reducer.reduced_early(step, comm)
+            if early is not None:
+                return early
+            step = self._classify(step, comm)
+            for stage in self.stages:
+                step = stage.local(step, comm)
             return self.reducer.reduce(step, comm)
 
     @property

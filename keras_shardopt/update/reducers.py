@@ -11,6 +11,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
+from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Tensor, Variable, overwrites_variable
 from keras_shardopt.update.all_reduce import global_gradients, join_uneven_inputs
 from keras_shardopt.update.coding import Coded
@@ -188,6 +189,8 @@ class OverlappedAllReduce(AllReduce):
         if buckets is None:
             return None
         grads = buckets.reduce(step.grads, step.variables, bool(step.row_share), step.weight)
+        for flat in buckets.sent:
+            note("all_reduce", [flat], comm.num_replicas)
         found_inf = buckets.found_inf
         if found_inf not in (None, ALL_FINITE):
             found_inf = ops.convert_to_tensor(found_inf, "int32")

@@ -131,7 +131,7 @@ SENT = {
 def sent(replicas, name):
     """The report after an update of a model with some 90,000 weights."""
     trainee = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH)])
-    trainee.compile(ks.CrossShard(keras.optimizers.SGD(0.1), compression=SENT[name], overlap=False), "mse")
+    trainee.compile(ks.CrossShard(keras.optimizers.SGD(0.1), compression=SENT[name]), "mse")
     x = np.random.default_rng(0).normal(size=(8, WIDTH)).astype("float32")
     trainee.fit(x, x, batch_size=8 // replicas.num_processes, verbose=0)
     report = trainee.optimizer.communication_report()
