@@ -42,6 +42,7 @@ from keras_shardopt.optimizers import (
 from keras_shardopt.optimizers.build import build_optimizer
 from keras_shardopt.optimizers.gradient_clipping import clip_by_global_norm, clip_gradients_by_norm
 from keras_shardopt.steps.optimize_loss import get_regularization_loss, optimize_loss
+from keras_shardopt.update import compression
 from keras_shardopt.update.gradient_noise import GradientNoise
 from keras_shardopt.update.step import Stage
 
@@ -64,6 +65,7 @@ __all__ = [
     "callbacks",
     "clip_by_global_norm",
     "clip_gradients_by_norm",
+    "compression",
     "data_parallel",
     "get_regularization_loss",
     "optimize_loss",

@@ -90,7 +90,10 @@ class Runtime:
             raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
 
     def map_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
-        """What `function(own)` returns, equal on all replicas, for each one's entry of a nest of stacked tensors."""
+        """What `function(own)` returns for each replica's entry of a nest of stacked tensors.
+
+        Two nests: one that is equal on all replicas, and one of tensors of its own, which come back stacked.
+        """
         del function, stacked
         raise NotImplementedError("Nothing is stacked on this Keras backend.")
 

@@ -159,6 +159,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             part.pipeline.reset()
         for part, name in _apart(model):
             part.local_updates.take_states(list(_from_chief(None if arrays is None else arrays.get(name, [])).values()))
+        _restore_residuals(model, header.get("residuals", []), None if arrays is None else arrays.get("residual", []))
         model._initial_epoch = header["epoch"]
         _skip_epochs(header["epoch"])
 
@@ -176,11 +177,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         random_states = processes.gather_objects(_random_state())
         model = self.model
         apart = {name: part.local_updates.states() for part, name in _apart(model)}
+        residuals = [np.stack(_everyones(variable)) for variable in _residuals(model)]
         problem = None
         try:
             if is_chief():
                 with gather_despite_errors(model):
-                    self._write(epoch + 1, random_states, apart)
+                    self._write(epoch + 1, random_states, apart, residuals)
             else:
                 join_gather(model)
         except Exception as error:
@@ -198,7 +200,13 @@ class BackupAndRestore(keras.callbacks.Callback):
             with contextlib.suppress(OSError):  # others have files there, or it was never made
                 os.rmdir(self.backup_dir)
 
-    def _write(self, epoch: int, random_states: list[Any], apart: dict[str, list[np.ndarray]]) -> None:
+    def _write(
+        self,
+        epoch: int,
+        random_states: list[Any],
+        apart: dict[str, list[np.ndarray]],
+        residuals: list[np.ndarray],
+    ) -> None:
         model = self.model
         seed = _global_seed(make=False)
         variables = _variables(model)
@@ -209,6 +217,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "shapes": [list(v.shape) for v in variables],
             "optimizers": [kind_of(optimizer) for optimizer in optimizers_of(model)],
             "built_on": _built_on(model),
+            "residuals": [list(array.shape) for array in residuals],
         }
         os.makedirs(self.backup_dir, exist_ok=True)
         unfinished = Unfinished(self._path)
@@ -222,6 +231,9 @@ class BackupAndRestore(keras.callbacks.Callback):
                     entries = _Entries(archive, name)
                     for i, array in enumerate(arrays):
                         entries[str(i)] = array
+                stored = _Entries(archive, "residual")
+                for i, array in enumerate(residuals):
+                    stored[str(i)] = array
                 for part, name in saved_together(model, _is_stored_whole):
                     part.save_own_variables(_Entries(archive, name))
             unfinished.finish(keep_as=self._previous_path if self.double_checkpoint else None)
@@ -251,7 +263,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Refuses a backup of another model or optimizer; on all processes, which have the same header."""
         model, path = self.model, header["path"]
         whole = {name for _, name in saved_together(model, _is_stored_whole) if not name.endswith(_WRAPPER_STATE)}
-        others = {"variable", *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, _APART)))}
+        others = {
+            "variable",
+            "residual",
+            *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, _APART))),
+        }
         stored = set(header["kinds"]) - others
         kinds = [kind_of(optimizer) for optimizer in optimizers_of(model)]
         shapes = [list(v.shape) for v in _variables(model)]
@@ -302,6 +318,30 @@ def _for_all(error: Exception) -> Exception:
     if isinstance(error, ValueError) or (isinstance(error, OSError) and type(error).__module__ == "builtins"):
         return error
     return OSError(": ".join(words for words in (type(error).__name__, str(error)) if words))
+
+
+def _residuals(model: Any) -> list[keras.Variable]:
+    """What each replica has not sent yet of its gradients, where they are compressed."""
+    return [residual for part in _cross_shards(model) for residual in part.pipeline.residuals]
+
+
+def _everyones(variable: keras.Variable) -> list[np.ndarray]:
+    """The values of a variable on all replicas. All processes call it together."""
+    return [value for values in processes.gather_objects(placement.replica_values(variable)) for value in values]
+
+
+def _restore_residuals(model: Any, shapes: list[list[int]], arrays: list[np.ndarray] | None) -> None:
+    """Gives each replica what it had not sent; nothing where there are as many no more, or other variables."""
+    residuals = _residuals(model)
+    here = [placement.replica_values(residual) for residual in residuals]
+    counts = processes.gather_objects(len(here[0]) if here else 0)
+    if shapes != [[sum(counts), *rows[0].shape] for rows in here]:
+        return
+    start = sum(counts[: processes.process()[1]])
+    for i, (residual, rows) in enumerate(zip(residuals, here)):
+        # One by one: they are gathered from all, although only rank 0 has any.
+        everyones = processes.gather_objects(None if arrays is None else arrays[i])[0]
+        placement.assign_replica_values(residual, list(everyones[start : start + len(rows)]))
 
 
 def _is_stored_whole(optimizer: Any) -> bool:

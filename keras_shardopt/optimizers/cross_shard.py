@@ -10,6 +10,7 @@ import keras
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import GradientScope
 from keras_shardopt.numerics import Gradients, Tensor, Variable
+from keras_shardopt.optimizers.communication import ReportsCommunication
 from keras_shardopt.optimizers.made import note_made
 from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
 from keras_shardopt.optimizers.two_phases import TwoPhases
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
-class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
+class CrossShard(TwoPhases, ReportsNonFinite, ReportsCommunication, ShardedState, HasOptions):
     r"""Averages gradients over all replicas once, so that the inner optimizer sees those of the whole batch.
 
     With $N$ replicas and $g_r$ the gradient of replica $r$'s mean loss, the inner optimizer gets
@@ -62,8 +63,8 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
             gradient of any replica. See [NaN and infinity](../nonfinite.md).
         shard_state: bool, False by default. Whether each replica keeps its part of the optimizer state only (ZeRO
             stage 1). Saving is then a call of all processes. See [sharded state](../sharded_state.md).
-        compression: None (default), "float16" or "bfloat16": the dtype in which gradients are sent and added up. See
-            [fewer bytes](../compression.md), which bounds the error.
+        compression: None (default), "float16", "bfloat16", "int8", "int4", "powersgd" or an object of
+            `keras_shardopt.compression`: how gradients are sent. See [fewer bytes](../compression.md).
         sync_every: int >= 1 or None. After how many updates, each with a replica's own gradients, replicas take the
             mean of their weights; or a function of the number of updates. See [local SGD](../local_sgd.md).
         outer_optimizer: a Keras optimizer, its name or config, or None. What moves the weights at such a round, by the
@@ -112,7 +113,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
         replica_transform: LocalTransform | None = None,
         on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
         shard_state: bool = False,
-        compression: Literal["float16", "bfloat16"] | None = None,
+        compression: Any = None,
         sync_every: int | Callable[[Any], Any] | None = None,
         outer_optimizer: Any = None,
         sync_fragments: int = 1,
@@ -203,11 +204,8 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """The sums of gradients, what else is kept for a window, state that is divided, and of replicas apart."""
-        window = [] if self.accumulation is None else self.accumulation.kept
-        local = self.local_updates
-        own = [] if local is None or not local.trains_apart else [*local.private, *local.stacked]
-        return [*window, *own, *super()._replica_state]
+        """What stages keep of this replica's own gradients, and state that is divided."""
+        return [*self.pipeline.replica_state, *super()._replica_state]
 
     @property
     def _shared_own_variables(self) -> list[Variable]:
@@ -261,7 +259,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ShardedState, HasOptions):
     def _written(self) -> list[Variable]:
         """All that an update reads or assigns."""
         private = [] if self.local_updates is None else self.local_updates.private
-        return [*self._trainable_variables, *self._shared_variables, *private]
+        return [*self._trainable_variables, *self._shared_variables, *private, *self.pipeline.residuals]
 
     def _on_outer_loss_scaling(self) -> None:
         """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""

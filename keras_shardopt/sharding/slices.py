@@ -12,6 +12,7 @@ Private names of Keras touched here (test_private_names.py holds them):
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ from keras_shardopt.sharding.separability import (
 )
 from keras_shardopt.sharding.shards import Shards, flattened
 from keras_shardopt.update.all_reduce import Reduction, collective, rescaling
+from keras_shardopt.update.coding import Coded
+from keras_shardopt.update.compression import CodedInTwoLegs
 from keras_shardopt.update.nonfinite import first_not_finite, flags, found_inf_of
 from keras_shardopt.update.step import Step
 from keras_shardopt.wrapping.slots import named_like, slots_of
@@ -251,22 +254,41 @@ class FlatShards(Shards):
     ) -> tuple[dict[int, Tensor], Tensor | None]:
         positions = sorted({piece.variable for pieces in group.pieces for piece in pieces})
         flat = {i: self._filled(grads.get(i), i, group.dtype) for i in positions}
-        if group.is_lopsided:
-            *sums, last = replicas.all_reduce([*flat.values(), *([] if along is None else [along])], op)
-            whole = dict(zip(flat, [*sums, last]))
+        in_slices = not group.is_lopsided
+        reduce_whole: Callable[..., list[Tensor]]
+        if isinstance(replicas, Coded):
+            in_slices = in_slices and isinstance(replicas.codec, CodedInTwoLegs)
+            reduce_whole = functools.partial(replicas.all_reduce_of, positions)
+            # Whose gradients have the shapes of their variables.
+            shaped = [ops.reshape(value, self.variables[i].shape) for i, value in flat.items()]
+        else:
+            reduce_whole, shaped = replicas.all_reduce, list(flat.values())
+        if not in_slices:
+            *sums, last = reduce_whole([*shaped, *([] if along is None else [along])], op)
+            whole = {i: ops.reshape(value, (-1,)) for i, value in zip(flat, [*sums, last])}
             mine = {p.variable: whole[p.variable][p.start : p.stop] for p in group.pieces[self.replica_id]}
             return self._shaped(mine, positions, group.dtype), None if along is None else last
+        if isinstance(replicas, Coded):
+            slices = [
+                [(p.variable, p.start, flat[p.variable][p.start : p.stop]) for p in each] for each in group.pieces
+            ]
+            own, sums = replicas.reduce_scatter_of(slices, [] if along is None else [along], op)
+            return self._shaped(self._cut(own, group), positions, group.dtype), None if along is None else sums[0]
         parts: list[Tensor] = []
         for pieces in group.pieces:
             parts += [flat[p.variable][p.start : p.stop] for p in pieces]
             parts += self._padding(group, pieces)
             parts += [] if along is None else [along]
         (own,) = replicas.reduce_scatter([ops.concatenate(parts)], op)
+        mine = self._cut(own, group)
+        return self._shaped(mine, positions, group.dtype), None if along is None else own[group.chunk :]
+
+    def _cut(self, own: Tensor, group: Bucket) -> dict[int, Tensor]:
         mine, start = {}, 0
         for piece in group.pieces[self.replica_id]:
             mine[piece.variable] = own[start : start + piece.size]
             start += piece.size
-        return self._shaped(mine, positions, group.dtype), None if along is None else own[group.chunk :]
+        return mine
 
     def _filled(self, grad: Tensor | None, i: int, dtype: str) -> Tensor:
         variable = self.variables[i]

@@ -7,6 +7,7 @@ replica, `commit` of all stages, the inner optimizer. Known algorithms in these 
 - ZeRO stage 1: `ReduceScatter`, and an update of slices.
 - Horovod: `Accumulation`, then `AllReduce` with compression.
 - Local SGD and DiLoCo: `LocalUpdates`, with `OwnGradients` in place of a reduction.
+- PowerSGD, and 8-bit gradients with error feedback: `Coding`, and `AllReduce` among replicas that are `Coded`.
 - TF1's `CrossShardOptimizer`: `AllReduce` with `reduction="sum"`, among the members of `Communicator.split(groups)`.
 
 A new feature is a file with a `Stage`, and a row in `STAGES`.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras_shardopt.update.accumulation import Accumulation
+from keras_shardopt.update.coding import Coding
 from keras_shardopt.update.fused import FusedUpdate
 from keras_shardopt.update.local_sgd import LocalUpdates
 from keras_shardopt.update.nonfinite import SkipNonFinite
@@ -34,6 +36,7 @@ STAGES: tuple[Any, ...] = (
     SkipNonFinite,
     UserStage,
     ReplicaClip,
+    Coding,
     FusedUpdate,
 )
 """From the outside in; `UserStage` are those of the argument `stages`."""

@@ -150,7 +150,7 @@ class Accumulation(Stage):
             self.stacked_along = placement.place(self.of_this_replica, "per_replica")
 
     @property
-    def kept(self) -> list[Variable]:
+    def replica_state(self) -> list[Variable]:
         """All that lasts no longer than a window, once there is something."""
         return [*self.of_this_replica, *self.snapshots] if self.is_built else []
 

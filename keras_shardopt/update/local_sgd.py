@@ -150,12 +150,17 @@ class LocalUpdates(Stage):
         return self._has_trained or not replicas_are_processes()
 
     @property
+    def replica_state(self) -> list[Variable]:
+        """Of replicas that train apart, all that they train with."""
+        return [*self.private, *self.stacked] if self.trains_apart else []
+
+    @property
     def private(self) -> list[Variable]:
         """The state of which each replica has values of its own."""
         optimizer = self._optimizer
         rates = {id(v) for leaf in base_optimizers(optimizer) for v in leaf.variables if v.name == "learning_rate"}
         window = optimizer.accumulation
-        kept = [] if window is None else [window.counter, *window.kept]
+        kept = [] if window is None else [window.counter, *window.replica_state]
         apart = rates | {id(v) for v in [*self._own, *kept, *self.stacked]}
         return [v for v in optimizer.variables if id(v) not in apart]
 
@@ -305,8 +310,9 @@ class LocalUpdates(Stage):
                     "Give each replica equally many batches, or train with `fit` of a prepared model."
                 )
         sends = comm
-        if self._options.compression is not None:
-            sends = Compressed(comm, self._options.compression, divides=True)
+        codec = self._options.codec
+        if codec is not None and codec.sum_dtype is not None:
+            sends = Compressed(comm, codec.sum_dtype, divides=True)
         return sends.all_reduce(list(moved), "mean"), comm.all_reduce(list(averages), "mean") if averages else []
 
     def _move(self, number: int, anchors: Sequence[Variable], moved: Sequence[Tensor]) -> None:

@@ -11,6 +11,8 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Groups, Variable
+from keras_shardopt.update import compression
+from keras_shardopt.update.compression import Compression
 from keras_shardopt.update.step import Stage
 from keras_shardopt.wrapping.chain import Wrapping, get_optimizer, shown
 from keras_shardopt.wrapping.stored_state import portable
@@ -47,7 +49,7 @@ class CrossShardOptions:
     group_assignment: Sequence[Sequence[int]] | None = None
     replica_clipnorm: float | None = None
     replica_transform: LocalTransform | None = None
-    compression: str | None = None
+    compression: str | Compression | None = None
     virtual_replicas: int | None = None
     sync_every: int | Callable[[Any], Any] | None = None
     outer_optimizer: Any = None
@@ -61,8 +63,7 @@ class CrossShardOptions:
         _one_of("reduction", self.reduction, _REDUCTIONS, '"mean" or "sum" (or "weighted_mean", "weighted_sum")')
         _one_of("gradients", self.gradients, GRADIENT_STATES, f"one of {list(GRADIENT_STATES)}")
         _one_of("on_nonfinite", self.on_nonfinite, ("ignore", "skip", "raise"), '"ignore", "skip" or "raise"')
-        if self.compression is not None:
-            _one_of("compression", self.compression, ("float16", "bfloat16"), 'None, "float16" or "bfloat16"')
+        codec = compression.get(self.compression)
         for name in ("fused", "overlap"):
             if getattr(self, name) is not False:
                 _one_of(name, getattr(self, name), ("auto",), '"auto" or False')
@@ -113,6 +114,7 @@ class CrossShardOptions:
             "group_assignment": groups,
             "virtual_replicas": num_virtual,
             "stages": tuple(self.stages),
+            "compression": self.compression if self.compression in ("float16", "bfloat16") else codec,
         }
         for name, value in given.items():
             object.__setattr__(self, name, value)
@@ -137,6 +139,7 @@ class CrossShardOptions:
             '`reduction="sum"`': _REDUCTIONS[self.reduction] == "sum",
             '`on_nonfinite="raise"`': self.on_nonfinite == "raise",
             f"`gradients={self.gradients!r}`": self.gradients in ("summed", "global"),
+            f"`compression={self.compression!r}`": self.codec is not None and self.codec.sum_dtype is None,
         }
         for name, is_given in others.items():
             if is_given:
@@ -144,6 +147,7 @@ class CrossShardOptions:
                     "With `sync_every` each replica updates all weights with its own gradients, and takes part in the "
                     f"mean of the weights. Received: {name}. Leave one of them out."
                     + (' Use `on_nonfinite="skip"` on PyTorch.' if "nonfinite" in name else "")
+                    + (' Use `compression="bfloat16"`.' if "compression" in name else "")
                 )
         if self.outer_optimizer is None:
             return
@@ -171,6 +175,11 @@ class CrossShardOptions:
         return 0 if self.outer_optimizer is None else _WARMUP_ROUNDS * int(self.updates_per_round(0))
 
     @property
+    def codec(self) -> Compression | None:
+        """What codes gradients."""
+        return compression.get(self.compression)
+
+    @property
     def looks_at_own_gradients(self) -> bool:
         """Whether something looks at each replica's gradients by themselves."""
         asked = self.replica_clipnorm is not None or self.replica_transform is not None
@@ -182,7 +191,8 @@ class CrossShardOptions:
         others = (self.group_assignment, self.virtual_replicas, self.sync_every)
         is_whole = not self.shard_state and all(value is None for value in others)
         looks = any(stage._overrides("collect", "local") for stage in self.stages)
-        return is_whole and not self.looks_at_own_gradients and not looks
+        is_sent_as_it_is = self.codec is None or self.codec.sum_dtype is not None
+        return is_whole and is_sent_as_it_is and not self.looks_at_own_gradients and not looks
 
     def needing_local_gradients(self) -> list[str]:
         """The arguments for which each replica's own gradients are needed, as `name=value`."""
@@ -198,6 +208,8 @@ class CrossShardOptions:
         config["replica_transform"] = keras.saving.serialize_keras_object(self.replica_transform)
         config["group_assignment"] = self.group_assignment and [list(group) for group in self.group_assignment]
         config["stages"] = [keras.saving.serialize_keras_object(stage) for stage in self.stages]
+        if isinstance(self.compression, Compression):
+            config["compression"] = keras.saving.serialize_keras_object(self.compression)
         config["sync_every"] = keras.saving.serialize_keras_object(self.sync_every)
         config["outer_optimizer"] = portable(keras.saving.serialize_keras_object(self.outer_optimizer))
         later: dict[str, Any] = {
@@ -219,7 +231,7 @@ class CrossShardOptions:
                 return value
             return keras.saving.deserialize_keras_object(value, custom_objects=custom_objects)
 
-        functions = ("replica_transform", "sync_every", "outer_optimizer")
+        functions = ("replica_transform", "compression", "sync_every", "outer_optimizer")
         found = {name: made(portable(config.get(name))) for name in functions}
         return {**config, **found, "stages": [made(stage) for stage in config.get("stages", ())]}
 
@@ -261,7 +273,7 @@ class HasOptions:
     outer_optimizer: Any = _option("outer_optimizer", "What moves the weights at rounds, or None.")
     sync_fragments: int = _option("sync_fragments", "In how many parts weights are joined.")
     sync_warmup: int | None = _option("sync_warmup", "How many updates come before the first round, or None.")
-    compression: str | None = _option("compression", "The dtype in which gradients are sent, or None.")
+    compression: str | Compression | None = _option("compression", "How gradients are sent, or None for as they are.")
     fused: Literal["auto", False] = _option("fused", '"auto" or False.')
     overlap: Literal["auto", False] = _option("overlap", '"auto" or False.')
     virtual_replicas: int | None = _option("virtual_replicas", "Into how many parts each batch is cut, or None.")

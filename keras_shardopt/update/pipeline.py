@@ -7,9 +7,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from keras import ops
+
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.traffic import Collective, recording
 from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.update.coding import Coding
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 
@@ -62,6 +66,10 @@ class Pipeline:
         self._classify = classify
         self._collect: Proceed | None = None
         self._commit = update
+        self.coding = next((stage for stage in self.stages if isinstance(stage, Coding)), None)
+        """What keeps what replicas have not sent, where gradients are coded."""
+        self._reducing: list[Collective] = []
+        self._committing: list[Collective] = []
         self.resumed = Step((), ())
         """What is known of gradients that come reduced."""
 
@@ -85,13 +93,29 @@ class Pipeline:
     def reduce(self, step: Step) -> Step:
         """What happens up to the update, on one replica; perhaps inside a `shard_map`."""
         comm = runtime.communicator(self._axis_name)
-        early = self.reducer.reduced_early(step, comm)
-        if early is not None:
-            return early
-        step = self._classify(step, comm)
-        for stage in self.stages:
-            step = stage.local(step, comm)
-        return self.reducer.reduce(step, comm)
+        with recording() as self._reducing:
+            early = self.reducer.reduced_early(step, comm)
+            if early is not None:
+                return early
+            step = self._classify(step, comm)
+            for stage in self.stages:
+                step = stage.local(step, comm)
+            return self.reducer.reduce(step, comm)
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Those of the last update, or of its last trace."""
+        return [*self._reducing, *self._committing]
+
+    @property
+    def residuals(self) -> list[Variable]:
+        """The variables with what replicas have not sent."""
+        return [] if self.coding is None else self.coding.residuals
+
+    @property
+    def replica_state(self) -> list[Variable]:
+        """The variables of all stages that hold another value on each replica."""
+        return [variable for stage in self.stages for variable in stage.replica_state]
 
     @contextlib.contextmanager
     def resuming(self, step: Step) -> Iterator[None]:
@@ -102,6 +126,11 @@ class Pipeline:
         finally:
             self.resumed = before
 
+    def residuals_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
+        """Of the values of an optimizer's variables, those of what replicas have not sent."""
+        by_id = {id(variable): value for variable, value in zip(variables, values)}
+        return [by_id[id(residual)] for residual in self.residuals]
+
     def _reduce_and_commit(self, step: Step) -> None:
         if step.is_reduced:
             step = self.reducer.own_part(step)
@@ -109,20 +138,23 @@ class Pipeline:
             step = self.reduce(step)
         else:
             step = self._reduce_stacked(step)
-        self._commit(step)
+        step = step if self.coding is None else self.coding.keep(step)
+        with recording() as self._committing:
+            self._commit(step)
 
     def _reduce_stacked(self, step: Step) -> Step:
         known = isinstance(step.row_share, float)
 
         def reduced(own: Any) -> Any:
-            grads, shares = own
+            grads, shares, residuals = own
             share = step.row_share if known else shares[0]
-            result = self.reduce(step.replace(grads=grads, row_share=share, replica_axis=None))
-            return result.grads, result.found_inf, dict(result.notes)
+            result = self.reduce(step.replace(grads=grads, row_share=share, replica_axis=None, residuals=residuals))
+            return (result.grads, result.found_inf, dict(result.notes)), list(result.residuals or ())
 
-        stacked = (list(step.grads), [] if known else [step.row_share])
-        grads, found_inf, notes = runtime.map_replicas(reduced, stacked)
-        return step.replace(grads=grads, found_inf=found_inf, notes=notes, replica_axis=None)
+        residuals = [ops.convert_to_tensor(variable) for variable in self.residuals]
+        stacked = (list(step.grads), [] if known else [step.row_share], residuals)
+        (grads, found_inf, notes), residuals = runtime.map_replicas(reduced, stacked)
+        return step.replace(grads=grads, found_inf=found_inf, notes=notes, residuals=residuals, replica_axis=None)
 
     def _through(self, hook: str, last: Proceed) -> Proceed:
         for stage in reversed(self.stages):

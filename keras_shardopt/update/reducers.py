@@ -11,8 +11,10 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
+from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Tensor, Variable, overwrites_variable
 from keras_shardopt.update.all_reduce import global_gradients, join_uneven_inputs
+from keras_shardopt.update.coding import Coded
 from keras_shardopt.update.nonfinite import all_reduce_and_check, fail_among_all, num_flags
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import weighted_by_rows
@@ -33,6 +35,7 @@ class AllReduce:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._options: CrossShardOptions = optimizer._options
+        self._half = None if self._options.codec is None else self._options.codec.sum_dtype
         self._checks_finite = self._options.on_nonfinite != "ignore"
         # Whether a loss scaling inside decides together with the replicas of all groups.
         self._decides_with_all = any(getattr(part, "_skips_overflows", False) for part in descendants(optimizer))
@@ -59,10 +62,10 @@ class AllReduce:
             # All ranks send the same, also where some have frozen layers, so that they can notice.
             step, trained = self._with_frozen(step)
         members = self.members(comm)
-        if self._options.compression is not None and step.is_local:
-            divides = step.gradient_state is GradientState.LOCAL
-            members = Compressed(members, self._options.compression, divides=divides)
+        members = self._coded(step, members) if step.is_local else members
         step = self._send(step, members, trained)
+        if isinstance(members, Coded):
+            step = members.kept(step, self._decides_with_all)
         return step if trained is None else self._without_frozen(step, chosen)
 
     def own_part(self, step: Step) -> Step:
@@ -74,9 +77,16 @@ class AllReduce:
         members = self.members(comm)
         flags = num_flags(len(self._optimizer._trainable_variables), comm.num_replicas)
         flags = flags if self._checks_finite and members.world is members else 0
-        if self._options.compression is not None:
-            members = Compressed(members, self._options.compression, divides=True)
-        self._join(members, flags)
+        variables = self._optimizer._trainable_variables
+        step = Step([None] * len(variables), variables, GradientState.LOCAL)
+        self._join(self._coded(step, members), flags)
+
+    def _coded(self, step: Step, members: Communicator) -> Communicator:
+        """The replicas, which send this step's gradients as `compression` says."""
+        if self._half is not None:
+            return Compressed(members, self._half, divides=step.gradient_state is GradientState.LOCAL)
+        coding = self._optimizer.pipeline.coding
+        return members if coding is None else coding.around(members, step)
 
     def members(self, comm: Communicator) -> Communicator:
         """The replicas that this one averages with; the groups are checked by then."""
@@ -179,6 +189,8 @@ class OverlappedAllReduce(AllReduce):
         if buckets is None:
             return None
         grads = buckets.reduce(step.grads, step.variables, bool(step.row_share), step.weight)
+        for flat in buckets.sent:
+            note("all_reduce", [flat], comm.num_replicas)
         found_inf = buckets.found_inf
         if found_inf not in (None, ALL_FINITE):
             found_inf = ops.convert_to_tensor(found_inf, "int32")
@@ -207,7 +219,6 @@ class OverlappedAllReduce(AllReduce):
             variables = self._optimizer._trainable_variables
             if _overlap is not None and not any(map(overwrites_variable, variables)):
                 takes_mean, num_bytes = self._options.reduction == "mean", self._options.bucket_mib * 2**20
-                compression = self._options.compression
-                arguments = (takes_mean, num_bytes, compression, self._checks_finite)
+                arguments = (takes_mean, num_bytes, self._half, self._checks_finite)
                 self.buckets = _overlap.buckets_among(comm, variables, *arguments)
         return self.buckets

@@ -56,6 +56,9 @@ class Step:
     replica_axis: str | None = None
     """JAX: the mesh axis along which gradients of all replicas are stacked, one row each."""
 
+    residuals: Sequence[Tensor] | None = None
+    """What this replica has left unsent, where it does not come from, or go to, variables of the optimizer itself."""
+
     notes: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """What stages hand on from `local` to `commit`: tensors that are equal on all replicas."""
 
@@ -97,6 +100,11 @@ class Stage:
     def needs_local_gradients(self) -> bool:
         """Whether it must see each replica's own gradients, so that reduced ones are refused."""
         return self._overrides("local")
+
+    @property
+    def replica_state(self) -> Sequence[Variable]:
+        """Which of its variables hold another value on each replica."""
+        return ()
 
     def _overrides(self, *hooks: str) -> bool:
         """Whether its class has a method of its own for one of these hooks."""

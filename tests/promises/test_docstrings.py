@@ -42,7 +42,16 @@ def test_help_of_cross_shard_fits_two_screens():
 # What wrappers have for users besides what every optimizer of Keras has.
 FOR_USERS = {
     *("inner", "loss_scale", "skipped_steps", "get_slot", "get_slot_names", "get_name"),
-    *("compute_gradients", "minimize", "memory_report", "last_nonfinite", "check_finite", "has_been_used", "ratio"),
+    *(
+        "compute_gradients",
+        "minimize",
+        "memory_report",
+        "communication_report",
+        "last_nonfinite",
+        "check_finite",
+        "has_been_used",
+        "ratio",
+    ),
 }
 # What concrete wrappers fill in, and what Keras' saver and `MultiOptimizer` look for under these names.
 FOR_WRAPPERS = {"transform_gradients", "update_inner", "wrapper_state", "optimizers"}

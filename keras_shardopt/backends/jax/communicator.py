@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
@@ -70,21 +71,34 @@ class MappedAxis(Communicator):
             return []
         if self._groups is not None and op != "max" and self._knows_what_varies:
             # shard_map(check_vma=True) has no sum within groups: NotImplementedError, up to JAX 0.10 at least.
+            note("all_gather", tensors, self.world.num_replicas)
             over_members, members = {"sum": jax.numpy.sum, "mean": jax.numpy.mean}[op], self.members
             return [over_members(jax.lax.all_gather(t, self._axis)[members], axis=0) for t in tensors]
+        note("all_reduce", tensors, self.num_replicas)
         reduce = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[op]
         return list(reduce(list(tensors), self._axis, axis_index_groups=self._groups))
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        note("reduce_scatter", tensors, self.num_replicas)
         scattered = [jax.lax.psum_scatter(t, self._axis, axis_index_groups=self._groups, tiled=True) for t in tensors]
         return [t / self.num_replicas for t in scattered] if op == "mean" else scattered
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        note("all_to_all", tensors, self.num_replicas)
         how = {"split_axis": 0, "concat_axis": 0, "axis_index_groups": self._groups, "tiled": True}
-        return [jax.lax.all_to_all(t, self._axis, **how) for t in tensors]
+        return [_as_bits(lambda bits: jax.lax.all_to_all(bits, self._axis, **how), t) for t in tensors]
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [jax.lax.all_gather(t, self._axis, axis_index_groups=self._groups, tiled=True) for t in tensors]
+        note("all_gather", tensors, self.num_replicas)
+        how = {"axis_index_groups": self._groups, "tiled": True}
+        return [_as_bits(lambda bits: jax.lax.all_gather(bits, self._axis, **how), t) for t in tensors]
+
+
+def _as_bits(move: Callable[[Any], Any], tensor: Tensor) -> Tensor:
+    """A tensor that is moved as it is: on CPUs XLA makes float32 of the halves that it sends."""
+    if tensor.dtype not in ("float16", "bfloat16"):
+        return move(tensor)
+    return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(tensor, "uint16")), tensor.dtype)
 
 
 def spans_processes(num_replicas: int) -> bool:

@@ -91,9 +91,17 @@ class JaxPlacement(Placement):
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
         value = variable.value
         shards = value.addressable_shards
+        if _STACKED in vars(variable):
+            return [np.asarray(shard.data)[0] for shard in sorted(shards, key=lambda shard: shard.index[0].start or 0)]
         return [np.asarray(shard.data) for shard in (shards if value.sharding.is_fully_replicated else shards[:1])]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
+        if _STACKED in vars(variable):
+            like = variable.value
+            shards = sorted(like.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+            rows = [jax.device_put(array[None], shard.device) for array, shard in zip(arrays, shards, strict=True)]
+            variable._value = jax.make_array_from_single_device_arrays(like.shape, like.sharding, rows)
+            return
         if jax.process_count() == 1:
             super().assign_replica_values(variable, arrays)
             return
@@ -247,8 +255,11 @@ def _stack(variables: Sequence[Variable], distribution: Any) -> None:
         variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
         zeros = jax.numpy.zeros((num_replicas, *variable.shape), variable.dtype)
         variable._shape, variable._ndim = zeros.shape, zeros.ndim
+        setattr(variable, _STACKED, True)
         variable._value = keras.distribution.distribute_tensor(zeros, variable._layout)
 
+
+_STACKED = "_keras_shardopt_stacked"
 
 _PLACE = {"replicated": _replicate, "sharded": _shard, "per_replica": _stack}
 

@@ -98,13 +98,15 @@ class JaxRuntime(Runtime):
 
         def on_one(own: Any) -> Any:
             with assigning_nothing(OWN_GRADIENTS):
-                return function(jax.tree.map(lambda value: value[0], own))
+                equal, mine = function(jax.tree.map(lambda value: value[0], own))
+                return equal, jax.tree.map(lambda value: value[None], mine)
 
+        divided = jax.sharding.PartitionSpec(distribution.batch_dim_name)
         return jax.shard_map(
             on_one,
             mesh=distribution.device_mesh.backend_mesh,
-            in_specs=jax.sharding.PartitionSpec(distribution.batch_dim_name),
-            out_specs=jax.sharding.PartitionSpec(),
+            in_specs=divided,
+            out_specs=(jax.sharding.PartitionSpec(), divided),
             check_vma=False,
         )(stacked)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
 from keras_shardopt.backends.tensorflow import losses as tf_losses
+from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
@@ -63,6 +64,7 @@ class ReplicaContext(Communicator):
             # One call for all of a dtype: the strategy packs them into as few transfers as it can. It would pack those
             # of several dtypes together too, and fail.
             alike = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            note("all_reduce", [tf.convert_to_tensor(tensors[i]) for i in alike], self.num_replicas)
             with _meeting():
                 sums = self._context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in alike])
             for i, total in zip(alike, sums):
@@ -71,9 +73,44 @@ class ReplicaContext(Communicator):
             reduced = [_divided(tensor, self.num_replicas) for tensor in reduced]
         return reduced
 
+    def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        note("all_to_all", tensors, self.num_replicas)
+        return self._copied(tensors, takes_part=True)
+
+    def _copied(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
+        """The tensors of all members joined, or of each its part for this replica: copied from device to device."""
+        if self.is_multi_process or self._is_on_tpu:
+            raise ValueError(
+                "Coded gradients need `MirroredStrategy` on TensorFlow, in one process. Received: replicas of another "
+                'strategy. Use `compression="bfloat16"`, or leave it out.'
+            )
+        everyone = range(self.world.num_replicas)
+        groups = [range(len(everyone))] * len(everyone) if self._groups is None else self._members_by_id
+
+        def together(strategy: tf.distribute.Strategy, given: Sequence[Any]) -> Any:
+            rows = [strategy.experimental_local_results(tensor) for tensor in given]
+
+            def on_replica() -> list[Tensor]:
+                context = tf.distribute.get_replica_context()
+                members = groups[int(tf.get_static_value(context.replica_id_in_sync_group))]
+                me = members.index(int(tf.get_static_value(context.replica_id_in_sync_group)))
+
+                def part(tensor: Tensor) -> Tensor:
+                    return tf.split(tensor, len(members))[me] if takes_part else tensor
+
+                return [tf.concat([part(row[member]) for member in members], 0) for row in rows]
+
+            return strategy.extended.call_for_each_replica(on_replica)
+
+        with _meeting():
+            return list(self._context.merge_call(together, args=(list(tensors),)))
+
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if not tensors:
             return []
+        if any(tensor.dtype.size == 1 for tensor in tensors):  # which TensorFlow does not gather
+            note("all_gather", tensors, self.num_replicas)
+            return self._copied(tensors, takes_part=False)
         if self._groups is None:
             return self._gathered(list(tensors))
         members = self.members
@@ -89,6 +126,7 @@ class ReplicaContext(Communicator):
     def _gathered(self, tensors: list[Tensor]) -> list[Tensor]:
         # TensorFlow gathers no bfloat16, but any two bytes.
         sent = [tf.bitcast(t, tf.float16) if t.dtype == tf.bfloat16 else t for t in tensors]
+        note("all_gather", sent, self.world.num_replicas)
         gathered = self._context.all_gather(sent, axis=0)
         return [tf.bitcast(g, t.dtype) if t.dtype == tf.bfloat16 else g for g, t in zip(gathered, tensors)]
 

@@ -27,6 +27,7 @@ from keras_shardopt.backends.torch.process_group import (
     wait_for,
 )
 from keras_shardopt.backends.torch.random_numbers import draw_apart
+from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
 BUCKET_BYTES = 25 * 2**20
@@ -118,6 +119,7 @@ class TorchProcessGroup(Communicator):
         under_way: list[Any] = []
         for indices in in_buckets(tensors, BUCKET_BYTES, range(len(tensors))):
             flat = torch.cat([_dense(tensors[i]).reshape(-1) for i in indices])
+            note("all_reduce", [flat], self.num_replicas)
             with explaining_failures(under_way):
                 under_way.append(dist.all_reduce(flat, reduce, group=self._process_group, async_op=True))
             flats.append((indices, flat))
@@ -145,10 +147,12 @@ class TorchProcessGroup(Communicator):
         if dist.get_backend(group) == "gloo":
             # Whose own reduce-scatter is an all-reduce of which a part is kept: twice the bytes (PyTorch 2.13).
             everyones = torch.empty_like(tensor)
+            note("all_to_all", [tensor], size)
             with explaining_failures():
                 wait_for(dist.all_to_all_single(everyones, tensor, group=group, async_op=True))
             return everyones.view(size, -1).sum(0)
         part = tensor.new_empty(tensor.numel() // size)
+        note("reduce_scatter", [tensor], size)
         with explaining_failures():
             _reduce_scatter(part, tensor, dist.ReduceOp.SUM, group=group)
         return part
@@ -156,24 +160,30 @@ class TorchProcessGroup(Communicator):
     @torch.compiler.disable
     @torch.no_grad()
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        result = []
-        for tensor in tensors:
-            received = torch.empty_like(tensor)
-            with explaining_failures():
-                dist.all_to_all_single(received, tensor.contiguous(), group=self._process_group)
-            result.append(received)
-        return result
+        # As bytes, in one exchange: first what goes to rank 0, of all tensors.
+        rows = [_bytes(tensor).view(self.num_replicas, -1) for tensor in tensors]
+        sent = torch.cat(rows, 1)
+        received = torch.empty_like(sent)
+        note("all_to_all", tensors, self.num_replicas)
+        with explaining_failures():
+            wait_for(dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._process_group, async_op=True))
+        return _joined(received, rows, tensors)
 
     @torch.compiler.disable
     @torch.no_grad()
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        result = []
-        for tensor in tensors:
-            whole = tensor.new_empty(tensor.numel() * self.num_replicas)
-            with explaining_failures():
-                wait_for(_all_gather(whole, tensor.contiguous(), group=self._process_group, async_op=True))
-            result.append(whole)
-        return result
+        if len(tensors) > 1:
+            rows = [_bytes(tensor).view(1, -1) for tensor in tensors]
+            note("all_gather", tensors, self.num_replicas)
+            return _joined(self._gathered(torch.cat(rows, 1).view(-1)).view(self.num_replicas, -1), rows, tensors)
+        note("all_gather", tensors, self.num_replicas)
+        return [self._gathered(tensor) for tensor in tensors]
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        whole = tensor.new_empty(tensor.numel() * self.num_replicas)
+        with explaining_failures():
+            wait_for(_all_gather(whole, tensor.contiguous(), group=self._process_group, async_op=True))
+        return whole
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -277,6 +287,12 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _joined(received: Tensor, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors whose bytes each rank has sent one after another."""
+    parts = received.split([row.shape[1] for row in rows], 1)
+    return [part.reshape(-1).view(tensor.dtype) for part, tensor in zip(parts, tensors)]
 
 
 def _signature(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:

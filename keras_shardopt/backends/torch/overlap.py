@@ -274,6 +274,11 @@ class Buckets:
         self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
 
     @property
+    def sent(self) -> list[Tensor]:
+        """What is sent in each update, once unless a gradient comes late."""
+        return [bucket.flat for bucket in self._buckets]
+
+    @property
     def has_finished(self) -> bool:
         """Whether `.grad` of the weights is global, and `reduce` has only to be given it."""
         return self._finished is not None

@@ -64,6 +64,8 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     if reducers[0].accumulation is not None and reducers[0] is model.optimizer and has_built_in_step(model):
         reducers[0].accumulation.stack()
     local_sgd.prepare(model, reducers)
+    if reducers[0].pipeline.coding is not None:
+        reducers[0].pipeline.coding.stack()
     override_method(model, "train_step", _train_step)
     for name in ("fit", "evaluate", "predict"):
         override_method(model, name, _silent_unless_chief)
@@ -186,8 +188,8 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         with batch_shared(BatchShare(rows, all_rows, GlobalView(size, "under a `keras.distribution`"))):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     else:
-        grads, found_inf, notes = grads
-        reduced = Step(grads, model.trainable_variables, found_inf=found_inf, notes=notes)
+        grads, found_inf, notes, residuals = grads
+        reduced = Step(grads, model.trainable_variables, found_inf=found_inf, notes=notes, residuals=residuals)
         with claim_reduction(reducers), reducers[0].pipeline.resuming(reduced):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
@@ -223,13 +225,14 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
     # What differs between replicas stays where it is: `scale_loss`, for which the state is here, does not look at it.
-    apart = {id(v) for v in reducer.accumulation.kept} if stacks else set()
+    apart = {id(v) for v in reducer.pipeline.replica_state}
     # What is divided by a layout would come together here, on every device.
     is_apart = [id(v) in apart or (reducer.shard_state and len(v.shape) > 0) for v in model.optimizer.variables]
     weights, others, optimizer_state, metrics = state
+    residuals = reducer.pipeline.residuals_in(model.optimizer.variables, optimizer_state)
     optimizer_state = [None if skip else value for value, skip in zip(optimizer_state, is_apart)]
 
-    def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, data: Any) -> Any:
+    def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, residuals: Any, data: Any) -> Any:
         optimizer_state = [
             jax.numpy.zeros(v.shape, v.dtype) if value is None else value
             for value, v in zip(optimizer_state, model.optimizer.variables)
@@ -251,10 +254,12 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                     grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
                 else:
                     # Not the reducer's own scale: what scales the loss may also be around it.
-                    mine_of_step = mine_of_step.replace(loss_scale=model.optimizer.scale_loss(1.0))
+                    scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in residuals]
+                    mine_of_step = mine_of_step.replace(loss_scale=scale, residuals=own)
                     with assigning_nothing(OWN_GRADIENTS):
                         reduced = reducer.pipeline.reduce(mine_of_step)
-                    grads = (reduced.grads, reduced.found_inf, dict(reduced.notes))
+                    left = [value[None] for value in reduced.residuals or ()]
+                    grads = (reduced.grads, reduced.found_inf, dict(reduced.notes), left)
 
         def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
             if seed:
@@ -272,11 +277,11 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     run = jax.shard_map(
         local,
         mesh=distribution.device_mesh.backend_mesh,
-        in_specs=(whole, whole, whole, whole, divided),
-        out_specs=(divided if stacks else whole, whole, divided, whole),
+        in_specs=(whole, whole, whole, whole, divided, divided),
+        out_specs=(divided if stacks else (whole, whole, whole, divided), whole, divided, whole),
         check_vma=False,
     )
-    grads, loss, y_pred, changed = run(weights, others, optimizer_state, metrics, _padded(data, num_missing))
+    grads, loss, y_pred, changed = run(weights, others, optimizer_state, metrics, residuals, _padded(data, num_missing))
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], y_pred), changed
 
 

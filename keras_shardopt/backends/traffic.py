@@ -1,0 +1,67 @@
+"""What replicas send each other in one update, noted by backends where they call a collective."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from keras_shardopt.numerics import Tensor, dtype_of
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_to_all", "all_gather", "broadcast"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One call of a collective of the framework."""
+
+    kind: Kind
+    dtypes: tuple[str, ...]
+    """Those of the tensors that it was given."""
+
+    num_bytes: int
+    """How large these tensors are, on this replica."""
+
+    num_replicas: int
+
+    @property
+    def bytes_sent(self) -> float:
+        """How many bytes each replica sends, where they form a ring."""
+        others, size = self.num_replicas - 1, self.num_replicas
+        factors = {"all_reduce": 2 * others / size, "all_gather": others}
+        return self.num_bytes * factors.get(self.kind, others / size)
+
+
+_open: contextvars.ContextVar[list[Collective] | None] = contextvars.ContextVar("collectives", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Collective]]:
+    """Collects the collectives of a block; where a step is traced, those of its trace."""
+    found: list[Collective] = []
+    token = _open.set(found)
+    try:
+        yield found
+    finally:
+        _open.reset(token)
+
+
+def note(kind: Kind, tensors: Sequence[Tensor], num_replicas: int) -> None:
+    """Called for each collective, with the tensors that it is given."""
+    found = _open.get()
+    if found is not None and tensors:
+        num_bytes = sum(_num_bytes(tensor) for tensor in tensors)
+        dtypes = tuple(dict.fromkeys(map(dtype_of, tensors)))
+        found.append(Collective(kind, dtypes, num_bytes, num_replicas))
+
+
+def _num_bytes(tensor: Any) -> int:
+    size = 1
+    for length in tensor.shape:
+        size *= int(length)
+    dtype = dtype_of(tensor)
+    return size * {"int8": 1, "uint8": 1, "bool": 1, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2}.get(
+        dtype, 8 if dtype.endswith("64") else 1 if dtype.startswith("float8") else 4
+    )

@@ -1,0 +1,287 @@
+"""What is kept of coded gradients from one update to the next, and the communicator that sends them coded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import (
+    Gradients,
+    ReduceOp,
+    Tensor,
+    Variable,
+    cast,
+    dense,
+    dtype_of,
+    overwrites_variable,
+)
+from keras_shardopt.update.compression import CodedInTwoLegs, Compression, PowerSGD, joined, parted
+from keras_shardopt.update.nonfinite import largest_of_all
+from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.replica_transform import is_one
+from keras_shardopt.update.step import Stage, Step
+from keras_shardopt.wrapping.chain import base_optimizers
+
+_FACTOR = "compression_factor_"
+"""What notes of a step with `Reduced.factors` are called, before the position of the variable."""
+
+# Where replicas cannot exchange anything inside a condition.
+_strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
+
+
+class Coding(Stage):
+    """Keeps what each replica could not send, and what the next reduction starts from.
+
+    Args:
+        codec: codes gradients.
+        optimizer: the `CrossShard`.
+    """
+
+    needs_local_gradients = False
+
+    def __init__(self, codec: Compression, optimizer: Any) -> None:
+        self.codec = codec
+        self.residuals: list[Variable] = []
+        """What this replica has not sent yet of each trainable variable's gradients, in units of its unscaled loss."""
+        self.factors: dict[int, Variable] = {}
+        """By the position of a variable, what the next reduction starts from."""
+        self._optimizer = optimizer
+        self._is_stacked = False
+
+    @classmethod
+    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+        """The stage, where gradients are coded."""
+        codec = options.codec
+        if codec is None or codec.sum_dtype is not None:
+            return []
+        if isinstance(codec, PowerSGD):
+            _warn_of_adam(optimizer)
+        return [cls(codec, optimizer)]
+
+    @property
+    def replica_state(self) -> Sequence[Variable]:
+        """The residuals."""
+        return self.residuals
+
+    def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
+        """Makes the residuals, once."""
+        if self.residuals or self.factors:
+            return
+        for i, variable in enumerate(variables):
+            if self.codec.error_feedback:
+                name, shape = f"residual_{i}", () if overwrites_variable(variable) else variable.shape
+                self.residuals.append(add_variable(shape=shape, initializer="zeros", dtype="float32", name=name))
+            start = None if overwrites_variable(variable) else self.codec.start(variable, i)
+            if start is not None:
+                arguments = {"shape": start.shape, "dtype": "float32", "name": f"{_FACTOR}{i}"}
+                self.factors[i] = add_variable(initializer="zeros", **arguments)
+                self.factors[i].assign(start)
+        if self._is_stacked:
+            placement.place(self.residuals, "per_replica")
+
+    def stack(self) -> None:
+        """From now on one program keeps the residuals of all replicas, along a first dimension."""
+        if not self._is_stacked and self.residuals:
+            placement.place(self.residuals, "per_replica")
+        self._is_stacked = True
+
+    def reset(self) -> None:
+        """Forgets what was not sent."""
+        for residual in self.residuals:
+            residual.assign(ops.zeros_like(ops.convert_to_tensor(residual)))
+
+    def keep(self, step: Step) -> Step:
+        """Keeps what a reduction has left for the next one."""
+        for residual, value in zip(self.residuals, step.residuals or ()):
+            residual.assign(value)
+        for i, factor in self.factors.items():
+            if f"{_FACTOR}{i}" in step.notes:
+                factor.assign(step.notes[f"{_FACTOR}{i}"])
+        others = {name: note for name, note in step.notes.items() if not name.startswith(_FACTOR)}
+        return step.replace(residuals=None, notes=others)
+
+    def around(self, members: Communicator, step: Step) -> Coded:
+        """The replicas, which send this step's gradients coded.
+
+        Raises:
+            ValueError: where these replicas cannot.
+        """
+        if isinstance(self.codec, PowerSGD) and self.codec.warmup_steps and _strategies is not None:
+            raise ValueError(
+                "`PowerSGD` on TensorFlow must have `warmup_steps=0`: replicas of a strategy cannot decide within a "
+                f"step what they send. Received: compression={self.codec!r}. Use `PowerSGD(warmup_steps=0)`, "
+                "perhaps after some epochs of training without compression."
+            )
+        plain = [i for i, variable in enumerate(step.variables) if not overwrites_variable(variable)]
+        if members.is_spmd:
+            plain = [i for i in plain if step.grads[i] is not None]
+        return Coded(members, self, step, plain, self._optimizer)
+
+
+class Coded(Communicator):
+    """The same replicas, which send the gradients of one step coded, and everything else as it is.
+
+    Args:
+        replicas: the replicas.
+        coding: what the last reduction has left.
+        step: whose gradients are to be reduced.
+        sent: the positions in it of the gradients that come first in the reduction.
+        optimizer: the `CrossShard`.
+    """
+
+    def __init__(self, replicas: Communicator, coding: Coding, step: Step, sent: Sequence[int], optimizer: Any) -> None:
+        self._replicas = replicas
+        self._coding = coding
+        self._optimizer = optimizer
+        self._places = [optimizer._position(step.variables[i]) for i in sent]
+        """The positions of these gradients' variables among those of the optimizer."""
+        self._variables = dict(zip(self._places, (step.variables[i] for i in sent)))
+        # Where this replica has no gradient, what is left over waits for one: it may be that no replica has.
+        self._waits = {place for place, i in zip(self._places, sent) if step.grads[i] is None}
+        self.num_replicas = replicas.num_replicas
+        self.replica_id = replicas.replica_id
+        self.is_spmd = replicas.is_spmd
+        self.is_multi_process = replicas.is_multi_process
+        self._world = None if replicas.world is replicas else replicas.world
+        # By what the loss is multiplied, in which what is left over is not.
+        self._unit = optimizer.loss_scale if step.loss_scale is None else step.loss_scale
+        kept = coding.residuals if step.residuals is None else step.residuals
+        self._before = [ops.convert_to_tensor(residual) for residual in kept]
+        self._unsent: dict[int, Tensor] = {}
+        self._pieces: dict[int, list[tuple[int, Tensor]]] = {}
+        self._factors: dict[int, Tensor] = {}
+        self._is_finite: list[Tensor] = []
+
+    @property
+    def members(self) -> Any:
+        """See `Communicator.members`."""
+        return self._replicas.members
+
+    @property
+    def codec(self) -> Compression:
+        """What codes gradients."""
+        return self._coding.codec
+
+    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
+        """See `Communicator.gradient_state`."""
+        return self._replicas.gradient_state(grads, variables)
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See `Communicator.all_gather`."""
+        return self._replicas.all_gather(tensors)
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        """The first one codes the gradients, and what comes after them is sent as it is."""
+        if op == "max" or self._is_finite or not self._places:
+            return self._replicas.all_reduce(tensors, op)
+        return self.all_reduce_of(self._places, tensors, op)
+
+    def all_reduce_of(self, places: Sequence[int], tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        """As `all_reduce`; the first tensors are the gradients of the variables at these positions."""
+        count = len(places)
+        mine = [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)]
+        before = [self._coding.factors.get(place) for place in places]
+        factors = [None if factor is None else ops.convert_to_tensor(factor) for factor in before]
+        update = ops.convert_to_tensor(self._optimizer.iterations)
+        reduced = self.codec.reduce(mine, list(tensors[count:]), self._replicas, update, factors)
+        self._is_finite += [ops.isfinite(ops.sum(total)) for total in reduced.sums]
+        kept = [place for place, factor in zip(places, factors) if factor is not None]
+        self._factors |= dict(zip(kept, reduced.factors))
+        self._unsent |= dict(zip(places, reduced.unsent))
+        return self._results([*reduced.sums, *reduced.along], tensors, op)
+
+    def reduce_scatter_of(
+        self, slices: Sequence[Sequence[tuple[int, int, Tensor]]], along: Sequence[Tensor], op: ReduceOp
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Every replica gets its slices, one after another, of what is reduced; and `along`, reduced to all.
+
+        Args:
+            slices: for each replica those that it gets: the position of the variable, the place where the slice
+                begins in it, and this replica's gradient of it, which is flat.
+            along: tensors that are sent as they are.
+            op: "sum" or "mean".
+        """
+        codec, size, me = self.codec, self.num_replicas, self.replica_id
+        assert isinstance(codec, CodedInTwoLegs)
+        rows = [[self._with_residual(i, value, start) for i, start, value in each] for each in slices]
+        longest = max(sum(int(value.shape[0]) for value in row) for row in rows)
+        length = -(-longest // codec.block) * codec.block
+        flat = ops.concatenate([joined(row, length) if row else ops.zeros((length,), "float32") for row in rows])
+        key = ops.convert_to_tensor(self._optimizer.iterations), me, 0
+        sent = codec.encode(flat, key)
+        total = ops.sum(ops.reshape(codec.decode(self._replicas.all_to_all(sent)), (size, -1)), axis=0)
+        unsent = ops.reshape(flat - codec.decode(sent), (size, -1))
+        for r, (each, row) in enumerate(zip(slices, rows)):
+            for (i, start, _), left in zip(each, parted(unsent[r], row)):
+                self._pieces.setdefault(i, []).append((start, left))
+        # Each replica sees its own slices of the sum only, and all of its own gradient.
+        is_bad = ops.cast(ops.logical_not(ops.isfinite(ops.sum(flat))), "float32")
+        *sums, num_bad = self._replicas.all_reduce([*along, ops.reshape(is_bad, (1,))], "sum")
+        self._is_finite.append(num_bad[0] < 0.5)
+        mine = [value for _, _, value in slices[int(me)]]
+        own = total[: sum(int(value.shape[0]) for value in mine)]
+        own, *sums = self._results([own, *sums], [slices[0][0][2] if not mine else mine[0], *along], op)
+        return own, sums
+
+    def _results(self, sums: Sequence[Tensor], like: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        results = [cast(total, dtype_of(tensor)) for total, tensor in zip(sums, like)]
+        return [result / self.num_replicas for result in results] if op == "mean" else results
+
+    def _with_residual(self, place: int, tensor: Tensor, start: int | None = None) -> Tensor:
+        """A gradient, or a slice of it, in float32, and what is left over from the last ones."""
+        value = dense(tensor, self._variables[place])
+        value = cast(value.to_dense() if getattr(value, "is_sparse", False) is True else value, "float32")
+        if not self.codec.error_feedback or place in self._waits:
+            return value
+        left = self._before[place]
+        if start is not None:
+            left = ops.reshape(left, (-1,))[start : start + int(value.shape[0])]
+        return value + (left if is_one(self._unit) else left * ops.cast(self._unit, "float32"))
+
+    def kept(self, step: Step, all_decide: bool) -> Step:
+        """The reduced step, with what is left over; or what was left before, if the update is to be skipped.
+
+        Args:
+            step: reduced by this communicator.
+            all_decide: bool. Whether the replicas of all groups skip an update together.
+        """
+        if not self._is_finite:
+            return step
+        is_good = ops.all(ops.stack(self._is_finite))
+        if step.found_inf is not None:
+            is_good = ops.logical_and(is_good, ops.equal(step.found_inf[0], 0))
+        elif all_decide and self._world is not None:
+            is_bad, _ = largest_of_all(ops.logical_not(is_good), ops.zeros((), "float32"), self._world)
+            is_good = ops.logical_not(is_bad)
+        notes = dict(step.notes)
+        for i, factor in self._factors.items():
+            notes[f"{_FACTOR}{i}"] = ops.where(is_good, factor, ops.convert_to_tensor(self._coding.factors[i]))
+        if not self.codec.error_feedback:
+            return step.replace(notes=notes)
+        after = list(self._before)
+        for i, parts in self._pieces.items():
+            flat = ops.concatenate([part for _, part in sorted(parts, key=lambda piece: piece[0])])
+            self._unsent[i] = ops.reshape(flat, after[i].shape)
+        for i, left in self._unsent.items():
+            left = left if is_one(self._unit) else left / ops.cast(self._unit, "float32")
+            after[i] = ops.where(is_good, left + after[i] if i in self._waits else left, after[i])
+        return step.replace(notes=notes, residuals=after)
+
+
+def _warn_of_adam(optimizer: Any) -> None:
+    kinds = (keras.optimizers.Adam, keras.optimizers.Adamax, keras.optimizers.Nadam, keras.optimizers.RMSprop)
+    found = [leaf for leaf in base_optimizers(optimizer) if isinstance(leaf, kinds)]
+    if found:
+        warnings.warn(
+            "`PowerSGD` is made for SGD with momentum: optimizers that divide by a root of squared gradients learn "
+            f"worse from gradients of low rank. Received: {type(found[0]).__name__}. "
+            'Use `compression="int8"`, or `keras.optimizers.SGD(momentum=0.9)`.',
+            stacklevel=4,
+        )

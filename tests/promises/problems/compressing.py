@@ -1,0 +1,171 @@
+"""Gradients that are known beforehand, so that what was sent of them, and what was not, can be added up after `fit`.
+
+The loss is linear in the weights: its gradient is that of the batch, whatever the weights are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import tempfile
+
+import keras
+import numpy as np
+from support import problem
+
+import keras_shardopt as ks
+from keras_shardopt.backends.active import placement, processes
+
+NUM_UPDATES = 100
+BATCH = 8
+NUM_IDS = 30
+
+
+@keras.saving.register_keras_serializable("keras_shardopt_tests")
+def linear(targets, outputs):
+    return keras.ops.mean(targets * outputs, axis=-1)
+
+
+def model():
+    numbers, ids = keras.Input((6,), name="numbers"), keras.Input((2,), dtype="int32", name="ids")
+    dense = keras.layers.Dense(5, use_bias=False, kernel_initializer="zeros")(numbers)
+    frozen = keras.layers.Dense(5, trainable=False)(dense)
+    embedding = keras.layers.Embedding(NUM_IDS, 3, embeddings_initializer="zeros")(ids)
+    return keras.Model({"numbers": numbers, "ids": ids}, [dense, frozen, keras.layers.Flatten()(embedding)])
+
+
+def data(num_rows):
+    random = np.random.default_rng(4)
+    x = {
+        "numbers": random.normal(size=(num_rows, 6)).astype("float32"),
+        "ids": random.integers(0, NUM_IDS, (num_rows, 2)).astype("int32"),
+    }
+    return x, [random.normal(size=(num_rows, n)).astype("float32") for n in (5, 5, 6)]
+
+
+def gradients(x, targets):
+    """Of the mean over these rows."""
+    kernel = x["numbers"].astype("float64").T @ targets[0] / (5 * len(targets[0]))
+    table = np.zeros((NUM_IDS, 3))
+    for row, weights in zip(x["ids"], targets[2].reshape(-1, 2, 3)):
+        for i, weight in zip(row, weights):
+            table[i] += weight / (6 * len(targets[2]))
+    return [kernel, table]
+
+
+int8, stochastic = ks.compression.Int8(block=16), ks.compression.Int8(block=16, rounding="stochastic", seed=5)
+CASES = {
+    "int8": {"compression": int8},
+    "int8 by chance": {"compression": stochastic},
+    "int4": {"compression": "int4"},
+    "bfloat16": {"compression": ks.compression.BFloat16(error_feedback=True)},
+    "powersgd": {"compression": ks.compression.PowerSGD(rank=1, warmup_steps=0)},
+    "int8 in windows": {"compression": int8, "gradient_accumulation_steps": 4},
+    "int8 that skips": {"compression": int8, "on_nonfinite": "skip"},
+    "int4 in windows that skips": {"compression": "int4", "gradient_accumulation_steps": 4, "on_nonfinite": "skip"},
+    "int8 with divided state": {"compression": int8, "shard_state": True},
+    "int4 with divided state that skips": {"compression": "int4", "shard_state": True, "on_nonfinite": "skip"},
+    "powersgd with divided state": {
+        "compression": ks.compression.PowerSGD(rank=1, warmup_steps=0),
+        "shard_state": True,
+    },
+    "int8 and uneven rows": {"compression": int8},
+}
+BAD_BATCH = 41
+
+
+def trained(replicas, name):
+    """What the weights have lost and what was not sent, what it should be, and how far replicas are apart."""
+    arguments = CASES[name]
+    x, targets = data(BATCH * NUM_UPDATES - 5 * ("uneven" in name))
+    size = len(targets[0])
+    if "skips" in name:
+        x["numbers"][BAD_BATCH * BATCH + 1, 2] = np.nan
+    trainee = model()
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), **arguments)
+    trainee.compile(optimizer, [linear] * 3, loss_weights=[1.0, 0.0, 1.0])
+    if replicas.num_processes > 1:  # `prepare` divides each batch
+        ks.prepare(trainee, auto_shard=True)
+    with np.errstate(all="ignore"):
+        trainee.fit(x, targets, batch_size=BATCH, shuffle=False, verbose=0)
+    window = arguments.get("gradient_accumulation_steps", 1)
+    expected = [0.0, 0.0]
+    for first in range(0, size, BATCH * window):
+        parts = [slice(start, start + BATCH) for start in range(first, min(first + BATCH * window, size), BATCH)]
+        if "skips" in name and first <= BAD_BATCH * BATCH < first + BATCH * window:
+            continue
+        for part in parts:
+            grads = gradients({k: v[part] for k, v in x.items()}, [t[part] for t in targets])
+            expected = [e + g / window for e, g in zip(expected, grads)]
+    # TensorFlow's losses are divided by the number of replicas, and so is what is left of their gradients.
+    share = 1 if keras.config.backend() == "tensorflow" else 1 / replicas.num_replicas
+    left = [share * np.sum(everyones(v), axis=0) for v in optimizer.pipeline.residuals]
+    moved = [-keras.ops.convert_to_numpy(v).astype("float64") for v in trainee.trainable_variables]
+    assert all(np.max(np.abs(e)) > 0 for e in left)
+    return {
+        "moved": moved,
+        "left": left,
+        "expected": expected,
+        "skipped": int(keras.ops.convert_to_numpy(optimizer.skipped_steps)),
+        "apart": replicas.largest_difference(trainee),
+    }
+
+
+def everyones(variable):
+    return [v for values in processes.gather_objects(placement.replica_values(variable)) for v in values]
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+WIDTH = 300
+SENT = {
+    "nothing": None,
+    "bfloat16": "bfloat16",
+    "bfloat16 fed back": ks.compression.BFloat16(error_feedback=True),
+    "int8": "int8",
+    "int4": "int4",
+    "powersgd": ks.compression.PowerSGD(rank=4, warmup_steps=0),
+}
+
+
+def sent(replicas, name):
+    """The report after an update of a model with some 90,000 weights."""
+    trainee = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH)])
+    trainee.compile(ks.CrossShard(keras.optimizers.SGD(0.1), compression=SENT[name]), "mse")
+    x = np.random.default_rng(0).normal(size=(8, WIDTH)).astype("float32")
+    trainee.fit(x, x, batch_size=8 // replicas.num_processes, verbose=0)
+    report = trainee.optimizer.communication_report()
+    return report.bytes_per_update, report.float32_bytes, [(c.kind, c.dtypes) for c in report.collectives], str(report)
+
+
+# -- going on after a restart ------------------------------------------------------------------------------------------
+
+RESTARTS = {
+    "int4": {"compression": "int4"},
+    "powersgd": {"compression": ks.compression.PowerSGD(rank=1, warmup_steps=0)},
+    "int4 with divided state": {"compression": "int4", "shard_state": True},
+}
+
+
+class Dies(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise InterruptedError
+
+
+def restarted(replicas, name):
+    """The weights, and what was not sent, of a training that was never interrupted, and of one that was."""
+    x, y, batch_size = problem.rows_here(replicas)
+    found = []
+    folder = processes.gather_objects(tempfile.mkdtemp())[0]
+    for is_interrupted in (False, True):
+        backup = ks.callbacks.BackupAndRestore(pathlib.Path(folder, str(is_interrupted)))
+        for callbacks in ([backup, Dies()], [backup]) if is_interrupted else ([backup],):
+            keras.utils.set_random_seed(1)
+            trainee = problem.model()
+            trainee.compile(ks.CrossShard(problem.sgd_momentum(), **RESTARTS[name]), "mse")
+            with contextlib.suppress(InterruptedError):
+                trainee.fit(x, y, batch_size=batch_size, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+        left = [everyones(v) for v in trainee.optimizer.pipeline.residuals]
+        found.append((trainee.get_weights(), left, int(keras.ops.convert_to_numpy(trainee.optimizer.iterations))))
+    return found
