@@ -1,7 +1,7 @@
 """What compressed gradients cost in accuracy and loss, with and without error feedback, on four replicas.
 
-    KERAS_BACKEND=jax python benchmarks/compression.py digits --seeds 10
-    KERAS_BACKEND=jax python benchmarks/compression.py characters --seeds 10
+    KERAS_BACKEND=jax python benchmarks/fewer_bytes.py digits --seeds 10
+    KERAS_BACKEND=jax python benchmarks/fewer_bytes.py characters --seeds 10
 
 Writes one line of JSON for each training. Replicas are CPU devices of one process. "digits": a network with two hidden
 layers on the digits of scikit-learn, SGD with momentum; accuracy on 397 images that were held out. "characters": the

@@ -1,6 +1,6 @@
 """How long an update takes with compressed gradients, on ranks of PyTorch, and behind a slow link.
 
-    KERAS_BACKEND=torch torchrun --nproc-per-node 4 benchmarks/compression_link.py --mbit 0 100
+    KERAS_BACKEND=torch torchrun --nproc-per-node 4 benchmarks/fewer_bytes_link.py --mbit 0 100
 
 Only the update: 4 layers of 1024 x 256 weights, gradients that are there already, SGD with momentum. A slow link is a
 pause before each collective, as long as a replica's bytes take (those of `communication_report`) at so many Mbit/s;
@@ -50,7 +50,8 @@ def main():
             for name, scheme in SCHEMES.items():
                 weights = [keras.Variable(torch.zeros(1024, 256)) for _ in range(4)]
                 grads = [torch.randn(1024, 256) for _ in weights]
-                optimizer = ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9), compression=scheme)
+                sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+                optimizer = ks.CrossShard(sgd, compression=scheme, overlap=False)
                 times = []
                 for _ in range(arguments.updates + 2):
                     torch.distributed.barrier()
