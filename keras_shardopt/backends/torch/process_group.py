@@ -6,9 +6,9 @@ of all others fail too; then each leaves a sign in the store that the ranks shar
 
 Ranks that make different calls must not send each other tensors of different sizes, as "gloo" then ends the process. So
 before ranks begin something together, each announces it to the others, in a message of one size and in a separate group
-(`tell`): a rank that does so never receives the gradients of one that does not. Where ranks have promised their next
-steps, they make these without a message. One that does something else instead says so in the store, and those that wait
-for it in a step look there now and then (`wait_for`).
+(`tell`): a rank that does so never receives the gradients of one that does not. Ranks may announce several steps at a
+time. One that does something else instead says so in the store, and those that wait for it in a step look there now and
+then (`wait_for`).
 
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store in which the
 ranks of the default group have met, whoever has opened it. (test_private_names.py holds it.)
@@ -44,7 +44,7 @@ PATIENCE_SECONDS = 2.0
 """For how much longer it does where the collective has failed before its time, as others may be busy just then."""
 
 LOOK_SECONDS = 1.0
-"""How often a rank that waits in a promised step looks whether another rank does something else."""
+"""How often a rank that waits in a step looks whether another rank does something else."""
 
 AWAY_SECONDS = 4.0
 """For how long it must have seen that: the other one may have come from the same step, which is slow to end here."""
@@ -60,7 +60,8 @@ class _Group:
         self.size = dist.get_world_size()
         self.has_left_word = False
         self.num_told = 0
-        self.has_promised = False
+        self.num_due = 0
+        self.looking: threading.Thread | None = None
 
 
 # What is open, the store in which all groups of this program meet, and how many there have been.
@@ -236,10 +237,10 @@ def can_promise() -> bool:
     return _open is not None and dist.get_backend() == "gloo"
 
 
-def promise(has_promised: bool) -> None:
-    """Notes whether this rank has promised steps that it has not begun yet."""
+def owe_steps(num_steps: int) -> None:
+    """Notes that others count on so many more steps of this rank, or fewer (< 0): it has made them."""
     if _open is not None:
-        _open.has_promised = has_promised
+        _open.num_due += num_steps
 
 
 def wait_for(work: Any) -> None:
@@ -266,11 +267,23 @@ def wait_for(work: Any) -> None:
 
 
 def _somebody_is_away() -> bool:
-    """Whether another rank has begun to tell something that this one has not come to."""
+    """Whether another rank has begun to tell something that this one has not come to, as far as the store answers."""
     assert _open is not None
-    keys = [f"away/{rank}" for rank in range(_open.size) if rank != _open.rank]
-    told = [int(_open.store.get(key)) for key in keys if _open.store.check([key])]
-    return any(number > _open.num_told for number in told)
+    if _open.looking is not None and _open.looking.is_alive():
+        return False
+    found: list[bool] = []
+    # In a thread that may be left behind, as for `_ask`.
+    _open.looking = threading.Thread(target=_look, args=(_open, found), daemon=True)
+    _open.looking.start()
+    _open.looking.join(LOOK_SECONDS)
+    return any(found)
+
+
+def _look(group: _Group, found: list[bool]) -> None:
+    with contextlib.suppress(RuntimeError):
+        keys = [f"away/{rank}" for rank in range(group.size) if rank != group.rank]
+        told = [int(group.store.get(key)) for key in keys if group.store.check([key])]
+        found.append(any(number > group.num_told for number in told))
 
 
 def gather_objects(value: Any, call: str) -> list[Any]:
@@ -297,7 +310,7 @@ def _telling(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
     """Begins to gather the numbers of all ranks, which tell equally many; calling what it returns waits for them."""
     if _open is not None:
         _open.num_told += 1
-        if _open.has_promised:
+        if _open.num_due:
             with contextlib.suppress(RuntimeError):
                 _open.store.set(f"away/{_open.rank}", str(_open.num_told))
     mine = torch.tensor(numbers, device=_device_of_messages())

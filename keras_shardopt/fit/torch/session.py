@@ -30,7 +30,7 @@ from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.models import has_built_in_step, optimizers_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.placement import fingerprints
-from keras_shardopt.backends.torch.process_group import can_promise, gather_objects, promise, tell, tell_soon
+from keras_shardopt.backends.torch.process_group import can_promise, gather_objects, owe_steps, tell, tell_soon
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_batch, rows_of_parts
@@ -255,6 +255,7 @@ class Session:
         self._unsaid.add(num, fingerprint(data) if num else 0)
         self._tell_rows(phase, num, True, num_alike)
         if not num:
+            owe_steps(-1)
             return None
         self._rows = self._rows_of_ranks(num, self.ranks)
         self.mine = self._rows[self.ranks.replica_id]
@@ -277,6 +278,7 @@ class Session:
         self._unsaid.add(mine, 0)
         self._tell_rows(phase, mine, False, num_alike)
         if not mine and not any(self._rows):
+            owe_steps(-1)
             return None
         self.mine = mine
         return self._last_batch[phase]
@@ -293,6 +295,7 @@ class Session:
             ahead = self._unsaid.can_promise(num_alike, self.logs.seconds_unseen(trains)) if num else 0
         flags = looks + 2 * (phase in self._last_batch) + 4 * ahead + 4 * _MOST_PROMISED * self._unsaid.mark
         self._told = tell_soon(phase.value, num, flags)
+        owe_steps(1)
         if not num or not self._can_wait(phase):
             self.confirm()
 
@@ -355,11 +358,11 @@ class Session:
             self._told = None
             self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step = before
             self._unsaid = unsaid
-            unsaid.go_on()
 
     @torch.compiler.disable
     def logs_of_all(self, logs: Any) -> Any:
-        """The logs of a batch as those of all ranks, if somebody looks at them."""
+        """The logs of a batch, whose step ends here, as those of all ranks, if somebody looks at them."""
+        owe_steps(-1)
         trains = self._phase is Phase.TRAIN_BATCH
         if not self.shares_logs:
             return self.logs.last(trains, logs)
@@ -375,6 +378,7 @@ class Session:
     def rows_of_all(self, outputs: Any, rows: Sequence[int]) -> Any:
         """What the ranks have predicted for their parts of a batch, in the order of its rows."""
         assert self.ranks is not None
+        owe_steps(-1)  # from here on ranks send nothing without a message
         mine = rows[self.ranks.replica_id]
         given = max(mine, 1)  # one to go through the model with
         tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]
@@ -487,7 +491,6 @@ class _Unsaid:
         if not self._num_promised:
             return False
         self._num_promised -= 1
-        self.go_on()
         return True
 
     def can_promise(self, num_alike: int, seconds: float) -> int:
@@ -502,12 +505,8 @@ class _Unsaid:
     def are_said(self, num_promised: int) -> None:
         """All that was is said; these are promised."""
         self.num_batches = self.mark = 0
-        self._num_promised, self._num_last = max(num_promised, 0), num_promised
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Lets other ranks know if this one does something else than it has promised."""
-        promise(self._num_promised > 0)
+        before, self._num_promised, self._num_last = self._num_promised, max(num_promised, 0), num_promised
+        owe_steps(self._num_promised - before)
 
 
 running: contextvars.ContextVar[Session | None] = contextvars.ContextVar("running", default=None)

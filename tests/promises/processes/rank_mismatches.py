@@ -3,6 +3,8 @@
 Argument: the file to which rank 0 writes the names of the cases that passed.
 """
 
+import contextlib
+import functools
 import json
 import pathlib
 import pickle
@@ -180,10 +182,10 @@ def fit_long(model, **arguments):
     ks.prepare(model).fit(ROWS, ROWS, batch_size=4, verbose=0, **arguments)
 
 
-def calling(function):
-    """Calls it before the thirteenth batch."""
+def calling(function, before=12):
+    """Calls it before one of the batches."""
     return [
-        keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: function() if batch == 12 else None)
+        keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: function() if batch == before else None)
     ]
 
 
@@ -195,9 +197,44 @@ def evaluate_in_the_middle(model):
     fit_long(model, callbacks=calling(lambda: model.evaluate(ROWS, ROWS, verbose=0)))
 
 
+def leave_and_evaluate(model, before=12):
+    """A program that catches what a callback raises."""
+    with contextlib.suppress(KeyError):
+        fit_long(model, callbacks=calling(lambda: {}["left"], before))
+    model.evaluate(ROWS, ROWS, verbose=0)
+
+
+def train_another(model, then=lambda: None):
+    """A prepared model, on all ranks, for which nothing is promised."""
+    other = layers()
+    other.compile(ks.CrossShard(SGD(0.1)), "mse")
+    ks.prepare(other)
+
+    def call():
+        other.train_on_batch(X, X)
+        then()
+
+    fit_long(model, callbacks=calling(call))
+
+
+def train_another_and_stop(model):
+    train_another(model, lambda: setattr(model, "stop_training", True))
+
+
 CALLS_IN_PROMISED_STEPS = {
     "one stops early": (fit_long, stop_early, (STEPS, "ends an epoch of a prepared model")),
     "one evaluates": (fit_long, evaluate_in_the_middle, (STEPS, "begins: evaluates a prepared model")),
+    "one leaves and evaluates": (fit_long, leave_and_evaluate, (STEPS, "begins: evaluates a prepared model")),
+    "one leaves the last promised step": (
+        fit_long,
+        functools.partial(leave_and_evaluate, before=4),
+        (STEPS, "begins: evaluates a prepared model"),
+    ),
+    "one stops after a batch of another model": (
+        train_another,
+        train_another_and_stop,
+        (STEPS, "ends an epoch of a prepared model"),
+    ),
 }
 REDUCES = "reduces the gradients of an update"
 CALLS_THAT_MEET_GRADIENTS = {
