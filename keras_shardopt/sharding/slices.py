@@ -365,11 +365,13 @@ class FlatShards(Shards):
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
         """Gives every replica the slices of all others."""
-        in_place = []
+        # In one order on all replicas, also where one of them has moved its weights elsewhere.
+        under_way: Any = None
         for group, together in zip(self._groups, self._together):
             flat = None if together is None else together.flat()
-            if flat is not None:
-                in_place.append(flat)
+            if flat is not None and _memory is not None:
+                under_way = under_way or _memory.Gathering(replicas)
+                under_way.begin(flat)
             elif group.is_lopsided:
                 self._assign(group, self._broadcast(group, replicas))
             else:
@@ -378,8 +380,8 @@ class FlatShards(Shards):
                 (joined,) = replicas.all_gather([ops.concatenate([*own, *self._padding(group, pieces)])])
                 chunk = group.chunk
                 self._assign(group, [joined[r * chunk : (r + 1) * chunk] for r in range(self.num_replicas)])
-        if in_place and _memory is not None:
-            _memory.gather_in_place(replicas, in_place)
+        if under_way is not None:
+            under_way.finish()
 
     def _lay_together(self, replicas: Communicator) -> list[Any]:
         """For each group its weights, if they can lie in one memory as they are sent."""

@@ -58,7 +58,7 @@ class Together:
         tensors = [_tensor(variable) for variable in self._variables]
         if self._flat is not None and _lie_in(self._flat, tensors):
             return self._flat
-        if not all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in tensors):
+        if not all(t.is_contiguous() and _is_apart(t) for t in tensors):
             return None
         self._flat = tensors[0].detach().new_zeros(self._size)
         start = 0
@@ -66,8 +66,18 @@ class Together:
             part = self._flat[start : start + tensor.numel()]
             part.copy_(tensor.reshape(-1))
             tensor.data = part.view(tensor.shape)
+            setattr(tensor, _MOVED_TO, self._flat.untyped_storage().data_ptr())
             start += tensor.numel()
         return self._flat
+
+
+_MOVED_TO = "_keras_shardopt_moved_to"
+
+
+def _is_apart(tensor: Tensor) -> bool:
+    """Whether nobody but another optimizer's `Together` has something in its memory."""
+    memory = tensor.untyped_storage()
+    return memory.nbytes() == tensor.nbytes or getattr(tensor, _MOVED_TO, None) == memory.data_ptr()
 
 
 def together(replicas: Any, variables: Sequence[Variable], size: int) -> Together | None:
@@ -84,16 +94,30 @@ def _lie_in(flat: Tensor, tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-@torch.compiler.disable
-@torch.no_grad()
-def gather_in_place(replicas: TorchProcessGroup, flats: Sequence[Tensor]) -> None:
-    """Fills each tensor, of which each rank has its part, with those of the others."""
-    under_way: list[Any] = []
-    for flat in flats:
-        own = flat.view(replicas.num_replicas, -1)[replicas.replica_id]
+class Gathering:
+    """Exchanges of slices that are under way.
+
+    Args:
+        replicas: whose.
+    """
+
+    def __init__(self, replicas: TorchProcessGroup) -> None:
+        self._replicas = replicas
+        self._under_way: list[Any] = []
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def begin(self, flat: Tensor) -> None:
+        """Begins to fill a tensor, of which each rank has its part, with those of the others."""
+        own = flat.view(self._replicas.num_replicas, -1)[self._replicas.replica_id]
         own = own.clone() if dist.get_backend() == "gloo" else own
-        with explaining_failures(under_way):
-            under_way.append(communicator._all_gather(flat, own, group=replicas._process_group, async_op=True))
-    for number in range(len(under_way)):
-        with explaining_failures(under_way):
-            under_way[number].wait()
+        group = self._replicas._process_group
+        with explaining_failures(self._under_way):
+            self._under_way.append(communicator._all_gather(flat, own, group=group, async_op=True))
+
+    @torch.compiler.disable
+    def finish(self) -> None:
+        """Waits for all."""
+        for number in range(len(self._under_way)):
+            with explaining_failures(self._under_way):
+                self._under_way[number].wait()
