@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from keras_shardopt.backends.torch import communicator
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
-from keras_shardopt.backends.torch.process_group import explaining_failures
+from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
 from keras_shardopt.numerics import Tensor, Variable
 
 
@@ -120,4 +120,4 @@ class Gathering:
         """Waits for all."""
         for number in range(len(self._under_way)):
             with explaining_failures(self._under_way):
-                self._under_way[number].wait()
+                wait_for(self._under_way[number])
