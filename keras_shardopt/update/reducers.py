@@ -195,8 +195,8 @@ class Overlapped:
         if buckets is None:
             return None
         grads = buckets.reduce(step.grads, step.variables, bool(step.row_share), step.weight)
-        for flat in buckets.sent:
-            note("all_reduce", [flat], comm.num_replicas)
+        for kind, tensor in buckets.sent:
+            note(kind, [tensor], comm.num_replicas)
         found_inf = buckets.found_inf
         if found_inf not in (None, ALL_FINITE):
             found_inf = ops.convert_to_tensor(found_inf, "int32")
@@ -226,7 +226,13 @@ class Overlapped:
             if _overlap is not None and not any(map(overwrites_variable, variables)):
                 takes_mean, num_bytes = self._options.reduction == "mean", self._options.bucket_mib * 2**20
                 slices = None if self._shards is None else self._shards.gradient_slices
-                arguments = (takes_mean, num_bytes, self._at_the_end._half, self._options.on_nonfinite != "ignore", slices)
+                arguments = (
+                    takes_mean,
+                    num_bytes,
+                    self._at_the_end._half,
+                    self._options.on_nonfinite != "ignore",
+                    slices,
+                )
                 self.buckets = _overlap.buckets_among(comm, variables, *arguments)
         return self.buckets
 

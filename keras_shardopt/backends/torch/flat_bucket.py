@@ -12,6 +12,7 @@ import torch.distributed as dist
 from keras_shardopt.backends.communicator import largest_bucket
 from keras_shardopt.backends.compression import dtype_sent, factors
 from keras_shardopt.backends.torch.communicator import in_buckets
+from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 
@@ -42,6 +43,11 @@ class FlatBucket:
 
     num_under_way = 2**31
     """How many buckets may be under way at a time."""
+
+    @property
+    def sent(self) -> tuple[Kind, Tensor]:
+        """By which collective it is sent, and something as large."""
+        return "all_reduce", self.flat
 
     @property
     def memory(self) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from keras_shardopt.backends.torch import communicator
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
 from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
+from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import Tensor, Variable
 
 
@@ -112,6 +113,7 @@ class Gathering:
         own = flat.view(self._replicas.num_replicas, -1)[self._replicas.replica_id]
         own = own.clone() if dist.get_backend() == "gloo" else own
         group = self._replicas._process_group
+        note("all_gather", [own], self._replicas.num_replicas)
         with explaining_failures(self._under_way):
             self._under_way.append(communicator._all_gather(flat, own, group=group, async_op=True))
 

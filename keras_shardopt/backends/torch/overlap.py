@@ -41,6 +41,7 @@ from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.flat_bucket import FlatBucket, laid_out
 from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
 from keras_shardopt.backends.torch.sliced_bucket import SlicedBucket, Slices, cut_up
+from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, ReduceOp, Tensor, Variable, dtype_of
 
 _CALL = "reduces the gradients of an update"
@@ -311,9 +312,9 @@ class Buckets:
         self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
 
     @property
-    def sent(self) -> list[Tensor]:
-        """What is sent in each update, once unless a gradient comes late."""
-        return [bucket.flat for bucket in self._buckets]
+    def sent(self) -> list[tuple[Kind, Tensor]]:
+        """What is sent in each update, once unless a gradient comes late, and by which collective."""
+        return [bucket.sent for bucket in self._buckets]
 
     @property
     def has_finished(self) -> bool:

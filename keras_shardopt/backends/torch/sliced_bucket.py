@@ -16,6 +16,7 @@ import torch.distributed as dist
 from keras_shardopt.backends.compression import dtype_sent, factors
 from keras_shardopt.backends.torch import communicator
 from keras_shardopt.backends.torch.flat_bucket import sum_of_squares
+from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 Pieces = Sequence[Sequence[tuple[int, int, int]]]
@@ -101,6 +102,12 @@ class SlicedBucket:
         self._filled: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
         self._extremes: dict[int, Tensor] = {}
+
+    @property
+    def sent(self) -> tuple[Kind, Tensor]:
+        """By which collective it is sent, and something as large."""
+        kind: Kind = "all_to_all" if dist.get_backend() == "gloo" else "reduce_scatter"
+        return kind, self._own.expand(self._num_ranks, -1)
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
