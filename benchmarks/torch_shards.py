@@ -34,7 +34,7 @@ def bytes_held(tensors: list[torch.Tensor]) -> int:
 
 def main() -> None:
     arguments = parser(__doc__).parse_args()
-    with ks.data_parallel() as replicas:
+    with ks.data_parallel(auto_shard=False) as replicas:
         training = Training(arguments, replicas)
         state: dict[str, Callable[[], list[torch.Tensor]]] = {}
 

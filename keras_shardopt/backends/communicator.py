@@ -188,3 +188,15 @@ class GlobalView(Communicator):
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self._refuse()
+
+
+_MIN_BUCKETS = 4
+"""Into how many buckets gradients are divided at least,"""
+
+_SMALL_BYTES = 2**20
+"""unless they would become smaller than this."""
+
+
+def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
+    """How many bytes of so many a bucket may hold. Of what is in the last one, nothing is sent early."""
+    return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _SMALL_BYTES))

@@ -24,7 +24,7 @@ from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
 from keras_shardopt.update.peers import Peers
 from keras_shardopt.update.pipeline import Pipeline
-from keras_shardopt.update.reducers import AllReduce, OverlappedAllReduce, ReduceScatter
+from keras_shardopt.update.reducers import reducer_of
 from keras_shardopt.update.replica_transform import scaled_gradients
 from keras_shardopt.update.step import Stage, Step
 from keras_shardopt.update.trainer_context import joins_uneven_inputs, row_share
@@ -154,9 +154,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ReportsCommunication, ShardedState
         self.local_updates = next((stage for stage in found if isinstance(stage, LocalUpdates)), None)
         self._keeps_state = self.local_updates is not None
         self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
-        overlaps = options.overlap == "auto" and options.is_plain
-        reducer = OverlappedAllReduce(self) if overlaps else AllReduce(self)
-        reducer = reducer if self.local_updates is None else OwnGradients(self, self.local_updates)
+        reducer = reducer_of(self) if self.local_updates is None else OwnGradients(self, self.local_updates)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         note_made(self)
@@ -193,7 +191,7 @@ class CrossShard(TwoPhases, ReportsNonFinite, ReportsCommunication, ShardedState
                 self.pipeline.build(variables, self.add_variable)
             if self.shard_state and (shards := self._divided(variables)) is not None:
                 self._shards = shards
-                self.pipeline.reducer = ReduceScatter(self, shards)
+                self.pipeline.reducer = reducer_of(self, shards)
         super().build(variables)
         refuse_accumulation_inside(base_optimizers(self), self._options.gradient_accumulation_steps)
 

@@ -31,6 +31,9 @@ class Shards(abc.ABC):
     reduces_in_slices = True
     """Whether replicas exchange slices of gradients, by `reduce`; else all gradients go to all replicas."""
 
+    gradient_slices: Any = None
+    """How gradients are cut into slices while they are computed; None where they are not."""
+
     stand_ins: list[Variable]
     """For each variable this replica's part of it; the variable itself where that is all of it."""
 

@@ -25,7 +25,7 @@ from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.side_channel import SideChannel
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
-from keras_shardopt.sharding.partition import Piece
+from keras_shardopt.sharding.partition import Piece, in_buckets
 from keras_shardopt.sharding.report import MemoryReport, item_size, plus, size_of
 from keras_shardopt.sharding.separability import (
     are_elementwise_inside,
@@ -59,6 +59,9 @@ class Bucket:
     pieces: list[list[Piece]]
     """What each replica owns."""
 
+    variables: list[int]
+    """The positions of the variables."""
+
     chunk: int
     """How many elements the largest share has."""
 
@@ -83,7 +86,7 @@ class FlatShards(Shards):
         self.replica_id = int(replicas.replica_id)
         self._starts_with_weights = holds_weights(self._leaf, variables)
         self._may_cut = are_elementwise_inside(optimizer, variables)
-        self._groups = _groups(self.variables, self._may_cut, self.num_replicas)
+        self._groups = _groups(self.variables, self._may_cut, self.num_replicas, optimizer.bucket_mib * 2**20)
         self._owners: dict[int, list[tuple[int, Piece]]] = {}
         for group in self._groups:
             for replica, pieces in enumerate(group.pieces):
@@ -93,6 +96,7 @@ class FlatShards(Shards):
             i: piece for i, owners in self._owners.items() for replica, piece in owners if replica == self.replica_id
         }
         self._divided = self._owners.keys()
+        self._together = self._lay_together(replicas)
         self.stand_ins = [self._stand_in(i) for i in range(len(self.variables))]
         # The ids of state that belongs to no variable.
         self._apart: set[int] = set()
@@ -149,6 +153,15 @@ class FlatShards(Shards):
                 f"{'' if len(set(everyones)) > 1 else ', and weights that differ'}. "
                 "Load the same file on every rank, and build the model inside `with keras_shardopt.data_parallel():`."
             )
+
+    @property
+    def gradient_slices(self) -> Any:
+        """How gradients are cut into slices while they are computed; None where that cannot be."""
+        if _sliced is None or not all(self._may_cut) or len(self._owners) < len(self.variables):
+            return None
+        shapes = {i: tuple(stand_in.shape) for i, stand_in in enumerate(self.stand_ins)}
+        pieces = [[[(p.variable, p.start, p.stop) for p in mine] for mine in group.pieces] for group in self._groups]
+        return _sliced.Slices([(group.variables, own) for group, own in zip(self._groups, pieces)], shapes)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -343,31 +356,54 @@ class FlatShards(Shards):
         return [self._leaf._trainable_variables[i] for i, _ in pairs]
 
     def _copy_in(self) -> None:
+        for together in self._together:
+            if together is not None:
+                together.flat()  # before slices are taken of weights that it moves
         for i, piece in self._mine.items():
             if self._may_cut[i]:
                 _alias_slice(self.stand_ins[i], self.variables[i], piece.start, piece.stop)
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
         """Gives every replica the slices of all others."""
-        for group in self._groups:
-            mine = {p.variable: flattened(self.stand_ins[p.variable]) for p in group.pieces[self.replica_id]}
-            if group.is_lopsided:
-                everyones = self._broadcast(group, mine, replicas)
+        # In one order on all replicas, also where one of them has moved its weights elsewhere.
+        under_way: Any = None
+        for group, together in zip(self._groups, self._together):
+            flat = None if together is None else together.flat()
+            if flat is not None and _memory is not None:
+                under_way = under_way or _memory.Gathering(replicas)
+                under_way.begin(flat)
+            elif group.is_lopsided:
+                self._assign(group, self._broadcast(group, replicas))
             else:
-                own = [mine[p.variable] for p in group.pieces[self.replica_id]]
-                own += self._padding(group, group.pieces[self.replica_id])
-                (joined,) = replicas.all_gather([ops.concatenate(own)])
-                everyones = [joined[r * group.chunk : (r + 1) * group.chunk] for r in range(self.num_replicas)]
-            parts: dict[int, list[Tensor]] = {}
-            for pieces, theirs in zip(group.pieces, everyones):
-                start = 0
-                for piece in pieces:
-                    parts.setdefault(piece.variable, []).append(theirs[start : start + piece.size])
-                    start += piece.size
-            for i, values in parts.items():
-                _assign_slices(self.variables[i], values)
+                pieces = group.pieces[self.replica_id]
+                own = [flattened(self.stand_ins[piece.variable]) for piece in pieces]
+                (joined,) = replicas.all_gather([ops.concatenate([*own, *self._padding(group, pieces)])])
+                chunk = group.chunk
+                self._assign(group, [joined[r * chunk : (r + 1) * chunk] for r in range(self.num_replicas)])
+        if under_way is not None:
+            under_way.finish()
 
-    def _broadcast(self, group: Bucket, mine: dict[int, Tensor], replicas: Communicator) -> list[Tensor]:
+    def _lay_together(self, replicas: Communicator) -> list[Any]:
+        """For each group its weights, if they can lie in one memory as they are sent."""
+        made: list[Any] = [None] * len(self._groups)
+        for number, group in enumerate(self._groups):
+            if _memory is not None and all(self._may_cut[i] for i in group.variables):
+                variables = [self.variables[i] for i in group.variables]
+                made[number] = _memory.together(replicas, variables, self.num_replicas * group.chunk)
+        return made
+
+    def _assign(self, group: Bucket, everyones: Sequence[Tensor]) -> None:
+        parts: dict[int, list[Tensor]] = {}
+        for pieces, theirs in zip(group.pieces, everyones):
+            start = 0
+            for piece in pieces:
+                parts.setdefault(piece.variable, []).append(theirs[start : start + piece.size])
+                start += piece.size
+        for i, values in parts.items():
+            _assign_slices(self.variables[i], values)
+
+    def _broadcast(self, group: Bucket, replicas: Communicator) -> list[Tensor]:
+        mine = {p.variable: flattened(self.stand_ins[p.variable]) for p in group.pieces[self.replica_id]}
         everyones = []
         for replica, pieces in enumerate(group.pieces):
             size = sum(piece.size for piece in pieces)
@@ -466,23 +502,31 @@ class FlatShards(Shards):
         return MemoryReport(held, whole, replicated)
 
 
-def _groups(variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas: int) -> list[Bucket]:
+def _groups(
+    variables: Sequence[Variable], may_cut: Sequence[bool], num_replicas: int, bucket_bytes: float
+) -> list[Bucket]:
     by_dtype: dict[str, list[int]] = {}
     for i, variable in enumerate(variables):
         if not overwrites_variable(variable):
             by_dtype.setdefault(dtype_of(variable), []).append(i)
     groups = []
-    for dtype, indices in by_dtype.items():
-        sizes = [size_of(variables[i]) for i in indices]
-        pieces = [
-            [Piece(indices[p.variable], p.start, p.stop) for p in mine]
-            for mine in partition.cut(sizes, [may_cut[i] for i in indices], num_replicas)
-        ]
-        chunk = max(sum(piece.size for piece in mine) for mine in pieces)
-        is_lopsided = chunk * num_replicas > _MAX_IMBALANCE * sum(sizes) + num_replicas
-        groups.append(Bucket(dtype, pieces, chunk, is_lopsided))
+    for dtype, alike in by_dtype.items():
+        num_bytes = [size_of(variables[i]) * item_size(variables[i]) for i in alike]
+        # What must stay whole has more variables to be divided evenly among.
+        buckets = in_buckets(num_bytes, bucket_bytes) if all(may_cut[i] for i in alike) else [range(len(alike))]
+        for places in buckets:
+            indices = [alike[place] for place in places]
+            sizes = [size_of(variables[i]) for i in indices]
+            cuts = partition.cut(sizes, [may_cut[i] for i in indices], num_replicas)
+            pieces = [[Piece(indices[p.variable], p.start, p.stop) for p in mine] for mine in cuts]
+            shares = [sum(piece.size for piece in mine) for mine in pieces]
+            is_lopsided = max(shares) * num_replicas > _MAX_IMBALANCE * sum(sizes) + num_replicas
+            groups.append(Bucket(dtype, pieces, indices, max(shares), is_lopsided))
     return groups
 
+
+# Where gradients can be reduced while the others are computed.
+_sliced = for_backend({"torch": "keras_shardopt.backends.torch.sliced_bucket"})
 
 # Where a slice can lie in the memory of the whole.
 _memory = for_backend({"torch": "keras_shardopt.backends.torch.memory"})

@@ -3,8 +3,8 @@
 `CrossShard` sends a `Step` through a `Pipeline`: `collect` of all stages, `local` of all stages and a reduction on each
 replica, `commit` of all stages, the inner optimizer. Known algorithms in these terms:
 
-- DDP: no stage, `AllReduce`; with `OverlappedAllReduce` while the backward pass runs.
-- ZeRO stage 1: `ReduceScatter`, and an update of slices.
+- DDP: no stage, `AllReduce`; with `Overlapped` while the backward pass runs.
+- ZeRO stage 1: `ReduceScatter`, and an update of slices; stage 2 with `Overlapped`, which lets go of gradients.
 - Horovod: `Accumulation`, then `AllReduce` with compression.
 - Local SGD and DiLoCo: `LocalUpdates`, with `OwnGradients` in place of a reduction.
 - PowerSGD, and 8-bit gradients with error feedback: `Coding`, and `AllReduce` among replicas that are `Coded`.

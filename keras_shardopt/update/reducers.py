@@ -160,15 +160,21 @@ class ReduceScatter(AllReduce):
         self._shards.join_uneven_inputs(members, num_flags)
 
 
-class OverlappedAllReduce(AllReduce):
-    """On PyTorch sends gradients while the backward pass computes others; elsewhere as `AllReduce`.
+class Overlapped:
+    """On PyTorch sends gradients while the backward pass computes others; elsewhere as another reducer does.
 
     Args:
         optimizer: the `CrossShard`.
+        at_the_end: the other one.
+        shards: of a `ReduceScatter`, who owns what.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
+    def __init__(self, optimizer: Any, at_the_end: AllReduce, shards: Any = None) -> None:
+        self._optimizer = optimizer
+        self._options: CrossShardOptions = optimizer._options
+        self._at_the_end = at_the_end
+        self._shards = shards
+        self.reduce, self.own_part, self.members = at_the_end.reduce, at_the_end.own_part, at_the_end.members
         self.buckets: Any = None
         """What is sent together, where gradients are sent early."""
         self._among: Communicator | None = None
@@ -189,8 +195,8 @@ class OverlappedAllReduce(AllReduce):
         if buckets is None:
             return None
         grads = buckets.reduce(step.grads, step.variables, bool(step.row_share), step.weight)
-        for flat in buckets.sent:
-            note("all_reduce", [flat], comm.num_replicas)
+        for kind, tensor in buckets.sent:
+            note(kind, [tensor], comm.num_replicas)
         found_inf = buckets.found_inf
         if found_inf not in (None, ALL_FINITE):
             found_inf = ops.convert_to_tensor(found_inf, "int32")
@@ -205,7 +211,7 @@ class OverlappedAllReduce(AllReduce):
         """See `AllReduce.finish`; in buckets, where gradients are."""
         buckets = self.buckets_among(comm)
         if buckets is None:
-            super().finish(comm)
+            self._at_the_end.finish(comm)
         else:
             buckets.join_uneven_inputs()
 
@@ -219,6 +225,23 @@ class OverlappedAllReduce(AllReduce):
             variables = self._optimizer._trainable_variables
             if _overlap is not None and not any(map(overwrites_variable, variables)):
                 takes_mean, num_bytes = self._options.reduction == "mean", self._options.bucket_mib * 2**20
-                arguments = (takes_mean, num_bytes, self._half, self._checks_finite)
+                slices = None if self._shards is None else self._shards.gradient_slices
+                arguments = (
+                    takes_mean,
+                    num_bytes,
+                    self._at_the_end._half,
+                    self._options.on_nonfinite != "ignore",
+                    slices,
+                )
                 self.buckets = _overlap.buckets_among(comm, variables, *arguments)
         return self.buckets
+
+
+def reducer_of(optimizer: Any, shards: Any = None) -> AllReduce | Overlapped:
+    """The reducer that the options of a `CrossShard` ask for; with `shards` each replica gets its slices."""
+    options: CrossShardOptions = optimizer._options
+    at_the_end = AllReduce(optimizer) if shards is None else ReduceScatter(optimizer, shards)
+    overlaps = options.overlap == "auto" and options.is_plain
+    if overlaps and (shards is None or shards.gradient_slices is not None):
+        return Overlapped(optimizer, at_the_end, shards)
+    return at_the_end

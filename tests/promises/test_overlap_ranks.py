@@ -12,7 +12,8 @@ SOURCE = launch.SCRIPTS / "rank_overlap.py"
 CHECKS = checks.names_in(SOURCE)
 # All on two, where sums do not depend on their order; on three what may depend on the number.
 ON_THREE = ["fit_sends_in_the_backward_pass", "gradients_that_some_ranks_lack", "gradients_that_come_in_parts"]
-ON_THREE += ["parts_of_unequal_sizes", "ranks_that_end_early_are_noticed"]
+ON_THREE += ["parts_of_unequal_sizes", "ranks_that_end_early_are_noticed", "slices_travel_in_the_backward_pass"]
+ON_THREE += ["gradients_are_let_go_when_they_are_sent"]
 RUNS = [(2, name) for name in CHECKS] + [(3, name) for name in ON_THREE]
 LONG = [(2, "compiled_steps"), *((3, name) for name in ON_THREE)]
 

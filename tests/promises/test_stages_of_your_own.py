@@ -13,7 +13,7 @@ from support.worlds import FakeWorld
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.communicator import GradientState, SingleReplica
-from keras_shardopt.update.reducers import OverlappedAllReduce
+from keras_shardopt.update.reducers import Overlapped
 from keras_shardopt.update.step import Step
 
 LOCAL, PRESCALED = GradientState.LOCAL, GradientState.LOCAL_PRESCALED
@@ -382,7 +382,7 @@ def test_rows_that_a_gradient_lists_twice_are_one_row_of_the_noise(monkeypatch):
 def test_only_stages_before_the_reduction_hold_it_up(hook, waits):
     stage = type("Own", (ks.Stage,), {hook: lambda self, *args: None})()
     optimizer = ks.CrossShard("sgd", stages=[stage])
-    assert isinstance(optimizer.pipeline.reducer, OverlappedAllReduce) != waits
+    assert isinstance(optimizer.pipeline.reducer, Overlapped) != waits
 
 
 @pytest.mark.neutral

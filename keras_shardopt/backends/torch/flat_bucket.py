@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from keras_shardopt.backends.communicator import largest_bucket
 from keras_shardopt.backends.compression import dtype_sent, factors
 from keras_shardopt.backends.torch.communicator import in_buckets
+from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
-
-_MIN_BUCKETS = 4
-"""Into how many buckets gradients are divided at least,"""
-
-_SMALL_BYTES = 2**20
-"""unless they would become smaller than this."""
 
 
 @dataclasses.dataclass
@@ -40,6 +38,34 @@ class FlatBucket:
     num_missing: int = 0
     """How many of them are still to come."""
 
+    can_resend = True
+    """Whether gradients are still there when they are sent, and may be sent once more."""
+
+    num_under_way = 2**31
+    """How many buckets may be under way at a time."""
+
+    @property
+    def sent(self) -> tuple[Kind, Tensor]:
+        """By which collective it is sent, and something as large."""
+        return "all_reduce", self.flat
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """Where results lie."""
+        return self.flat, self.wide
+
+    def own_not_finite(self) -> list[int]:
+        """Nothing is noted of gradients that are still there."""
+        return []
+
+    @property
+    def flags(self) -> Tensor:
+        """What is sent along; after the reduction its sum."""
+        return self.flat[self.wide.numel() :]
+
+    def open(self) -> None:
+        """It has memory of its own."""
+
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
         """Lays this variable's gradient there; zeros for None."""
         view = self.views[i]
@@ -53,17 +79,28 @@ class FlatBucket:
         else:
             torch.div(grad, self.divisor, out=view)
 
-    def widen(self) -> None:
+    def send(self) -> Any:
+        """Begins the reduction, and returns what to wait for."""
+        return dist.all_reduce(self.flat, dist.ReduceOp.SUM, async_op=True)
+
+    def receive(self, adds: bool = False) -> None:
         """Fills `results`, now that `flat` is reduced."""
+        del adds
         if self.results is not self.views:
             self.wide.copy_(self.flat[: self.wide.numel()])
             if self.factor != 1:
                 self.wide.mul_(self.factor)
 
     def is_finite(self) -> Tensor:
-        """Whether the sum of `results` is: a scalar bool tensor. It is in one pass, and not where an element is not."""
-        dtype = self.wide.dtype if self.wide.dtype == torch.float64 else torch.float32
-        return self.wide.sum(dtype=dtype).isfinite()
+        """Whether the sum of squares of `results` is: a scalar bool tensor."""
+        return sum_of_squares(self.wide).isfinite()
+
+
+def sum_of_squares(flat: Tensor) -> Tensor:
+    """That is not finite where an element is not, and takes a third of the time of a plain sum on a CPU."""
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.to(torch.float32)
+    return torch.dot(flat, flat)
 
 
 def laid_out(
@@ -75,9 +112,7 @@ def laid_out(
     num_flags: int,
 ) -> list[FlatBucket]:
     """Buckets for the gradients of these tensors; in the last one is room for some flags, at the end."""
-    # Of what is in the last one, nothing is sent early.
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    bucket_bytes = min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _SMALL_BYTES))
+    bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
     # The one that is full last goes last, as the others may not overtake it.
     groups = sorted(in_buckets(tensors, bucket_bytes, reversed(range(len(tensors)))), key=min, reverse=True)
     buckets = []

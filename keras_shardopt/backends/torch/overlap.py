@@ -8,6 +8,9 @@ What travels is the same, bucket by bucket, if all of it is sent at the end (`re
 itself, at every step, when it sends. A rank does so early only where it knows what comes: in the step of Keras' own
 trainer, which calls `scale_loss`, `backward` and `apply` one after another. Everybody else gets `reduce`.
 
+With state in slices each rank gets its slices of the sums (`sliced_bucket.py`). There gradients are gone once they are
+sent: what comes later for the same variable is sent by itself, and added. `.grad` is NaN then.
+
 The last of several micro-batches sends means of all of them. What is not finite is looked for in what is reduced: by
 one sum a bucket, and by a look at each gradient, and a question to all ranks, only where that sum is not finite.
 
@@ -22,6 +25,7 @@ Private names of PyTorch: `Variable._execution_engine.queue_callback` - calls at
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,8 +38,10 @@ from torch.autograd import Variable as _Autograd
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
-from keras_shardopt.backends.torch.flat_bucket import laid_out
+from keras_shardopt.backends.torch.flat_bucket import FlatBucket, laid_out
 from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
+from keras_shardopt.backends.torch.sliced_bucket import SlicedBucket, Slices, cut_up
+from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, ReduceOp, Tensor, Variable, dtype_of
 
 _CALL = "reduces the gradients of an update"
@@ -55,6 +61,7 @@ class Buckets:
         bucket_bytes: float. How large buckets may be; a gradient that is larger has one of its own.
         compression: None, "float16" or "bfloat16": the dtype in which float32 and float64 are sent and added up.
         checks_finite: bool. Whether to look for what is not finite.
+        slices: None, or how gradients are cut, of which each rank gets its slices.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class Buckets:
         bucket_bytes: float,
         compression: str | None,
         checks_finite: bool = False,
+        slices: Slices | None = None,
     ) -> None:
         self._ranks = ranks
         self._checks_finite = checks_finite
@@ -75,36 +83,43 @@ class Buckets:
         self._places = {id(variable): i for i, variable in enumerate(self._variables)}
         self._overlaps = True
         tensors = [variable.value for variable in self._variables]
-        num_flags = len(tensors) + NUM_FLAGS + 3
+        num_flags = len(tensors) + NUM_FLAGS + 4
         op: ReduceOp = "mean" if takes_mean else "sum"
-        self._buckets = laid_out(tensors, bucket_bytes, op, self._num_ranks, compression, num_flags)
+        self._buckets: Sequence[FlatBucket | SlicedBucket]
+        if slices is None:
+            self._buckets = laid_out(tensors, bucket_bytes, op, self._num_ranks, compression, num_flags)
+        else:
+            self._buckets = cut_up(tensors, slices, op, ranks.replica_id, compression, num_flags, checks_finite)
+        self._can_resend = self._buckets[0].can_resend
         self._of = {i: bucket for bucket in self._buckets for i in bucket.places}
-        flags = self._buckets[-1].flat
-        self._flags = flags[flags.numel() - num_flags :]
+        self._flags = self._buckets[-1].flags
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._heard: list[tuple[dict[int, Any], int]] = []
         # How often gradients were taken from here: equal on all ranks, or one of them has left out an update.
         self._num_taken = 0
+        self._num_sent: int = 0
         self._forget()
 
     def _begin(self) -> None:
         if self._num_sent % len(self._buckets):
             # The backward pass before has ended with an error. Others wait for the rest of its gradients, and then
-            # do it all once more, along with what this rank sends next.
-            self._was_late = True
+            # do it all once more, along with what this rank sends next; if they still can.
+            self._was_late, self._has_lost = True, not self._can_resend
             nothing: list[Tensor | None] = [None] * len(self._variables)
-            self._reduced([False] * len(nothing), lambda: nothing, None)
+            self._reduced([False] * len(nothing), nothing, None)
         self._forget()
 
     def _forget(self) -> None:
         self._is_running = False
         self._task = -1
-        self._was_late = False
-        self._seen: dict[int, tuple[Tensor, int]] = {}
-        self._num_sent: int = 0
+        self._was_late = self._has_lost = False
+        self._seen: dict[int, tuple[Any, int]] = {}
+        self._num_sent = self._num_received = 0
         self._under_way: list[Any] = []
+        self._adds = False
         self._finished: list[Tensor | None] | None = None
+        self._handed: list[Tensor | None] = []
         self._window: Window | None = None
 
     # Not `weakref.finalize`, whose registry `torch.compile` would guard on.
@@ -151,26 +166,27 @@ class Buckets:
             self._listen_to(parameters, trainable)
         if any(parameter.grad is not None for parameter in parameters):
             return  # somebody adds gradients up
+        if not self._can_resend and self._others_listen():
+            return  # who are to find gradients where they were
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.places)
+        self._rewind()
         self._counts, self._window = counts, window
         self._task = torch._C._current_graph_task_id()
         self._is_running = True
         _Autograd._execution_engine.queue_callback(self._finish)
 
+    def _others_listen(self) -> bool:
+        hooks = (hook for p in self._parameters for hook in (p._post_accumulate_grad_hooks or {}).values())
+        return any(not isinstance(hook, _Listener) for hook in hooks)
+
     def _listen_to(self, parameters: list[Tensor], trainable: list[bool]) -> None:
         _let_go(self._heard)
         mine = weakref.ref(self)
-
-        def heard(i: int, parameter: Tensor) -> None:
-            buckets = mine()
-            if buckets is not None and buckets._is_running:
-                buckets._take(i, parameter)
-
         self._parameters, self._trainable = parameters, trainable
         for i, parameter in enumerate(parameters):
             if trainable[i]:
-                handle = parameter.register_post_accumulate_grad_hook(lambda p, i=i: heard(i, p))
+                handle = parameter.register_post_accumulate_grad_hook(_Listener(mine, i))
                 self._heard.append((parameter._post_accumulate_grad_hooks, handle.id))
 
     @torch.no_grad()
@@ -180,11 +196,13 @@ class Buckets:
         # A second time, or in a backward pass within this one, as with reentrant checkpoints: `.grad` has all of it
         # in the end.
         if i in self._seen or torch._C._current_graph_task_id() != self._task:
-            self._was_late = True
+            self._was_late |= self._can_resend  # else only what is left over in the end is late
             return
         assert parameter.grad is not None
-        self._seen[i] = (parameter.grad, parameter.grad._version)
+        self._seen[i] = (parameter.grad if self._can_resend else None), parameter.grad._version
         self._put(i, self._of_window(i, parameter.grad))
+        if not self._can_resend:
+            parameter.grad = None
         bucket.num_missing -= 1
         while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_missing:
             self._send()
@@ -196,9 +214,6 @@ class Buckets:
             return
         self._is_running = False
         own = [parameter.grad for parameter in self._parameters]
-        for i, (grad, version) in self._seen.items():
-            # By a hook of somebody else, which came after.
-            self._was_late |= own[i] is not grad or grad._version != version
         present = [i in self._seen for i in range(len(own))]
         for bucket in self._buckets[self._num_sent :]:
             for i in bucket.places:
@@ -206,6 +221,7 @@ class Buckets:
                     grad = self._of_window(i, own[i])
                     present[i] = grad is not None
                     self._put(i, grad)
+        left = self._left(own)
 
         def given() -> Gradients:
             return [self._of_window(i, grad) for i, grad in enumerate(own)]
@@ -214,11 +230,33 @@ class Buckets:
         if found is None:  # somewhere one came after it was sent
             # All of it anew, and from now on at the end: here if this rank was late, or else on that one.
             self._overlaps = not self._was_late
-            found = self._reduced_at_the_end(given(), self._counts, self._trainable)
+            if self._can_resend:
+                found = self._reduced_at_the_end(given(), self._counts, self._trainable)
+            else:
+                found = self._reduced_at_the_end(left, self._counts, self._trainable, present=present, adds=True)
         self._seen = {}
-        for parameter, grad in zip(self._parameters, found):
+        self._handed = found
+        if not self._can_resend:
+            self._handed = [None if grad is None else _gone(p) for p, grad in zip(self._parameters, found)]
+        for parameter, grad in zip(self._parameters, self._handed):
             parameter.grad = grad
         self._finished = found
+
+    def _left(self, own: Gradients) -> list[Tensor | None]:
+        """What has come by a hook of somebody else, or another part of the backward pass, after the gradient was taken.
+
+        Where gradients are let go it is all of `.grad`.
+        """
+        left: list[Tensor | None] = [None] * len(own)
+        for i, (grad, version) in self._seen.items():
+            if self._can_resend:
+                self._was_late |= own[i] is not grad or grad._version != version
+            elif own[i] is not None:
+                self._was_late = True
+                of_others = None if self._window is None else self._window(i, None)
+                late = self._of_window(i, own[i])
+                left[i] = late if of_others is None else late - of_others
+        return left
 
     def _of_window(self, i: int, grad: Tensor | None) -> Tensor | None:
         return grad if self._window is None else self._window(i, grad)
@@ -251,7 +289,7 @@ class Buckets:
                 own[i], trained[i] = grad, True
             self._begin()
             finished = self._reduced_at_the_end(own, counts and weight != 0, trained, weight)
-        elif any(grad is not finished[i] for i, grad in zip(places, grads)):
+        elif any(grad is not self._handed[i] for i, grad in zip(places, grads)):
             raise ValueError(
                 "The gradients of this step were reduced while they were computed, and others have come. "
                 "Received: gradients that are not `.grad` of the weights. Use `CrossShard(..., overlap=False)`, or "
@@ -274,9 +312,9 @@ class Buckets:
         self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
 
     @property
-    def sent(self) -> list[Tensor]:
-        """What is sent in each update, once unless a gradient comes late."""
-        return [bucket.flat for bucket in self._buckets]
+    def sent(self) -> list[tuple[Kind, Tensor]]:
+        """What is sent in each update, once unless a gradient comes late, and by which collective."""
+        return [bucket.sent for bucket in self._buckets]
 
     @property
     def has_finished(self) -> bool:
@@ -295,46 +333,74 @@ class Buckets:
         trained: Sequence[bool] | None,
         weight: float = 1.0,
         trains: bool = True,
+        present: list[bool] | None = None,
+        adds: bool = False,
     ) -> list[Tensor | None]:
-        """Sends all, as often as some rank asks for it."""
-        self._counts = counts
-        found = None
-        while found is None:
-            self._num_sent, self._was_late = 0, False
+        """Sends all, as often as some rank asks for it; with `adds` on top of what has come."""
+        self._counts, self._adds = counts, adds
+        has = [grad is not None for grad in own] if present is None else present
+        while True:
+            self._was_late = False
+            self._rewind()
             for i, grad in enumerate(own):
-                self._put(i, grad, weight)
-            found = self._reduced([grad is not None for grad in own], lambda: own, trained, trains)
-        return found
+                if grad is not None or not self._adds:
+                    self._put(i, grad, weight)
+            found = self._reduced(has, own, trained, trains)
+            if found is not None:
+                self._adds = False
+                return found
+            if not self._can_resend:
+                own, self._adds = [None] * len(own), True
 
     def _send(self) -> None:
         bucket = self._buckets[self._num_sent]
+        while self._num_sent - self._num_received >= bucket.num_under_way:
+            self._receive()
         with explaining_failures(self._under_way, _CALL):
-            self._under_way.append(dist.all_reduce(bucket.flat, dist.ReduceOp.SUM, async_op=True))
+            self._under_way.append(bucket.send())
         self._num_sent += 1
+
+    def _receive(self) -> None:
+        with explaining_failures(self._under_way, _CALL):
+            wait_for(self._under_way[self._num_received])
+        self._buckets[self._num_received].receive(self._adds)
+        self._num_received += 1
+        for bucket in self._buckets[self._num_received + 1 :][:1]:
+            bucket.open()
+
+    def _rewind(self) -> None:
+        self._num_sent = self._num_received = 0
+        for bucket in self._buckets[:2]:
+            bucket.open()
 
     def _reduced(
         self,
         present: list[bool],
-        own: Callable[[], Gradients],
+        own: Gradients | Callable[[], Gradients],
         trained: Sequence[bool] | None,
         trains: bool = True,
     ) -> list[Tensor | None] | None:
         """Sends what is not sent yet, and waits for all; None if some rank asks to do it all once more."""
         is_odd = self._num_taken % 2 == 1
-        more = [self._was_late, trains and is_odd, trains and not is_odd]
+        more = [self._was_late, self._has_lost, trains and is_odd, trains and not is_odd]
         channel = SideChannel(self._ranks, self._variables, present, trained, trains, more)
         self._flags.copy_(channel.pack(dtype_of(self._flags)))
         while self._num_sent < len(self._buckets):
             self._send()
-        for number in range(len(self._under_way)):
-            with explaining_failures(self._under_way, _CALL):
-                wait_for(self._under_way[number])
+        while self._num_received < len(self._buckets):
+            self._receive()
         self._under_way = []
         has = present
         heard, _ = channel.unpack(self._flags, "sum", must_look=self._was_late)
         if heard is not None:
             heard.check_all_train()
-            num_late, num_odd, num_even = heard.more
+            num_late, num_lost, num_odd, num_even = heard.more
+            if num_lost > 0:
+                raise ValueError(
+                    "With `shard_state=True` gradients are gone once they are sent. Received: on some rank a backward "
+                    "pass that ended with an error, after which the program went on. Use `CrossShard(..., "
+                    "shard_state=True, overlap=False)` to go on after such errors."
+                )
             if num_odd > 0 and num_even > 0:
                 raise ValueError(
                     "All replicas must make the same updates, in the same order. Received: gradients of other updates "
@@ -350,8 +416,6 @@ class Buckets:
                 return None
             heard.check_same_variables()
             has = heard.present
-        for bucket in self._buckets:
-            bucket.widen()
         found = [self._of[i].results[i] if is_there else None for i, is_there in enumerate(has)]
         if self._checks_finite:
             self.found_inf = self._not_finite(found, own)
@@ -359,20 +423,45 @@ class Buckets:
 
     # -- what is not finite ----------------------------------------------------------------------------------------
 
-    def _not_finite(self, found: Gradients, own: Callable[[], Gradients]) -> tuple[int, int, int]:
+    def _not_finite(self, found: Gradients, own: Gradients | Callable[[], Gradients]) -> tuple[int, int, int]:
         """What of the global gradients is not finite, and whose that was."""
         # What is not finite makes the sum so; a sum may overflow by itself. Each rank has the same bits, but adds them
         # up in an order of its own: only what elements say is sure to be the same on all, and leads to a collective.
         device = self._flags.device
-        if bool(torch.stack([bucket.is_finite().to(device) for bucket in self._buckets]).all()):
+        is_finite = torch.stack([bucket.is_finite().to(device) for bucket in self._buckets]).all()
+        if not self._can_resend:
+            return self._not_finite_in_slices(found, is_finite)
+        if bool(is_finite):
             return ALL_FINITE
         place = _first_not_finite(found)
         if not place:
             return ALL_FINITE
-        told = torch.zeros(self._num_ranks, dtype=torch.int32, device=device)
         # Memory of buckets holds those of all ranks by now.
-        grads = own() if self._counts else []
-        told[self._ranks.replica_id] = _first_not_finite([None if self._is_kept(grad) else grad for grad in grads])
+        grads = (own() if callable(own) else own) if self._counts else []
+        mine = _first_not_finite([None if self._is_kept(grad) else grad for grad in grads])
+        return self._source(mine, place)
+
+    def _not_finite_in_slices(self, found: Gradients, is_finite: Tensor) -> tuple[int, int, int]:
+        # Each rank sees its own slices only.
+        last = len(self._variables) + 1
+        some = torch.logical_not(is_finite).to(torch.int32)
+        with explaining_failures():
+            dist.all_reduce(some, dist.ReduceOp.MAX)
+        if not bool(some):
+            return ALL_FINITE
+        mine = _first_not_finite(found)
+        first = torch.tensor(last - mine if mine else 0, dtype=torch.int32, device=is_finite.device)
+        with explaining_failures():
+            dist.all_reduce(first, dist.ReduceOp.MAX)
+        if not int(first):
+            return ALL_FINITE
+        places = [i for bucket in self._buckets for i in bucket.own_not_finite()]
+        return self._source(min(places) + 1 if places else 0, last - int(first))
+
+    def _source(self, mine: int, place: int) -> tuple[int, int, int]:
+        """`Step.found_inf`, of what is not finite of this rank's own gradients and of the sum (from 1; 0 for none)."""
+        told = torch.zeros(self._num_ranks, dtype=torch.int32, device=self._flags.device)
+        told[self._ranks.replica_id] = mine
         with explaining_failures():
             dist.all_reduce(told)
         places = told.tolist()
@@ -383,7 +472,24 @@ class Buckets:
         if grad is None or grad.is_sparse:
             return False
         memory = grad.untyped_storage().data_ptr()
-        return any(memory == t.untyped_storage().data_ptr() for b in self._buckets for t in (b.flat, b.wide))
+        return any(memory == t.untyped_storage().data_ptr() for b in self._buckets for t in b.memory)
+
+
+def _gone(parameter: Tensor) -> Tensor:
+    """What `.grad` is once the gradient is gone: NaN, in the memory of one number."""
+    return parameter.new_full((1,), math.nan).expand(parameter.shape)
+
+
+class _Listener:
+    """A hook of `Buckets`, by which it is known from those of others."""
+
+    def __init__(self, buckets: weakref.ref[Buckets], i: int) -> None:
+        self._buckets, self._i = buckets, i
+
+    def __call__(self, parameter: Tensor) -> None:
+        buckets = self._buckets()
+        if buckets is not None and buckets._is_running:
+            buckets._take(self._i, parameter)
 
 
 Window = Callable[[int, "Tensor | None"], "Tensor | None"]
