@@ -44,6 +44,23 @@ def test_evaluate_and_predict_tell_of_all_rows(found, alone):
     np.testing.assert_allclose(found[2], alone[2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
+def test_class_weights_and_data_of_other_frameworks(tmp_path):
+    file = tmp_path / "found.pickle"
+    try:
+        launch.jax_processes("jax_kinds.py", 2, file, timeout=200)
+    except launch.WorkersFailed as failure:
+        pytest.fail(str(failure), pytrace=False)
+    found, *_ = pickle.loads(file.read_bytes())
+    alone, *_ = whole_data.outcomes(whole_data.compiled(), others=whole_data.other_cases())
+    assert len(found) >= 2
+    for name, (expected, of_one, _) in alone.items():
+        history, weights, _ = found[name]
+        assert problem.relative_difference(weights, of_one) <= problem.TOLERANCE, name
+        for log in expected:
+            np.testing.assert_allclose(history[log], expected[log], rtol=1e-5, err_msg=f"{name}: {log}")
+
+
 def test_processes_may_have_one_device_each(tmp_path):
     file = tmp_path / "found.pickle"
     try:
