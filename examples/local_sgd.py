@@ -31,7 +31,7 @@ def main():
         type=int,
         help="how many; default: all devices, or all torchrun processes",
     )
-    parser.add_argument("--epochs", type=int, default=20, help="of 22 updates each")
+    parser.add_argument("--epochs", type=int, default=9, help="of 22 updates each")
     arguments = parser.parse_args()
 
     images, labels = load_digits(return_X_y=True)
