@@ -83,7 +83,7 @@ class Buckets:
         self._places = {id(variable): i for i, variable in enumerate(self._variables)}
         self._overlaps = True
         tensors = [variable.value for variable in self._variables]
-        num_flags = len(tensors) + NUM_FLAGS + 4
+        num_flags = len(tensors) + NUM_FLAGS + (3 if slices is None else 4)
         op: ReduceOp = "mean" if takes_mean else "sum"
         self._buckets: Sequence[FlatBucket | SlicedBucket]
         if slices is None:
@@ -382,7 +382,8 @@ class Buckets:
     ) -> list[Tensor | None] | None:
         """Sends what is not sent yet, and waits for all; None if some rank asks to do it all once more."""
         is_odd = self._num_taken % 2 == 1
-        more = [self._was_late, self._has_lost, trains and is_odd, trains and not is_odd]
+        more = [self._was_late, trains and is_odd, trains and not is_odd]
+        more += [] if self._can_resend else [self._has_lost]
         channel = SideChannel(self._ranks, self._variables, present, trained, trains, more)
         self._flags.copy_(channel.pack(dtype_of(self._flags)))
         while self._num_sent < len(self._buckets):
@@ -394,8 +395,8 @@ class Buckets:
         heard, _ = channel.unpack(self._flags, "sum", must_look=self._was_late)
         if heard is not None:
             heard.check_all_train()
-            num_late, num_lost, num_odd, num_even = heard.more
-            if num_lost > 0:
+            num_late, num_odd, num_even, *lost = heard.more
+            if any(number > 0 for number in lost):
                 raise ValueError(
                     "With `shard_state=True` gradients are gone once they are sent. Received: on some rank a backward "
                     "pass that ended with an error, after which the program went on. Use `CrossShard(..., "
