@@ -526,7 +526,7 @@ def the_checks_can_fail(scope):
         optimizer.exclude_from_weight_decay(var_list=weights[:2])
 
     for where, name, nothing, make, prepare in (
-        (memory, "assign_slices", lambda variable, slices: None, momentum, None),
+        (memory.Gathering, "begin", lambda gathering, flat: None, momentum, None),
         (gradient_clipping, "norm_over_replicas", lambda norm: norm, clipped, None),
         (sharding, "keep_exclusions", lambda *args: None, decaying, excluded),
     ):
