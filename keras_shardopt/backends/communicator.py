@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import copy
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from keras import ops
@@ -200,3 +200,22 @@ _SMALL_BYTES = 2**20
 def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
     """How many bytes of so many a bucket may hold. Of what is in the last one, nothing is sent early."""
     return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _SMALL_BYTES))
+
+
+def in_buckets(num_bytes: Sequence[int], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
+    """Positions of what travels together: neighbours in that order, at most so many bytes unless there is but one.
+
+    Args:
+        num_bytes: how many each has.
+        order: positions, one or more, in the order in which they are sent.
+        bucket_bytes: how many a bucket may have.
+    """
+    bucket: list[int] = []
+    size = 0
+    for i in order:
+        if bucket and size + num_bytes[i] > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(i)
+        size += num_bytes[i]
+    yield bucket

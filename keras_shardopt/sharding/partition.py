@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from keras_shardopt.backends.communicator import largest_bucket
-
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -29,25 +27,6 @@ class Piece:
     def size(self) -> int:
         """How many elements it has."""
         return self.stop - self.start
-
-
-def in_buckets(num_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
-    """Which variables travel together, in the order in which a backward pass makes their gradients: the last first.
-
-    Args:
-        num_bytes: how many each variable has.
-        bucket_bytes: how many a bucket may have, unless it is one variable.
-    """
-    limit = largest_bucket(sum(num_bytes), bucket_bytes)
-    buckets: list[list[int]] = [[]]
-    size = 0
-    for i in reversed(range(len(num_bytes))):
-        if buckets[-1] and size + num_bytes[i] > limit:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(i)
-        size += num_bytes[i]
-    return buckets
 
 
 def cut(sizes: Sequence[int], may_cut: Sequence[bool], num_replicas: int) -> list[list[Piece]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,11 @@ from keras import ops
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.communicator import Communicator, GradientState, in_buckets, largest_bucket
 from keras_shardopt.backends.side_channel import SideChannel
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
-from keras_shardopt.sharding.partition import Piece, in_buckets
+from keras_shardopt.sharding.partition import Piece
 from keras_shardopt.sharding.report import MemoryReport, item_size, plus, size_of
 from keras_shardopt.sharding.separability import (
     are_elementwise_inside,
@@ -512,8 +512,12 @@ def _groups(
     groups = []
     for dtype, alike in by_dtype.items():
         num_bytes = [size_of(variables[i]) * item_size(variables[i]) for i in alike]
+        buckets: Iterable[Sequence[int]] = [range(len(alike))]
         # What must stay whole has more variables to be divided evenly among.
-        buckets = in_buckets(num_bytes, bucket_bytes) if all(may_cut[i] for i in alike) else [range(len(alike))]
+        if all(may_cut[i] for i in alike):
+            # The order in which a backward pass makes the gradients: the last first.
+            limit = largest_bucket(sum(num_bytes), bucket_bytes)
+            buckets = in_buckets(num_bytes, reversed(range(len(alike))), limit)
         for places in buckets:
             indices = [alike[place] for place in places]
             sizes = [size_of(variables[i]) for i in indices]

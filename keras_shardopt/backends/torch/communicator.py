@@ -16,7 +16,7 @@ import torch.distributed as dist
 from keras.src.backend.common import global_state
 from torch.nn.parallel import DistributedDataParallel
 
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.communicator import Communicator, GradientState, in_buckets
 from keras_shardopt.backends.models import living_models
 from keras_shardopt.backends.torch.ddp import _INITIALIZE_DDP, _REDUCED_BY_DDP, _ddps, _initialize_ddp, _owns
 from keras_shardopt.backends.torch.process_group import (
@@ -117,7 +117,7 @@ class TorchProcessGroup(Communicator):
         result: list[Tensor] = [None] * len(tensors)
         flats = []
         under_way: list[Any] = []
-        for indices in in_buckets(tensors, BUCKET_BYTES, range(len(tensors))):
+        for indices in alike_in_buckets(tensors, range(len(tensors)), BUCKET_BYTES):
             flat = torch.cat([_dense(tensors[i]).reshape(-1) for i in indices])
             note("all_reduce", [flat], self.num_replicas)
             with explaining_failures(under_way):
@@ -189,7 +189,7 @@ class TorchProcessGroup(Communicator):
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         result: list[Tensor] = [None] * len(tensors)
-        for indices in in_buckets(tensors, BUCKET_BYTES, range(len(tensors))):
+        for indices in alike_in_buckets(tensors, range(len(tensors)), BUCKET_BYTES):
             # As bytes: every dtype travels, and bits stay what they are.
             flat = torch.cat([_bytes(tensors[i]) for i in indices])
             with explaining_failures():
@@ -299,19 +299,11 @@ def _signature(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
     return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
 
 
-def in_buckets(tensors: Sequence[Tensor], bucket_bytes: float, order: Iterable[int]) -> Iterator[list[int]]:
-    """Positions of tensors that travel together: of one dtype and device, at most so many bytes unless alone."""
+def alike_in_buckets(tensors: Sequence[Tensor], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
+    """Positions of tensors that travel together, of one dtype and device: see `in_buckets`."""
     alike: dict[Any, list[int]] = {}
     for i in order:
         alike.setdefault((tensors[i].dtype, tensors[i].device), []).append(i)
-    for indices in alike.values():
-        bucket: list[int] = []
-        size = 0
-        for i in indices:
-            num_bytes = tensors[i].numel() * tensors[i].element_size()
-            if bucket and size + num_bytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(i)
-            size += num_bytes
-        yield bucket
+    num_bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    for positions in alike.values():
+        yield from in_buckets(num_bytes, positions, bucket_bytes)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from keras_shardopt.backends.communicator import largest_bucket
 from keras_shardopt.backends.compression import dtype_sent, factors
-from keras_shardopt.backends.torch.communicator import in_buckets
+from keras_shardopt.backends.torch.communicator import alike_in_buckets
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
@@ -114,7 +114,7 @@ def laid_out(
     """Buckets for the gradients of these tensors; in the last one is room for some flags, at the end."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
     # The one that is full last goes last, as the others may not overtake it.
-    groups = sorted(in_buckets(tensors, bucket_bytes, reversed(range(len(tensors)))), key=min, reverse=True)
+    groups = sorted(alike_in_buckets(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     buckets = []
     for number, places in enumerate(groups):
         size = sum(tensors[i].numel() for i in places)
