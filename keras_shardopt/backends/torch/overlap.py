@@ -491,7 +491,7 @@ class Buckets:
 
 def _gone(parameter: Tensor) -> Tensor:
     """What `.grad` is once the gradient is gone: NaN, in the memory of one number."""
-    return parameter.new_full((1,), math.nan).expand(parameter.shape)
+    return parameter.new_full((), math.nan).expand(parameter.shape)
 
 
 class _Listener:

@@ -753,6 +753,14 @@ def exchanged():
         dist.all_to_all_single = real
 
 
+class Shifted(keras.layers.Layer):
+    def build(self, shape):
+        self.shift = self.add_weight(shape=(), initializer="ones", name="shift")
+
+    def call(self, inputs):
+        return inputs + self.shift.value
+
+
 SLICED = {"shard_state": True, "bucket_mib": TINY}
 # Of SGD, which is tried out elsewhere each time it is built.
 KNOWN = mock.patch.object(slices, "are_elementwise_inside", lambda optimizer, variables: [True] * len(variables))
@@ -762,6 +770,8 @@ KNOWN = mock.patch.object(slices, "are_elementwise_inside", lambda optimizer, va
 @KNOWN
 def slices_travel_in_the_backward_pass(scope):
     """With the bits of those that travel at the end, and the same files."""
+    plain = trained(scope, {**SLICED, "overlap": False}, make_model(Shifted()))
+    assert_same(trained(scope, SLICED, make_model(Shifted())), plain)  # a scalar
     for steps, more in (
         (1, {}),
         (1, {"compression": "bfloat16", "on_nonfinite": "skip"}),
