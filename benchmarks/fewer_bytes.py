@@ -29,6 +29,7 @@ SCHEMES = {
     "int8, no feedback": coded.Int8(error_feedback=False),
     "int4": coded.Int4(),
     "int4, no feedback": coded.Int4(error_feedback=False),
+    "int4, block 256": coded.Int4(block=256),
     "powersgd": coded.PowerSGD(rank=2, warmup_steps=0),
     "powersgd, no feedback": coded.PowerSGD(rank=2, warmup_steps=0, error_feedback=False),
 }

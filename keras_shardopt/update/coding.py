@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +12,7 @@ from keras import ops
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import (
     Gradients,
     ReduceOp,
@@ -22,7 +23,7 @@ from keras_shardopt.numerics import (
     dtype_of,
     overwrites_variable,
 )
-from keras_shardopt.update.compression import CodedInTwoLegs, Compression, PowerSGD, joined, parted
+from keras_shardopt.update.compression import CodedInTwoLegs, Compression, PowerSGD, Reduced, joined, parted
 from keras_shardopt.update.nonfinite import largest_of_all
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.replica_transform import is_one
@@ -186,16 +187,49 @@ class Coded(Communicator):
     def all_reduce_of(self, places: Sequence[int], tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         """As `all_reduce`; the first tensors are the gradients of the variables at these positions."""
         count = len(places)
-        mine = [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)]
+        mine, factors = self._given(places, tensors[:count])
+        reduced = self.codec.reduce(mine, list(tensors[count:]), self._replicas, self._update(), factors)
+        return self._results(self._taken(places, factors, reduced), tensors, op)
+
+    def legs_of(
+        self, places: Sequence[int], tensors: Sequence[Tensor], along: Sequence[Tensor], op: ReduceOp
+    ) -> Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]]:
+        """As `all_reduce_of`, for whoever runs the collectives; of `along` come the sums.
+
+        Args:
+            places: positions of variables.
+            tensors: their gradients; None where this replica has none.
+            along: tensors that are sent as they are.
+            op: "sum" or "mean".
+        """
+        lacking = {place for place, tensor in zip(places, tensors) if tensor is None}
+        self._waits = (self._waits - set(places)) | lacking
+        shapes = [self._variables[place].shape for place in places]
+        filled = [ops.zeros(shape, "float32") if t is None else t for t, shape in zip(tensors, shapes)]
+        mine, factors = self._given(places, filled)
+        size, me = self.num_replicas, self.replica_id
+        reduced = yield from self.codec.legs(mine, list(along), size, me, self._update(), factors)
+        sums = self._taken(places, factors, reduced)
+        count = len(places)
+        like = [self._variables[place] for place in places]
+        return [*self._results(sums[:count], like, op), *sums[count:]]
+
+    def _given(self, places: Sequence[int], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What is coded of these gradients, and from what the reduction starts."""
         before = [self._coding.factors.get(place) for place in places]
         factors = [None if factor is None else ops.convert_to_tensor(factor) for factor in before]
-        update = ops.convert_to_tensor(self._optimizer.iterations)
-        reduced = self.codec.reduce(mine, list(tensors[count:]), self._replicas, update, factors)
+        return [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)], factors
+
+    def _update(self) -> Tensor:
+        return ops.convert_to_tensor(self._optimizer.iterations)
+
+    def _taken(self, places: Sequence[int], factors: Sequence[Tensor | None], reduced: Reduced) -> list[Tensor]:
+        """The sums, of gradients and of what was sent along; the rest is noted."""
         self._is_finite += [ops.isfinite(ops.sum(total)) for total in reduced.sums]
         kept = [place for place, factor in zip(places, factors) if factor is not None]
         self._factors |= dict(zip(kept, reduced.factors))
         self._unsent |= dict(zip(places, reduced.unsent))
-        return self._results([*reduced.sums, *reduced.along], tensors, op)
+        return [*reduced.sums, *reduced.along]
 
     def reduce_scatter_of(
         self, slices: Sequence[Sequence[tuple[int, int, Tensor]]], along: Sequence[Tensor], op: ReduceOp
@@ -231,8 +265,9 @@ class Coded(Communicator):
         return own, sums
 
     def _results(self, sums: Sequence[Tensor], like: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        results = [cast(total, dtype_of(tensor)) for total, tensor in zip(sums, like)]
-        return [result / self.num_replicas for result in results] if op == "mean" else results
+        # A mean is divided before it is cast: it may fit into half precision where the sum does not.
+        results = [total / self.num_replicas for total in sums] if op == "mean" else sums
+        return [cast(result, dtype_of(tensor)) for result, tensor in zip(results, like)]
 
     def _with_residual(self, place: int, tensor: Tensor, start: int | None = None) -> Tensor:
         """A gradient, or a slice of it, in float32, and what is left over from the last ones."""

@@ -190,9 +190,7 @@ class CrossShardOptions:
         """Whether nothing looks at a replica's own gradients between backward pass and reduction."""
         others = (self.group_assignment, self.virtual_replicas, self.sync_every)
         looks = any(stage._overrides("collect", "local") for stage in self.stages)
-        is_sent_as_it_is = self.codec is None or self.codec.sum_dtype is not None
-        is_whole = all(value is None for value in others)
-        return is_whole and is_sent_as_it_is and not self.looks_at_own_gradients and not looks
+        return all(value is None for value in others) and not self.looks_at_own_gradients and not looks
 
     def needing_local_gradients(self) -> list[str]:
         """The arguments for which each replica's own gradients are needed, as `name=value`."""

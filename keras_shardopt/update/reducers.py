@@ -195,12 +195,13 @@ class Overlapped:
         if buckets is None:
             return None
         grads = buckets.reduce(step.grads, step.variables, bool(step.row_share), step.weight)
-        for kind, tensor in buckets.sent:
-            note(kind, [tensor], comm.num_replicas)
+        for kind, tensors in buckets.sent:
+            note(kind, tensors, comm.num_replicas)
         found_inf = buckets.found_inf
         if found_inf not in (None, ALL_FINITE):
             found_inf = ops.convert_to_tensor(found_inf, "int32")
-        return step.replace(grads=grads, found_inf=found_inf)
+        step = step.replace(grads=grads, found_inf=found_inf)
+        return step if buckets.coded is None else buckets.coded.kept(step, all_decide=False)
 
     @property
     def has_finished(self) -> bool:
@@ -232,9 +233,16 @@ class Overlapped:
                     self._at_the_end._half,
                     self._options.on_nonfinite != "ignore",
                     slices,
+                    None if self._optimizer.pipeline.coding is None else lambda: self._coded(comm),
                 )
                 self.buckets = _overlap.buckets_among(comm, variables, *arguments)
         return self.buckets
+
+    def _coded(self, comm: Communicator) -> Communicator:
+        """What codes the gradients of the next reduction."""
+        variables = self._optimizer._trainable_variables
+        nothing = Step([None] * len(variables), variables, GradientState.LOCAL)
+        return self._at_the_end._coded(nothing, comm)
 
 
 def reducer_of(optimizer: Any, shards: Any = None) -> AllReduce | Overlapped:
@@ -242,6 +250,7 @@ def reducer_of(optimizer: Any, shards: Any = None) -> AllReduce | Overlapped:
     options: CrossShardOptions = optimizer._options
     at_the_end = AllReduce(optimizer) if shards is None else ReduceScatter(optimizer, shards)
     overlaps = options.overlap == "auto" and options.is_plain
-    if overlaps and (shards is None or shards.gradient_slices is not None):
+    is_coded = options.codec is not None and options.codec.sum_dtype is None
+    if overlaps and (shards is None or (shards.gradient_slices is not None and not is_coded)):
         return Overlapped(optimizer, at_the_end, shards)
     return at_the_end

@@ -196,9 +196,9 @@ def test_bad_arguments_and_the_config():
     restored = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
     assert (restored.compression, restored.overlap, restored.bucket_mib) == ("float16", False, 3.0)
     assert "compression='float16'" in repr(restored) and "bucket_mib=3" in repr(restored)
-    coded = ks.CrossShard("sgd", compression=ks.compression.Int4(block=64))
+    coded = ks.CrossShard("sgd", compression=ks.compression.Int4(block=128))
     restored = keras.optimizers.deserialize(keras.optimizers.serialize(coded))
-    assert restored.compression == ks.compression.Int4(block=64) and "compression=Int4(block=64)" in repr(restored)
+    assert restored.compression == ks.compression.Int4(block=128) and "compression=Int4(block=128)" in repr(restored)
     with pytest.raises(ValueError, match="`compression` and `stages` .* need"):
         ks.CrossShard(optimizer)
     for wrong, error in ((0, ValueError), (float("nan"), ValueError), ("1", TypeError)):

@@ -30,7 +30,7 @@ def test_what_was_sent_and_what_was_not_add_up_to_all_gradients(world, name):
         assert np.max(np.abs(moved - expected)) > 1e-4 * np.max(np.abs(expected)) or "bfloat16" in name
 
 
-BITS = {"nothing": 32, "bfloat16": 16, "bfloat16 fed back": 16, "int8": 8 + 16 / 256, "int4": 4 + 16 / 256}
+BITS = {"nothing": 32, "bfloat16": 16, "bfloat16 fed back": 16, "int8": 8 + 16 / 256, "int4": 4 + 16 / 64}
 
 
 @pytest.mark.parametrize("name", some(compressing.SENT, ["int8", "int4", "powersgd"]))

@@ -7,7 +7,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -27,7 +27,7 @@ from keras_shardopt.backends.torch.process_group import (
     wait_for,
 )
 from keras_shardopt.backends.torch.random_numbers import draw_apart
-from keras_shardopt.backends.traffic import note
+from keras_shardopt.backends.traffic import Kind, note
 from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
 BUCKET_BYTES = 25 * 2**20
@@ -160,30 +160,40 @@ class TorchProcessGroup(Communicator):
     @torch.compiler.disable
     @torch.no_grad()
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        # As bytes, in one exchange: first what goes to rank 0, of all tensors.
-        rows = [_bytes(tensor).view(self.num_replicas, -1) for tensor in tensors]
-        sent = torch.cat(rows, 1)
-        received = torch.empty_like(sent)
-        note("all_to_all", tensors, self.num_replicas)
-        with explaining_failures():
-            wait_for(dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._process_group, async_op=True))
-        return _joined(received, rows, tensors)
+        return self._exchanged("all_to_all", tensors)
 
     @torch.compiler.disable
     @torch.no_grad()
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        if len(tensors) > 1:
-            rows = [_bytes(tensor).view(1, -1) for tensor in tensors]
-            note("all_gather", tensors, self.num_replicas)
-            return _joined(self._gathered(torch.cat(rows, 1).view(-1)).view(self.num_replicas, -1), rows, tensors)
-        note("all_gather", tensors, self.num_replicas)
-        return [self._gathered(tensor) for tensor in tensors]
+        return self._exchanged("all_gather", tensors)
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        whole = tensor.new_empty(tensor.numel() * self.num_replicas)
+    def _exchanged(self, kind: Kind, tensors: Sequence[Tensor]) -> list[Tensor]:
+        note(kind, tensors, self.num_replicas)
         with explaining_failures():
-            wait_for(_all_gather(whole, tensor.contiguous(), group=self._process_group, async_op=True))
-        return whole
+            work, come = self.begin(kind, tensors)
+            wait_for(work)
+        return come()
+
+    @torch.no_grad()
+    def begin(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
+        """Begins an exchange, a gathering or a sum, of which nothing is noted.
+
+        Returns:
+            What to wait for, by `wait_for`; and a function that returns what has come of it by then.
+        """
+        group, size = self._process_group, self.num_replicas
+        if kind == "all_reduce":
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            work = dist.all_reduce(flat, dist.ReduceOp.SUM, group=group, async_op=True)
+            parts = flat.split([tensor.numel() for tensor in tensors])
+            return work, (lambda: [part.view(t.shape) for part, t in zip(parts, tensors)])
+        # As bytes, all tensors at once: in an exchange first what goes to rank 0, of all of them.
+        rows = [_bytes(tensor).view(size if kind == "all_to_all" else 1, -1) for tensor in tensors]
+        sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        received = sent.new_empty(size, sent.shape[1])
+        run = dist.all_to_all_single if kind == "all_to_all" else _all_gather
+        work = run(received.view(-1), sent.view(-1), group=group, async_op=True)
+        return work, (lambda: _joined(received, rows, tensors))
 
     @torch.compiler.disable
     @torch.no_grad()

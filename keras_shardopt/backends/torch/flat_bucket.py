@@ -44,10 +44,13 @@ class FlatBucket:
     num_under_way = 2**31
     """How many buckets may be under way at a time."""
 
+    step: Any = None
+    """Nothing codes its gradients."""
+
     @property
-    def sent(self) -> tuple[Kind, Tensor]:
+    def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
         """By which collective it is sent, and something as large."""
-        return "all_reduce", self.flat
+        return [("all_reduce", [self.flat])]
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -90,6 +93,9 @@ class FlatBucket:
             self.wide.copy_(self.flat[: self.wide.numel()])
             if self.factor != 1:
                 self.wide.mul_(self.factor)
+
+    def finish(self) -> None:
+        """`receive` has filled them."""
 
     def is_finite(self) -> Tensor:
         """Whether the sum of squares of `results` is: a scalar bool tensor."""

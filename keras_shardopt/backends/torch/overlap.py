@@ -37,14 +37,13 @@ from torch.autograd import Variable as _Autograd
 
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
+from keras_shardopt.backends.torch.coded_bucket import CALL, CodedBucket, coded
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.flat_bucket import FlatBucket, laid_out
 from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
 from keras_shardopt.backends.torch.sliced_bucket import SlicedBucket, Slices, cut_up
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, ReduceOp, Tensor, Variable, dtype_of
-
-_CALL = "reduces the gradients of an update"
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -62,6 +61,7 @@ class Buckets:
         compression: None, "float16" or "bfloat16": the dtype in which float32 and float64 are sent and added up.
         checks_finite: bool. Whether to look for what is not finite.
         slices: None, or how gradients are cut, of which each rank gets its slices.
+        coding: None, or makes for each reduction what codes its gradients (`Coded`).
     """
 
     def __init__(
@@ -73,8 +73,12 @@ class Buckets:
         compression: str | None,
         checks_finite: bool = False,
         slices: Slices | None = None,
+        coding: Callable[[], Any] | None = None,
     ) -> None:
         self._ranks = ranks
+        self._coding = coding
+        self.coded: Any = None
+        """What has coded the gradients that `reduce` has returned last."""
         self._checks_finite = checks_finite
         self.found_inf: tuple[int, int, int] | None = None
         """Of the gradients that `reduce` has returned last, as `Step.found_inf`; None where nobody asks."""
@@ -82,11 +86,14 @@ class Buckets:
         self._variables = list(variables)
         self._places = {id(variable): i for i, variable in enumerate(self._variables)}
         self._overlaps = True
+        self._under_way: list[Any] = []
         tensors = [variable.value for variable in self._variables]
         num_flags = len(tensors) + NUM_FLAGS + (3 if slices is None else 4)
         op: ReduceOp = "mean" if takes_mean else "sum"
-        self._buckets: Sequence[FlatBucket | SlicedBucket]
-        if slices is None:
+        self._buckets: Sequence[FlatBucket | SlicedBucket | CodedBucket]
+        if coding is not None:
+            self._buckets = coded(ranks, tensors, bucket_bytes, op, num_flags, self._under_way)
+        elif slices is None:
             self._buckets = laid_out(tensors, bucket_bytes, op, self._num_ranks, compression, num_flags)
         else:
             self._buckets = cut_up(tensors, slices, op, ranks.replica_id, compression, num_flags, checks_finite)
@@ -116,7 +123,7 @@ class Buckets:
         self._was_late = self._has_lost = False
         self._seen: dict[int, tuple[Any, int]] = {}
         self._num_sent = self._num_received = 0
-        self._under_way: list[Any] = []
+        self._under_way.clear()
         self._adds = False
         self._finished: list[Tensor | None] | None = None
         self._handed: list[Tensor | None] = []
@@ -312,9 +319,9 @@ class Buckets:
         self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
 
     @property
-    def sent(self) -> list[tuple[Kind, Tensor]]:
-        """What is sent in each update, once unless a gradient comes late, and by which collective."""
-        return [bucket.sent for bucket in self._buckets]
+    def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
+        """What is sent in each update, once unless a gradient comes late, and by which collectives."""
+        return [sent for bucket in self._buckets for sent in bucket.sent]
 
     @property
     def has_finished(self) -> bool:
@@ -356,12 +363,12 @@ class Buckets:
         bucket = self._buckets[self._num_sent]
         while self._num_sent - self._num_received >= bucket.num_under_way:
             self._receive()
-        with explaining_failures(self._under_way, _CALL):
+        with explaining_failures(self._under_way, CALL):
             self._under_way.append(bucket.send())
         self._num_sent += 1
 
     def _receive(self) -> None:
-        with explaining_failures(self._under_way, _CALL):
+        with explaining_failures(self._under_way, CALL):
             wait_for(self._under_way[self._num_received])
         self._buckets[self._num_received].receive(self._adds)
         self._num_received += 1
@@ -370,6 +377,10 @@ class Buckets:
 
     def _rewind(self) -> None:
         self._num_sent = self._num_received = 0
+        if self._coding is not None:
+            self.coded = self._coding()
+            for bucket in self._buckets:
+                bucket.step = self.coded
         for bucket in self._buckets[:2]:
             bucket.open()
 
@@ -390,7 +401,9 @@ class Buckets:
             self._send()
         while self._num_received < len(self._buckets):
             self._receive()
-        self._under_way = []
+        for bucket in self._buckets:
+            bucket.finish()
+        self._under_way.clear()
         has = present
         heard, _ = channel.unpack(self._flags, "sum", must_look=self._was_late)
         if heard is not None:
@@ -478,7 +491,7 @@ class Buckets:
 
 def _gone(parameter: Tensor) -> Tensor:
     """What `.grad` is once the gradient is gone: NaN, in the memory of one number."""
-    return parameter.new_full((1,), math.nan).expand(parameter.shape)
+    return parameter.new_full((), math.nan).expand(parameter.shape)
 
 
 class _Listener:

@@ -53,6 +53,7 @@ class SlicedBucket:
 
     can_resend = False
     num_under_way = 1
+    step: Any = None
 
     def __init__(
         self,
@@ -104,10 +105,10 @@ class SlicedBucket:
         self._extremes: dict[int, Tensor] = {}
 
     @property
-    def sent(self) -> tuple[Kind, Tensor]:
+    def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
         """By which collective it is sent, and something as large."""
         kind: Kind = "all_to_all" if dist.get_backend() == "gloo" else "reduce_scatter"
-        return kind, self._own.expand(self._num_ranks, -1)
+        return [(kind, [self._own.expand(self._num_ranks, -1)])]
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -188,6 +189,9 @@ class SlicedBucket:
             self.wide.div_(self._num_ranks)
         if before is not None:
             self.wide.add_(before)
+
+    def finish(self) -> None:
+        """`receive` has filled them."""
 
     def is_finite(self) -> Tensor:
         """Whether the sum of squares of `results` is: a scalar bool tensor."""

@@ -17,8 +17,10 @@ from support.checks import check, refused
 from torch.utils.checkpoint import checkpoint
 
 import keras_shardopt as ks
+from keras_shardopt.backends.torch import communicator as torch_communicator
 from keras_shardopt.backends.torch import overlap as torch_overlap
 from keras_shardopt.sharding import slices
+from keras_shardopt.update.compression import CodedInTwoLegs
 
 warnings.filterwarnings("ignore")
 NUM_STEPS = 6
@@ -67,7 +69,7 @@ def by_hand(model, x, y, size):
         model.zero_grad()
         outputs = model(x[start : start + size])
         loss = keras.ops.mean(keras.ops.square(outputs - torch.tensor(y[start : start + size])))
-        loss.backward()
+        model.optimizer.scale_loss(loss).backward()
         model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
 
 
@@ -536,7 +538,7 @@ def parts_of_unequal_sizes(scope):
         mine = slice(0, 9) if scope.replica_id else slice(9, None)  # the others run out of rows
         with recorded() as calls:
             model.fit(x[mine], y[mine], batch_size=4, epochs=2, shuffle=False, verbose=0)
-        assert any(inside for _, inside in calls) == (arguments.get("overlap") is None and not MORE)
+        assert any(inside for _, inside in calls) == (arguments.get("overlap") is None and "shard_state" not in MORE)
         assert scope.largest_difference(model) == 0
         found.append(model)
     assert_same(*found, 1e-6)
@@ -751,6 +753,14 @@ def exchanged():
         dist.all_to_all_single = real
 
 
+class Shifted(keras.layers.Layer):
+    def build(self, shape):
+        self.shift = self.add_weight(shape=(), initializer="ones", name="shift")
+
+    def call(self, inputs):
+        return inputs + self.shift.value
+
+
 SLICED = {"shard_state": True, "bucket_mib": TINY}
 # Of SGD, which is tried out elsewhere each time it is built.
 KNOWN = mock.patch.object(slices, "are_elementwise_inside", lambda optimizer, variables: [True] * len(variables))
@@ -760,6 +770,8 @@ KNOWN = mock.patch.object(slices, "are_elementwise_inside", lambda optimizer, va
 @KNOWN
 def slices_travel_in_the_backward_pass(scope):
     """With the bits of those that travel at the end, and the same files."""
+    plain = trained(scope, {**SLICED, "overlap": False}, make_model(Shifted()))
+    assert_same(trained(scope, SLICED, make_model(Shifted())), plain)  # a scalar
     for steps, more in (
         (1, {}),
         (1, {"compression": "bfloat16", "on_nonfinite": "skip"}),
@@ -859,6 +871,112 @@ def slices_of_gradients_meet_what_others_meet(scope):
     Failing.ranks = ()
     refused(lambda: model.train_on_batch(x[:size], y[:size]), ValueError, "gradients are gone once they are sent")
     dist.barrier()
+
+
+@contextlib.contextmanager
+def gathered():
+    """For each all-gather of coded gradients whether it is in a backward pass."""
+    real, calls = torch_communicator._all_gather, []
+
+    def all_gather(*args, **kwargs):
+        calls.append(torch._C._current_graph_task_id() >= 0)
+        return real(*args, **kwargs)
+
+    with mock.patch.object(torch_communicator, "_all_gather", all_gather):
+        yield calls
+
+
+def unsent(model):
+    return [v.numpy() for v in model.optimizer.pipeline.residuals]
+
+
+@check
+def coded_gradients_travel_in_the_backward_pass(scope):
+    """With the bits, and what is kept, of the same buckets that are sent at the end."""
+    scaled = lambda: ks.LossScaling(problem.sgd_momentum(), ks.AutomaticLossScaler())  # noqa: E731
+    for codec, inner, more in (
+        (ks.compression.Int8(block=16), problem.sgd_momentum, {}),
+        (ks.compression.Int8(block=8, rounding="stochastic"), scaled, {"on_nonfinite": "skip"}),
+        (ks.compression.Int4(block=8), problem.sgd_momentum, {"reduction": "sum", "gradient_accumulation_steps": 2}),
+        (ks.compression.PowerSGD(rank=1, warmup_steps=3), problem.sgd_momentum, {"on_nonfinite": "skip"}),
+    ):
+        arguments = {"bucket_mib": TINY, "compression": codec, **more}
+        with exchanged() as exchanges, gathered() as gatherings, recorded() as sums:
+            model = trained(scope, arguments, inner=inner)
+        by_end = trained(scope, arguments, inner=inner, loop=by_hand)
+        assert_same(model, by_end)
+        assert all((a == b).all() for a, b in zip(unsent(model), unsent(by_end)))
+        assert np.max([np.abs(a).max() for a in unsent(model)]) > 0
+        assert scope.largest_difference(model) == 0
+        plain = trained(scope, more, inner=inner)
+        moved = max(np.abs(a - b).max() for a, b in zip(plain.get_weights(), make_model().get_weights()))
+        assert_same(model, plain, 0.5 * moved)
+        num_updates = NUM_STEPS // more.get("gradient_accumulation_steps", 1)
+        inside = [False] * 4 + [True] * (4 * (num_updates - 1)) + [False] * 4
+        if "PowerSGD" in repr(codec):
+            assert sum(inside for _, inside in sums) > 4 * (num_updates - 1)
+        else:
+            assert [inside for _, inside in exchanges] == inside and gatherings == inside, codec
+    dist.barrier()
+
+
+@check
+def what_is_not_finite_leaves_nothing_in_what_is_unsent(scope):
+    x, y = problem.data(1)
+    for codec in ("int8", "int4", ks.compression.PowerSGD(rank=1, warmup_steps=0)):
+        for more in ({"on_nonfinite": "skip"}, {}):
+            model = trained(scope, {"bucket_mib": TINY, "compression": codec, **more})
+            for bad_rank in range(scope.num_replicas):
+                before, left = [w.copy() for w in model.get_weights()], [a.copy() for a in unsent(model)]
+                mine = x.copy()
+                mine[0, 0] = np.inf if scope.replica_id == bad_rank else 0.0
+                model.fit(mine, y, batch_size=len(x), verbose=0)
+                assert all((a == b).all() and np.isfinite(a).all() for a, b in zip(left, unsent(model))), codec
+                if more:
+                    assert all((a == b).all() for a, b in zip(before, model.get_weights()))
+                    assert model.optimizer.last_nonfinite == (bad_rank, model.weights[0].path), codec
+                else:  # as asked
+                    assert np.isnan(model.get_weights()[0]).any()
+
+
+class Whole(CodedInTwoLegs):
+    """Codes nothing, so that it does not matter what travels together."""
+
+    def encode(self, values, key=()):
+        return [values]
+
+    def decode(self, sent):
+        return sent[0]
+
+
+@check
+def coded_gradients_meet_what_others_meet(scope):
+    with mock.patch.dict(MORE, compression=Whole()):
+        for same in (
+            fit_sends_in_the_backward_pass_coded,
+            gradients_that_some_ranks_lack,
+            gradients_that_come_in_parts,
+            steps_of_others_see_their_own_gradients,
+            parameters_that_are_replaced,
+            windows_in_which_gradients_come_and_go,
+            parts_of_unequal_sizes,
+            gradients_that_a_later_hook_changes,
+            backward_passes_that_fail,
+            ranks_that_end_early_are_noticed,
+        ):
+            try:
+                same(scope)
+            except BaseException:
+                print(f"rank {scope.replica_id}: {same.__name__}", flush=True)
+                raise
+
+
+def fit_sends_in_the_backward_pass_coded(scope):
+    plain = trained(scope, {"overlap": False})
+    with exchanged() as calls:
+        model = trained(scope, {"bucket_mib": TINY})
+    assert_same(model, plain, close(scope))
+    assert sum(inside for _, inside in calls) == 4 * (NUM_STEPS - 1), calls
 
 
 @check

@@ -175,7 +175,7 @@ def test_what_was_sent_and_what_is_left_over_add_up_to_all_gradients(name):
         np.testing.assert_allclose(together, everything, rtol=0, atol=1e-5 * np.max(np.abs(everything)))
 
 
-@pytest.mark.parametrize("codec", [ks.compression.Int8(), ks.compression.Int4(rounding="stochastic")], ids=repr)
+@pytest.mark.parametrize("codec", [ks.compression.Int8(), ks.compression.Int4(256, rounding="stochastic")], ids=repr)
 def test_a_scale_holds_for_tiny_and_for_huge_gradients_and_shows_what_is_not_finite(codec):
     rows = np.random.default_rng(0).normal(size=(5, 256)).astype("float32")
     rows *= np.array([1e-30, 1e-7, 0.0, 1e6, 1e30], "float32")[:, None]
