@@ -233,7 +233,7 @@ class VirtualReplicas(Stage):
                 "`virtual_replicas` needs `fit` or `train_on_batch` of a prepared model, which cut each batch into "
                 f"parts. Received: {self._optimizer!r} in a step that does not. Compile the model inside "
                 "`with keras_shardopt.data_parallel():`, or call `keras_shardopt.prepare(model)` after `compile`; in a "
-                "custom training loop, on TensorFlow and on JAX leave `virtual_replicas` out."
+                "custom training loop, on TensorFlow, and on a single device of JAX leave `virtual_replicas` out."
             )
         if part.is_first:
             self._next = int(part.replica_id)
@@ -252,29 +252,37 @@ class VirtualReplicas(Stage):
             )
         self.add(step, part)
         if part.is_last:
-            proceed(self.reduced(step, comm))
+            found, self._found = self._found, None
+            proceed(self.reduced(step.replace(grads=self._subtrees.take(), found_inf=found), comm))
 
     def add(self, step: Step, part: PartOfBatch) -> None:
         """Adds the gradients of the next part to those of the others on this replica."""
         if part.is_first:
             self._subtrees, self._found = Subtrees(), None
+        grads, found = self.of_part(step, part)
+        if found is not None:
+            self._found = found if self._found is None else first_found(self._found, found)
+        self._subtrees.add(grads)
+
+    def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
+        """The gradients of a part as they are added up, and what was found in them."""
         step = step.replace(gradient_state=GradientState.LOCAL)
         for stage in self._optimizer.pipeline.stages:
             step = stage.local(step, part)
         step = weighted_by_rows(step)
-        if step.found_inf is not None:
-            self._found = step.found_inf if self._found is None else _first(self._found, step.found_inf)
-        self._subtrees.add([_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)])
+        return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 
     def reduced(self, step: Step, comm: Communicator) -> Step:
-        """The step of the last part with the gradients of all parts of all replicas."""
-        step = step.replace(gradient_state=GradientState.LOCAL)
+        """The step of the last part with the gradients of all parts of all replicas.
+
+        Args:
+            step: with the sums over the parts of this replica.
+            comm: all replicas.
+        """
         if self._reducer is None:
             self._reducer = AllReduce(self._optimizer)
-        found, self._found = self._found, None
-        whole = step.replace(grads=self._subtrees.take(), weight=1.0, row_share=1.0, found_inf=found)
-        whole = self._reducer.reduce(whole, Tree(comm, self._num_parts))
-        return whole.replace(is_reduced=True)
+        whole = step.replace(gradient_state=GradientState.LOCAL, weight=1.0, row_share=1.0)
+        return self._reducer.reduce(whole, Tree(comm, self._num_parts)).replace(is_reduced=True)
 
     def reset(self) -> None:
         """Forgets the parts of a batch that was not finished."""
@@ -290,6 +298,6 @@ def _dense(grad: Tensor | None, variable: Variable) -> Tensor | None:
     return None if grad is None else dense(grad, variable)
 
 
-def _first(found: Tensor, next_one: Tensor) -> Tensor:
+def first_found(found: Tensor, next_one: Tensor) -> Tensor:
     """The position of the first gradient that is not finite, in the first part that has one."""
     return ops.where(found > 0, found, next_one)

@@ -46,8 +46,10 @@ from keras_shardopt.fit.jax.batches import (
     takes_uneven,
     watch_batches,
 )
+from keras_shardopt.fit.jax.parts import in_parts, on_every_device, padded
 from keras_shardopt.fit.overrides import call_silently, num_rows, reducers_in, refuse_groups
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
+from keras_shardopt.fit.virtual_replicas import num_parts_of
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.step import Step
@@ -61,7 +63,8 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     reducers = reducers_in(model, reducers_of)
     # Around it nothing may look at gradients in each micro-batch, which would then be one replica's each.
-    if reducers[0].accumulation is not None and reducers[0] is model.optimizer and has_built_in_step(model):
+    stacks = reducers[0].accumulation is not None and reducers[0].virtual_replicas is None
+    if stacks and reducers[0] is model.optimizer and has_built_in_step(model):
         reducers[0].accumulation.stack()
     local_sgd.prepare(model, reducers)
     if reducers[0].pipeline.coding is not None:
@@ -157,19 +160,26 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     distribution = keras.distribution.distribution()
     refuse_groups(reducers)  # perhaps of another `compile`
+    num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
     stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
-    needs_local = any(reducer.state_finder.needs_local_gradients for reducer in reducers)
+    needs_local = num_parts is not None or any(reducer.state_finder.needs_local_gradients for reducer in reducers)
+    if batch_size_of(distribution) == 1 and num_parts is not None:
+        raise ValueError(
+            "`virtual_replicas` needs two devices or more on JAX: for a single one XLA compiles a program with other "
+            f"last digits. Received: one device, virtual_replicas={num_parts}. On a CPU, two devices are made by "
+            '`jax.config.update("jax_num_cpu_devices", 2)` before anything else; or leave `virtual_replicas` out.'
+        )
     if batch_size_of(distribution) == 1 or not (stacks or needs_local):
         return real(state, data)
     if any(reducer.local_updates is not None for reducer in reducers):
-        return local_sgd.train_step(model, _rows_of, _padded, state, data)
+        return local_sgd.train_step(model, _rows_of, padded, state, data)
     if not has_built_in_step(model):
         raise ValueError(
             "A custom `train_step` cannot be taken apart to show the optimizer each replica's gradients. "
             f"Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
             "`optimizer.stateless_apply` inside a `jax.shard_map`."
         )
-    if reducers[0].accumulation is not None and not stacks:
+    if reducers[0].accumulation is not None and not stacks and num_parts is None:
         raise ValueError(
             "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a "
             "`CrossShard` that is outermost and there when `prepare` is called. "
@@ -180,7 +190,14 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     share_losses(model)
     data = (x, y, sample_weight)
-    grads, loss, y_pred, new_others = _per_replica(model, reducers[0], distribution, state, data, stacks)
+    arguments = (model, reducers[0], distribution, state, data)
+    if num_parts is None:
+        grads, loss, y_pred, new_others = _per_replica(*arguments, stacks)
+    else:
+        if num_rows(data) % num_parts:
+            _refuse_penalties_on_activities(model, num_rows(data), num_parts)
+        grads, loss, y_pred, new_others = in_parts(*arguments, num_parts)
+        y, sample_weight, y_pred = on_every_device((y, sample_weight, y_pred), distribution)
     if stacks:
         all_rows = num_rows(data)
         size = batch_size_of(distribution)
@@ -188,8 +205,15 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         with batch_shared(BatchShare(rows, all_rows, GlobalView(size, "under a `keras.distribution`"))):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     else:
-        grads, found_inf, notes, residuals = grads
-        reduced = Step(grads, model.trainable_variables, found_inf=found_inf, notes=notes, residuals=residuals)
+        grads, found_inf, notes, *residuals = grads
+        reduced = Step(
+            grads,
+            model.trainable_variables,
+            is_reduced=num_parts is not None,
+            found_inf=found_inf,
+            notes=notes,
+            residuals=residuals[0] if residuals else None,
+        )
         with claim_reduction(reducers), reducers[0].pipeline.resuming(reduced):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
@@ -281,7 +305,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         out_specs=(divided if stacks else (whole, whole, whole, divided), whole, divided, whole),
         check_vma=False,
     )
-    grads, loss, y_pred, changed = run(weights, others, optimizer_state, metrics, residuals, _padded(data, num_missing))
+    grads, loss, y_pred, changed = run(weights, others, optimizer_state, metrics, residuals, padded(data, num_missing))
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], y_pred), changed
 
 
@@ -294,12 +318,3 @@ def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int
                 f"layer {layer.name!r}, with {num_rows} rows on {num_replicas} replicas. Use batches that divide, "
                 "or leave out `replica_clipnorm` and `replica_transform`."
             )
-
-
-def _padded(data: Any, num_missing: int) -> Any:
-    """The batch with its first row repeated at the end. A row of zeros may be outside of what the model can take."""
-    if not num_missing:
-        return data
-    return jax.tree.map(
-        lambda leaf: jax.numpy.concatenate([leaf, jax.numpy.repeat(leaf[:1], num_missing, axis=0)]), data
-    )
