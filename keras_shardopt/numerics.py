@@ -123,12 +123,17 @@ def global_norm(t_list: Sequence[Tensor | None]) -> Tensor:
 def clipped_to(grads: Gradients, limit: float | Tensor, norm: Tensor) -> list[Tensor | None]:
     """The gradients times one factor, so that their global norm, which is `norm` now, is at most `limit`."""
     factor = factor_within(norm, ops.cast(limit, dtype_of(norm)))
-    return [None if grad is None else map_values(lambda value: _times(value, factor), grad) for grad in grads]
+    return [times(grad, factor) for grad in grads]
 
 
 def like_variable(grad: Tensor | None, variable: Variable) -> Tensor | None:
     """The gradient in the dtype of its variable."""
     return None if grad is None else map_values(lambda value: cast(value, dtype_of(variable)), grad)
+
+
+def times(grad: Tensor | None, factor: Tensor) -> Tensor | None:
+    """The gradient times a scalar, in float32, in its own dtype."""
+    return None if grad is None else map_values(lambda value: _times(value, factor), grad)
 
 
 def _times(value: Tensor, factor: Tensor) -> Tensor:

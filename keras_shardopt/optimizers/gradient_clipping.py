@@ -12,16 +12,19 @@ from keras import ops
 
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.norms import global_norm
 from keras_shardopt.numerics import (
     Gradients,
     Tensor,
     Variable,
     clipped_to,
-    global_norm,
+    dtype_of,
+    factor_within,
     in_float32,
     is_sparse,
     like_variable,
     overwrites_variable,
+    times,
 )
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -85,8 +88,12 @@ class GradientClipping(OptimizerWrapper):
         seen = [grads[i] for i in clipped]
         norm = global_norm(seen)
         norm = norm_over_replicas(norm) if self._scope.holds_slices else norm
-        for i, value in zip(clipped, clipped_to(seen, self.clip_gradients * self._incoming_scale(), norm)):
-            result[i] = like_variable(value, variables[i])
+        factor = factor_within(norm, ops.cast(self.clip_gradients * self._incoming_scale(), dtype_of(norm)))
+        factors = [None if overwrites_variable(variable) else factor for variable in variables]
+        if self._hands_over(grads, variables, factors):
+            return result
+        for i in clipped:
+            result[i] = like_variable(times(grads[i], factor), variables[i])
         return result
 
 

@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
+from keras_shardopt.backends.norms import norms
 from keras_shardopt.numerics import (
     LARGEST_FLOAT16,
     Gradients,
@@ -18,7 +19,6 @@ from keras_shardopt.numerics import (
     dense,
     dtype_of,
     in_float32,
-    norm,
     overwrites_variable,
 )
 from keras_shardopt.wrapping.chain import leaf_of
@@ -113,6 +113,9 @@ class LARC(OptimizerWrapper):
         scaled = [i for i, (g, v) in enumerate(zip(grads, variables)) if g is not None and not overwrites_variable(v)]
         wide = [self._wide(grads[i], variables[i]) for i in scaled]
         factors = self._ratios(wide, [variables[i] for i in scaled])
+        by_place = dict(zip(scaled, factors))
+        if self._hands_over(grads, variables, [by_place.get(i) for i in range(len(grads))]):
+            return result
         for i, grad, factor in zip(scaled, wide, factors):
             result[i] = self._times(grad, factor, dtype_of(variables[i]))
         return result
@@ -135,9 +138,8 @@ class LARC(OptimizerWrapper):
         return factors
 
     def _ratio(self, wide: Sequence[Tensor], variables: Sequence[Variable], dtype: str) -> Tensor:
-        # Nobody differentiates an update, but PyTorch would prepare for it.
-        variable_norm = ops.stack([cast(norm(ops.stop_gradient(v)), dtype) for v in variables])
-        gradient_norm = ops.stack([norm(grad) for grad in wide]) / ops.cast(self._incoming_scale(), dtype)
+        variable_norm = norms(variables, dtype)
+        gradient_norm = norms(wide, dtype) / ops.cast(self._incoming_scale(), dtype)
         divisor = gradient_norm + self.epsilon
         if self.larc_mode == "clip":
             divisor = divisor * self._rates(variables, dtype)
@@ -149,10 +151,10 @@ class LARC(OptimizerWrapper):
         return factor if self.faithful else ops.where(variable_norm == 0, ops.ones_like(factor), factor)
 
     def _rates(self, variables: Sequence[Variable], dtype: str) -> Tensor:
-        """The learning rate of each variable."""
+        """The learning rate of each variable, or of all."""
         leaves = [leaf_of(self, variable) for variable in variables]
         rates = {leaf: ops.cast(leaf.learning_rate, dtype) for leaf in dict.fromkeys(leaves)}
-        return ops.stack([rates[leaf] for leaf in leaves])
+        return rates[leaves[0]] if len(rates) == 1 else ops.stack([rates[leaf] for leaf in leaves])
 
     def _times(self, wide: Tensor, factor: Tensor, dtype: str) -> Tensor:
         if self.faithful:

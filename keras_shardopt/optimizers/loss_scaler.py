@@ -13,7 +13,9 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt.numerics import Gradients, Tensor, Variable, cast, in_float32, values_of
+from keras_shardopt.backends import norms
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.numerics import Gradients, Tensor, Variable, values_of
 
 _INT = "int"  # as wide as the backend has it, as Keras' own counters
 
@@ -141,11 +143,10 @@ class AutomaticLossScaler:
 
     def _backoff(self, state: Sequence[Tensor], overflows: Tensor, amax: Tensor) -> list[Tensor]:
         scale, good_steps = state
-        one = ops.ones_like(good_steps)
-        good_steps = ops.where(overflows, ops.zeros_like(good_steps), good_steps + one)
+        good_steps = ops.where(overflows, ops.zeros_like(good_steps), good_steps + ops.ones_like(good_steps))
         grows = good_steps >= int(self.params["step_window"])
         factor = self.params["step_factor"]
-        changed = ops.where(overflows, self._bounded(scale / factor), self._bounded(scale * factor))
+        changed = self._bounded(ops.where(overflows, scale / factor, scale * factor))
         scale = ops.where(ops.logical_or(overflows, grows), changed, scale)
         return [scale, ops.where(grows, ops.zeros_like(good_steps), good_steps)]
 
@@ -209,8 +210,19 @@ class AutomaticLossScaler:
     def update(self, has_nan: Any, amax: Any) -> None:
         """Makes one transition. See `next_state` for the arguments."""
         state = self._state
+        if self._only_counts(has_nan, amax):
+            state[-1].assign_add(1)
+            return
         for variable, value in zip(state, self.next_state(state, has_nan, amax)):
             variable.assign(value)
+
+    def _only_counts(self, has_nan: Any, amax: Any) -> bool:
+        """Whether it is known, without waiting for a device, that a good step changes nothing but their number."""
+        counter = self._state[-1]
+        if self.algorithm != "Backoff" or runtime.version(counter) is None:
+            return False
+        known = runtime.is_cheap_to_read(ops.convert_to_tensor(counter))
+        return known and not has_nan and float(amax) < float("inf") and int(counter) + 1 < self.params["step_window"]
 
     def check_grads(self, grads: Gradients) -> tuple[Tensor, Tensor]:
         """Whether any gradient has a NaN, and the largest absolute value (undefined where there is a NaN).
@@ -246,12 +258,7 @@ def check_grads(grads: Gradients) -> tuple[Tensor, Tensor]:
     values = [value for value in values if 0 not in value.shape]
     if not values:
         return ops.convert_to_tensor(False, "bool"), ops.convert_to_tensor(float("-inf"), "float32")
-    # In passes that only read: `isnan` and `abs` of a gradient would be as large as the gradient. A norm is NaN where
-    # an element is, and only there; what the largest of elements is with a NaN among them differs between frameworks.
-    norms = ops.stack([cast(ops.norm(ops.reshape(in_float32(value), (-1,))), "float32") for value in values])
-    has_nan = ops.any(ops.isnan(norms))
-    ends = [end for value in values for end in (ops.max(value), ops.negative(ops.min(value)))]
-    return has_nan, ops.max(ops.stack([cast(end, "float32") for end in ends]))
+    return norms.largest(values)
 
 
 def overflow(has_nan: Tensor, amax: Tensor) -> Tensor:

@@ -133,17 +133,30 @@ class ScaledUpdate(OptimizerWrapper):
         wide = in_float32(grad)
         return cast(wide / ops.cast(scale, dtype_of(wide)), dtype_of(grad))
 
+    def _all_unscaled(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> Gradients:
+        """The gradients, no longer scaled; or these themselves, where the update divides them."""
+        plain = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
+        if self._unscales_alike:
+            divisors = {dtype: ops.cast(scale, dtype) for dtype in {dtype_of(variables[i]) for i in plain}}
+            by_place = {i: divisors[dtype_of(variables[i])] for i in plain}
+            if self._hands_over(grads, variables, [by_place.get(i) for i in range(len(grads))], divides=True):
+                return grads
+        result = list(grads)
+        for i in plain:
+            result[i] = map_values(functools.partial(self._unscaled, variables[i], scale), grads[i])
+        return result
+
+    @property
+    def _unscales_alike(self) -> bool:
+        """Whether all gradients are divided by the scale, and nothing else is done to them."""
+        return True
+
     def update_inner(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Unscales; decides with all other replicas; changes the scale; then updates or not."""
         scale = self._own_scale
         # A copy: the variable is about to change, and so would what merely refers to it.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
-        unscaled = [
-            grad
-            if grad is None or overwrites_variable(v)
-            else map_values(functools.partial(self._unscaled, v, scale), grad)
-            for grad, v in zip(grads, variables)
-        ]
+        unscaled = self._all_unscaled(grads, variables, scale)
         skipped = self._skipped
         if skipped is None:
             self._update_unscaled(unscaled, variables)

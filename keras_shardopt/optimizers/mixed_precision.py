@@ -209,6 +209,10 @@ class MixedPrecision(ScaledUpdate):
         grad = in_float32(grad)
         return grad / ops.cast(scale, "float32") if self._scales_loss else grad
 
+    @property
+    def _unscales_alike(self) -> bool:
+        return self._scales_loss and not self._masters
+
     def _update_unscaled(self, grads: Gradients, variables: Sequence[Variable]) -> None:
         """Lets master weights follow their variables, updates them, and writes them back."""
         pairs = self._masters

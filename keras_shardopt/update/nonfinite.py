@@ -12,6 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_shardopt.backends import norms
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import UNKNOWN, Gradients, Tensor, Variable, overwrites_variable, values_of
@@ -109,7 +110,7 @@ def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
     seen = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
     if not seen:
         return ops.zeros((), "int32")
-    is_bad = ops.stack([ops.logical_not(ops.all(ops.isfinite(values_of(grads[i])))) for i in seen])
+    is_bad = ops.logical_not(norms.are_finite([values_of(grads[i]) for i in seen]))
     positions = ops.convert_to_tensor([i + 1 for i in seen], "int32")
     none = ops.full((), len(grads) + 1, "int32")
     first = ops.min(ops.where(is_bad, positions, none))

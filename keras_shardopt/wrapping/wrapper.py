@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_shardopt.arguments import with_article
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import OUTSIDE, GradientScope
 from keras_shardopt.backends.keras_callers import caller_module, running_instance
@@ -52,6 +53,9 @@ from keras_shardopt.wrapping.stored_state import (
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# Where gradients can be multiplied in the pass of an update.
+_kernels = for_backend({"torch": "keras_shardopt.backends.torch.fused"})
 
 _ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
 
@@ -168,6 +172,14 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
                 variable.assign(value)
         else:
             self.inner.apply(grads, variables)
+
+    def _hands_over(
+        self, grads: Gradients, variables: Sequence[Variable], factors: Sequence[Tensor | None], divides: bool = False
+    ) -> bool:
+        """Whether the inner optimizer multiplies these gradients, of the update that comes, by scalars or None."""
+        if _kernels is None or self._observer is not None:
+            return False
+        return bool(_kernels.hand_over(self.inner, grads, variables, factors, divides))
 
     def _inner_is_built(self) -> None:
         """Called once, by `build`, when there is all state and nothing has been loaded into it."""

@@ -230,6 +230,25 @@ FAULTS = [
         "squares = [ops.sum(ops.square(in_float32(values_of(t)))) for t in t_list if t is not None]",
         "squares = [ops.sum(ops.square(values_of(t))) for t in t_list if t is not None]",
         "unit/optimizers/test_gradient_clipping.py::test_norms_of_half_precision_do_not_overflow",
+        backend="jax",
+    ),
+    fault(
+        "backends/torch/norms.py",
+        "return value if value.dtype == torch.float64 else value.to(torch.float32)",
+        "return value",
+        "unit/optimizers/test_gradient_clipping.py::test_norms_of_half_precision_do_not_overflow",
+    ),
+    fault(
+        "backends/torch/pieces.py",
+        "return (torch.div if divides else torch.mul)(grad, factor, out=out)",
+        "return torch.mul(grad, factor, out=out)",
+        "unit/update/test_fused.py::test_multiplied_in_the_update_has_the_bits_of_before",
+    ),
+    fault(
+        "backends/torch/fused.py",
+        "return any(getattr(optimizer, name) is not None for name in names)",
+        "return False",
+        "unit/update/test_fused.py::test_what_keras_does_with_gradients_comes_after",
     ),
     # Wrappers.
     fault(
@@ -264,9 +283,16 @@ FAULTS = [
         "unit/optimizers/test_larc.py::test_a_variable_of_norm_zero_keeps_its_gradient",
     ),
     fault(
-        "optimizers/loss_scaler.py",
-        "has_nan = ops.any(ops.isnan(norms))",
-        "has_nan = ops.any(ops.logical_not(ops.isfinite(norms)))",
+        "backends/norms.py",
+        "return ops.any(ops.isnan(each)), ",
+        "return ops.any(ops.logical_not(ops.isfinite(each))), ",
+        "unit/optimizers/test_loss_scaler.py::test_what_overflows_when_squared_is_no_nan",
+        backend="jax",
+    ),
+    fault(
+        "backends/torch/norms.py",
+        "return amax.isnan(), amax",
+        "return ~amax.isfinite(), amax",
         "unit/optimizers/test_loss_scaler.py::test_what_overflows_when_squared_is_no_nan",
     ),
     fault(

@@ -5,7 +5,8 @@ times the time of PyTorch's fused kernel, which reads and writes each array once
 optimizer's own step is replaced. Clipping, decay, averages, constraints and counters stay what they are in Keras.
 
 Formulas that no kernel has run operation by operation, in pieces of the arrays that stay in the CPU's cache: here in
-fewer operations than Keras', and where that gains little in Keras' own (`pieces.py`).
+fewer operations than Keras', and where that gains little in Keras' own (`pieces.py`). Wrappers around such an optimizer
+hand over by what gradients are to be multiplied, which then costs no pass of its own.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.torch.optimizers.torch_adam.Adam` and others - the classes that `keras.optimizers.Adam()` makes.
@@ -31,14 +32,16 @@ from keras.src.backend.torch.optimizers import (
 )
 
 from keras_shardopt.backends.torch.pieces import (
-    are_alike,
+    DTYPES,
+    Columns,
+    Factors,
     columns_of,
     is_elementwise,
-    pieces,
     slot_names,
     step_of,
     update_in_pieces,
 )
+from keras_shardopt.backends.torch.runtime import runtime
 from keras_shardopt.numerics import Tensor, Variable
 
 
@@ -56,9 +59,8 @@ def fused(optimizers: Sequence[Any], exactly: bool, function: Callable[..., None
     """
     # For the time of an update only, so that optimizers can be copied and saved, and used elsewhere, as they are.
     replaced = [optimizer for optimizer in optimizers if is_elementwise(optimizer)]
-    update = update_in_pieces if exactly else _update
     for optimizer in replaced:
-        optimizer.__dict__[step_of(type(optimizer))] = functools.partial(update, optimizer)
+        optimizer.__dict__[step_of(type(optimizer))] = _StandIn(optimizer, update_in_pieces if exactly else _update)
     try:
         function(*args)
     finally:
@@ -66,60 +68,110 @@ def fused(optimizers: Sequence[Any], exactly: bool, function: Callable[..., None
             del optimizer.__dict__[step_of(type(optimizer))]
 
 
-@torch.no_grad()
-def _update(optimizer: Any, grads: Sequence[Tensor], variables: Sequence[Variable], learning_rate: Any) -> None:
+class _StandIn:
     """Stands in for an optimizer's own step."""
+
+    def __init__(self, optimizer: Any, update: Callable[..., None]) -> None:
+        self._optimizer, self._update = optimizer, update
+        self.factors: Factors = {}
+        self.divides = False
+
+    def __call__(self, grads: Sequence[Tensor], variables: Sequence[Variable], learning_rate: Any) -> None:
+        self._update(self._optimizer, grads, variables, learning_rate, self.factors, self.divides)
+
+
+def hand_over(
+    optimizer: Any, grads: Sequence[Any], variables: Sequence[Variable], factors: Sequence[Any], divides: bool
+) -> bool:
+    """Lets the update that comes multiply its gradients, if it can: with the bits of a product made before.
+
+    Args:
+        optimizer: what updates next.
+        grads: one tensor or None per variable.
+        variables: their variables.
+        factors: one scalar tensor per variable; None leaves a gradient as it is.
+        divides: whether gradients are divided by the factors.
+
+    Returns:
+        Whether it does; else nothing has changed.
+    """
+    changed = [i for i, grad in enumerate(grads) if grad is not None and factors[i] is not None]
+    if not all(torch.is_tensor(grads[i]) and grads[i].dtype == variables[i].value.dtype for i in changed):
+        return False
+    # With a factor of 1 there is nothing to do, for any optimizer.
+    first = factors[changed[0]] if changed else None
+    if first is None or (all(factors[i] is first for i in changed) and runtime.is_cheap_to_read(first) and first == 1):
+        return True
+    step = getattr(optimizer, step_of(type(optimizer)), None)
+    if not isinstance(step, _StandIn) or _looks_at_gradients(optimizer):
+        return False
+    if not all(grads[i].layout == torch.strided and grads[i].dtype in DTYPES for i in changed):
+        return False
+    step.factors, step.divides = {id(variables[i]): factors[i].to(grads[i].dtype) for i in changed}, divides
+    return True
+
+
+def _looks_at_gradients(optimizer: Any) -> bool:
+    """Whether Keras reads gradients between `apply` and the step."""
+    names = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
+    return any(getattr(optimizer, name) is not None for name in names)
+
+
+@torch.no_grad()
+def _update(
+    optimizer: Any,
+    grads: Sequence[Tensor],
+    variables: Sequence[Variable],
+    learning_rate: Any,
+    factors: Factors,
+    divides: bool,
+) -> None:
     rule = _RULES.get(type(optimizer), lambda _: None)(optimizer)
-    columns = [] if rule is None else columns_of(optimizer, slot_names(optimizer), grads, variables)
-    if rule is None or not are_alike(columns):
-        update_in_pieces(optimizer, grads, variables, learning_rate)
+    columns = None
+    if rule is not None:
+        columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
+    if rule is None or columns is None or not columns.are_alike:
+        update_in_pieces(optimizer, grads, variables, learning_rate, factors, divides)
         return
     # Where another replica owns all of a variable, there is nothing.
-    columns = [column for column in columns if column[0].numel()]
-    if columns:
-        rule(optimizer, learning_rate, *map(list, zip(*columns)))
+    columns = columns.with_elements()
+    if columns.rows:
+        rule(optimizer, learning_rate, columns)
 
 
 # -- Adam and AdamW ------------------------------------------------------------------------------------------------
 
 
-def _adam_rule(optimizer: Any) -> Callable[..., None] | None:
+def _adam_rule(optimizer: Any) -> _Rule | None:
     return _adam if optimizer.beta_1 < 1 and optimizer.beta_2 < 1 else None
 
 
-def _adam(
-    optimizer: Any,
-    learning_rate: Any,
-    weights: list[Tensor],
-    grads: list[Tensor],
-    momentums: list[Tensor],
-    velocities: list[Tensor],
-    *largest: list[Tensor],
-) -> None:
+def _adam(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
     # With b_i = 1 - beta_i ** t, PyTorch computes w -= (lr / b_1) m / (sqrt(v) / sqrt(b_2) + eps), and Keras
     # w -= (lr sqrt(b_2) / b_1) m / (sqrt(v) + eps). So Keras' rate, in Keras' precision, with b_i = 1: at a step
     # so late that they are.
-    dtype = weights[0].dtype
+    dtype, device = columns.like.dtype, columns.like.device
     step = ops.cast(optimizer.iterations + 1, dtype)
     power_1, power_2 = (ops.power(ops.cast(beta, dtype), step) for beta in (optimizer.beta_1, optimizer.beta_2))
     rate = ops.cast(learning_rate, dtype) * ops.sqrt(1 - power_2) / (1 - power_1)
-    if weights[0].device.type != "cpu":
+    if device.type != "cpu":
         rate = rate.to(torch.float32)  # all that the kernel takes there
-    torch._fused_adam_(
-        weights,
-        grads,
-        momentums,
-        velocities,
-        *(largest or [[]]),
-        [_never(weights[0].device)] * len(weights),
-        lr=rate.to(weights[0].device),
-        beta1=optimizer.beta_1,
-        beta2=optimizer.beta_2,
-        weight_decay=0.0,
-        eps=optimizer.epsilon,
-        amsgrad=bool(largest),
-        maximize=False,
-    )
+    for weights, grads, momentums, velocities, *largest in columns.lists():
+        torch._fused_adam_(
+            weights,
+            grads,
+            momentums,
+            velocities,
+            *(largest or [[]]),
+            [_never(device)] * len(weights),
+            lr=rate.to(device),
+            beta1=optimizer.beta_1,
+            beta2=optimizer.beta_2,
+            weight_decay=0.0,
+            eps=optimizer.epsilon,
+            amsgrad=bool(largest),
+            maximize=False,
+        )
 
 
 @functools.lru_cache(maxsize=16)
@@ -130,29 +182,29 @@ def _never(device: torch.device) -> Tensor:
 # -- SGD -----------------------------------------------------------------------------------------------------------
 
 
-def _sgd_rule(optimizer: Any) -> Callable[..., None]:
+def _sgd_rule(optimizer: Any) -> _Rule:
     if optimizer.momentum == 0:
         return _sgd
     return _nesterov if optimizer.nesterov else _momentum
 
 
-def _sgd(optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor]) -> None:
+def _sgd(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
     del optimizer
     rate = _number(learning_rate)
-    _fused_sgd(weights, grads, [], momentum=0.0, lr=rate, dampening=0.0)
+    for weights, grads in columns.lists():
+        _fused_sgd(weights, grads, [], momentum=0.0, lr=rate, dampening=0.0)
 
 
-def _momentum(
-    optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor], momentums: list[Tensor]
-) -> None:
+def _momentum(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
     # PyTorch: m = mu m + (1 - d) g and w -= lr m; Keras: m = mu m - rate g and w += m. So 1 - d = -rate and lr = -1.
     rate = _number(learning_rate)
     dampening = 1.0 + rate
     if abs((dampening - 1.0) - rate) <= 1e-7 * abs(rate):
-        _fused_sgd(weights, grads, momentums, momentum=optimizer.momentum, lr=-1.0, dampening=dampening)
+        for weights, grads, momentums in columns.lists():
+            _fused_sgd(weights, grads, momentums, momentum=optimizer.momentum, lr=-1.0, dampening=dampening)
         return
     # A rate so small that 1 + rate has lost its digits.
-    for w, g, m in pieces(list(zip(weights, grads, momentums))):
+    for w, g, m in columns.pieces():
         w.add_(m.mul_(optimizer.momentum).add_(g, alpha=-rate))
 
 
@@ -162,11 +214,9 @@ def _fused_sgd(weights: list[Tensor], grads: list[Tensor], momentums: list[Tenso
     )
 
 
-def _nesterov(
-    optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor], momentums: list[Tensor]
-) -> None:
+def _nesterov(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
     rate = _number(learning_rate)
-    for w, g, m in pieces(list(zip(weights, grads, momentums))):
+    for w, g, m in columns.pieces():
         m.mul_(optimizer.momentum).add_(g, alpha=-rate)
         w.add_(g, alpha=-rate).add_(m, alpha=optimizer.momentum)
 
@@ -174,12 +224,10 @@ def _nesterov(
 # -- Adagrad -------------------------------------------------------------------------------------------------------
 
 
-def _adagrad(
-    optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor], squares: list[Tensor]
-) -> None:
+def _adagrad(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
     # PyTorch's kernel has epsilon outside of the root.
     rate = _number(learning_rate)
-    for w, g, s in pieces(list(zip(weights, grads, squares))):
+    for w, g, s in columns.pieces():
         s.addcmul_(g, g)
         w.addcdiv_(g, torch.add(s, optimizer.epsilon).sqrt_(), value=-rate)
 
@@ -187,31 +235,23 @@ def _adagrad(
 # -- Lion and Nadam ------------------------------------------------------------------------------------------------
 
 
-def _lion(
-    optimizer: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor], momentums: list[Tensor]
-) -> None:
+def _lion(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
     # With Keras' bits: elsewhere a sign might be another one. That of 0 is 0.
-    rate = _number(ops.cast(learning_rate, weights[0].dtype))
-    room = torch.empty(0, dtype=weights[0].dtype, device=weights[0].device)
-    for w, g, m in pieces(list(zip(weights, grads, momentums))):
+    like = columns.like
+    rate = _number(ops.cast(learning_rate, like.dtype))
+    room = torch.empty(0, dtype=like.dtype, device=like.device)
+    for w, g, m in columns.pieces():
         room = room if room.numel() == m.numel() else torch.empty_like(m)
         torch.mul(m, optimizer.beta_1, out=room).add_(g, alpha=1 - optimizer.beta_1)
         w.add_(room.sign_(), alpha=-rate)
         m.mul_(optimizer.beta_2).add_(g, alpha=1 - optimizer.beta_2)
 
 
-def _nadam(
-    optimizer: Any,
-    learning_rate: Any,
-    weights: list[Tensor],
-    grads: list[Tensor],
-    momentums: list[Tensor],
-    velocities: list[Tensor],
-) -> None:
+def _nadam(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
     # Keras: w -= rate (u' m / (1 - p u') + (1 - u) g / (1 - p)) / (sqrt(v / (1 - b ** t)) + eps), with p the product of
     # all u so far and u' the next one. Here all is multiplied by sqrt(1 - b ** t), and numbers by each other first.
     # The numbers are in Keras' precision, as 1 - b ** t has few digits.
-    dtype = weights[0].dtype
+    dtype = columns.like.dtype
     numbers = (optimizer.iterations, optimizer.beta_1, optimizer.beta_2, 0.96)
     step, beta_1, beta_2, decay = (ops.cast(number, dtype) for number in numbers)
     now, next_one = (beta_1 * (1.0 - 0.5 * ops.power(decay, step + t)) for t in (1, 2))
@@ -222,7 +262,7 @@ def _nadam(
     factors = (scale * next_one / (1 - product * next_one), scale * (1 - now) / (1 - product), root)
     of_momentum, of_grad, root = torch.stack(factors).tolist()  # one wait for a device
     epsilon = optimizer.epsilon * root
-    for w, g, m, v in pieces(list(zip(weights, grads, momentums, velocities))):
+    for w, g, m, v in columns.pieces():
         m.mul_(optimizer.beta_1).add_(g, alpha=1 - optimizer.beta_1)
         v.mul_(optimizer.beta_2).addcmul_(g, g, value=1 - optimizer.beta_2)
         w.addcdiv_(torch.mul(m, of_momentum).add_(g, alpha=of_grad), torch.sqrt(v).add_(epsilon), value=-1)
@@ -235,7 +275,10 @@ def _number(learning_rate: Any) -> float:
     return float(ops.convert_to_numpy(learning_rate))
 
 
-_RULES: dict[type, Callable[[Any], Callable[..., None] | None]] = {
+_Rule = Callable[[Any, Any, Columns], None]
+"""`(optimizer, learning_rate, columns) -> None`: the whole step."""
+
+_RULES: dict[type, Callable[[Any], _Rule | None]] = {
     torch_adam.Adam: _adam_rule,
     torch_adamw.AdamW: _adam_rule,
     torch_sgd.SGD: _sgd_rule,

@@ -17,6 +17,7 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ _SLOTS: dict[type, tuple[str, ...]] = {
 }
 """The slots of each class; an optimizer has those that its arguments ask for."""
 
-_DTYPES = (torch.float32, torch.float64)
+DTYPES = (torch.float32, torch.float64)
 """Of half precision the end of an array, which fills no vector register, is rounded otherwise than the rest: pieces
 and whole arrays have not the same bits."""
 
@@ -70,23 +71,34 @@ def step_of(kind: type) -> str:
     return "_backend_update_step" if kind is keras.optimizers.Ftrl else "_parallel_update_step"
 
 
+Factors = dict[int, Tensor]
+"""By what gradients are multiplied, or divided, on the way: scalar tensors by the `id` of the variable."""
+
+
 @torch.no_grad()
 def update_in_pieces(
-    optimizer: Any, grads: Sequence[Tensor], variables: Sequence[Variable], learning_rate: Any
+    optimizer: Any,
+    grads: Sequence[Tensor],
+    variables: Sequence[Variable],
+    learning_rate: Any,
+    factors: Factors,
+    divides: bool,
 ) -> None:
     """Stands in for the step of an optimizer that `is_elementwise`."""
     kind = type(optimizer)
     step = getattr(kind, step_of(kind))
-    columns = columns_of(optimizer, slot_names(optimizer), grads, variables)
+    columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
     # Elsewhere than on a CPU pieces gain nothing, and Keras' own pass over all variables makes the fewest calls.
-    is_whole = columns[0][0].device.type != "cpu" or sum(column[0].numel() for column in columns) <= PIECE
-    if is_whole or not are_alike(columns) or not _is_exact(kind):
+    is_whole = columns.like.device.type != "cpu" or columns.num_elements <= PIECE
+    if is_whole or not columns.are_alike or not _is_exact(kind):
+        if factors:
+            grads = [_scaled(grad, factors.get(id(variable)), divides) for grad, variable in zip(grads, variables)]
         step(optimizer, grads, variables, learning_rate)
         return
     # The number that belongs to no variable, and is multiplied once.
     product: Any = getattr(optimizer, "_u_product", None)
     before = None if product is None else product.value.clone()
-    for group in _groups(columns):
+    for group in columns.groups():
         if before is not None:
             product.value.copy_(before)
         _update_piece(optimizer, step, learning_rate, *map(list, zip(*group)))
@@ -102,32 +114,115 @@ def slot_names(optimizer: Any) -> list[str]:
     return [name for name in _SLOTS[type(optimizer)] if getattr(optimizer, name, None)]
 
 
+@dataclasses.dataclass
+class Columns:
+    """The tensors of an update, and by what its gradients are multiplied on the way."""
+
+    rows: list[tuple[Tensor, ...]]
+    """For each variable its weights, its gradient and its slots."""
+
+    factors: list[Tensor | None]
+    """For each variable; None leaves its gradient as it is."""
+
+    divides: bool
+    """Whether gradients are divided by them."""
+
+    @property
+    def like(self) -> Tensor:
+        """One of them."""
+        return self.rows[0][0]
+
+    @property
+    def num_elements(self) -> int:
+        """Of all variables."""
+        return sum(row[0].numel() for row in self.rows)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all are float32, or all float64, on one CPU or GPU, and lie in memory as they are counted."""
+        dtype, device = self.like.dtype, self.like.device
+        return (
+            all(
+                torch.is_tensor(t)
+                and t.dtype == dtype
+                and t.device == device
+                and t.layout == torch.strided
+                and t.is_contiguous()
+                for row in self.rows
+                for t in row
+            )
+            and dtype in DTYPES
+            and device.type in ("cpu", "cuda")
+        )
+
+    def with_elements(self) -> Columns:
+        """Without variables of no elements."""
+        kept = [i for i, row in enumerate(self.rows) if row[0].numel()]
+        return Columns([self.rows[i] for i in kept], [self.factors[i] for i in kept], self.divides)
+
+    def pieces(self) -> Iterator[tuple[Tensor, ...]]:
+        """The rows, those of large tensors in flat pieces; on a GPU whole."""
+        for group in self.groups():
+            yield from group
+
+    def lists(self) -> Iterator[list[list[Tensor]]]:
+        """Lists of weights, of gradients and of slots: of all, if nothing is multiplied, or a few pieces at a time."""
+        groups = iter([self.rows]) if all(factor is None for factor in self.factors) else self.groups()
+        for group in groups:
+            yield [list(column) for column in zip(*group)]
+
+    def groups(self) -> Iterator[list[tuple[Tensor, ...]]]:
+        """The pieces, of large tensors one at a time, of small ones several."""
+        group: list[tuple[Tensor, ...]] = []
+        size = 0
+        room = self._room()
+        largest = PIECE if self.like.device.type == "cpu" else max(1, self.num_elements)
+        for row, factor in zip(self.rows, self.factors):
+            for weights, grad, *slots in _cut(row, largest):
+                if group and size + grad.numel() > largest:
+                    yield group
+                    group, size = [], 0
+                if factor is not None:
+                    out = None if room is None else room[size : size + grad.numel()].view(grad.shape)
+                    grad = _scaled(grad, factor, self.divides, out)
+                group.append((weights, grad, *slots))
+                size += grad.numel()
+        if group:
+            yield group
+
+    def _room(self) -> Tensor | None:
+        """Where the products of one group lie, on a CPU, whose system gives out memory slowly."""
+        if self.like.device.type != "cpu" or all(factor is None for factor in self.factors):
+            return None
+        return torch.empty(min(PIECE, self.num_elements), dtype=self.like.dtype)
+
+
+def _cut(row: tuple[Tensor, ...], length: int) -> Iterator[tuple[Tensor, ...]]:
+    if row[0].numel() <= length:
+        return iter([tuple(tensor.detach() for tensor in row)])
+    return zip(*[tensor.detach().view(-1).split(length) for tensor in row])
+
+
+def _scaled(grad: Tensor, factor: Tensor | None, divides: bool, out: Tensor | None = None) -> Tensor:
+    if factor is None:
+        return grad
+    return (torch.div if divides else torch.mul)(grad, factor, out=out)
+
+
 def columns_of(
-    optimizer: Any, names: Sequence[str], grads: Sequence[Tensor], variables: Sequence[Variable]
-) -> list[tuple[Tensor, ...]]:
+    optimizer: Any,
+    names: Sequence[str],
+    grads: Sequence[Tensor],
+    variables: Sequence[Variable],
+    factors: Factors,
+    divides: bool,
+) -> Columns:
     """For each variable its weights, its gradient and its slots."""
     places = [optimizer._get_variable_index(variable) for variable in variables]
     slots = [[getattr(optimizer, name)[i].value for i in places] for name in names]
     grads = [g.contiguous() if torch.is_tensor(g) and not g.is_sparse else g for g in grads]
-    return list(zip([variable.value for variable in variables], grads, *slots))
-
-
-def are_alike(columns: Sequence[tuple[Tensor, ...]]) -> bool:
-    """Whether all are float32, or all float64, on one CPU or GPU, and lie in memory as they are counted."""
-    dtype, device = columns[0][0].dtype, columns[0][0].device
-    return (
-        all(
-            torch.is_tensor(t)
-            and t.dtype == dtype
-            and t.device == device
-            and t.layout == torch.strided
-            and t.is_contiguous()
-            for column in columns
-            for t in column
-        )
-        and dtype in _DTYPES
-        and device.type in ("cpu", "cuda")
-    )
+    rows = list(zip([variable.value for variable in variables], grads, *slots))
+    return Columns(rows, [factors.get(id(variable)) for variable in variables], divides)
 
 
 def _update_piece(
@@ -155,24 +250,3 @@ class _Value:
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
-
-
-def _groups(columns: Sequence[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Flat pieces of the tensors, along with those of the others in the column: of large ones one, of small several."""
-    group: list[tuple[Tensor, ...]] = []
-    size = 0
-    for piece in pieces(columns):
-        if group and size + piece[0].numel() > PIECE:
-            yield group
-            group, size = [], 0
-        group.append(piece)
-        size += piece[0].numel()
-    if group:
-        yield group
-
-
-def pieces(columns: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Flat pieces of the tensors of each column; on a GPU the whole tensors."""
-    for column in columns:
-        size = PIECE if column[0].device.type == "cpu" else max(1, column[0].numel())
-        yield from zip(*[tensor.detach().view(-1).split(size) for tensor in column])

@@ -308,25 +308,108 @@ def test_false_is_kerass_own_arithmetic_in_half_precision(num_pieces):
     assert num_pieces == [0]
 
 
+SCALED = {
+    "LossScaling": lambda inner: ks.LossScaling(inner, "Backoff", {"scale_max": 6.0, "step_factor": 3.0}),
+    "LossScaling, 3": lambda inner: ks.LossScaling(inner, 3.0),
+    "LARC": lambda inner: ks.LARC(inner, 0.01),
+    "LARC, scale": lambda inner: ks.LARC(inner, 0.01, "scale"),
+    "GradientClipping": lambda inner: ks.GradientClipping(inner, 0.5),
+    "GradientClipping, within": lambda inner: ks.GradientClipping(inner, 1e6),
+    "all": lambda inner: ks.LossScaling(ks.GradientClipping(ks.LARC(inner, 0.01), 0.5)),
+    "MixedPrecision": lambda inner: ks.MixedPrecision(inner, ks.AutomaticLossScaler("Backoff", {"scale_max": 6.0})),
+}
+
+
+def some_with_nan(step, dtype):
+    found = grads(step, dtype)
+    if step == 2:
+        found[3][5, 5] = float("nan")
+    return [None if step == 3 and i == 1 else grad for i, grad in enumerate(found)]
+
+
+@pytest.fixture
+def num_handed_over(monkeypatch):
+    """Counts the updates that multiply gradients themselves."""
+    from keras_shardopt.backends.torch import fused as torch_fused
+    from keras_shardopt.backends.torch import pieces
+
+    count = [0]
+    real = pieces.columns_of
+
+    def counting(*args):
+        found = real(*args)
+        count[0] += any(factor is not None for factor in found.factors)
+        return found
+
+    for module in (torch_fused, pieces):
+        monkeypatch.setattr(module, "columns_of", counting)
+    return count
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("fused", ["auto", False])
+@pytest.mark.parametrize("inner", ["Adam", "SGD momentum", "Nadam", "RMSprop"])
+@pytest.mark.parametrize("wrapper", SCALED)
+def test_multiplied_in_the_update_has_the_bits_of_before(wrapper, inner, fused, monkeypatch, num_handed_over):
+    from keras_shardopt.wrapping import wrapper as wrapping
+
+    def found():
+        made = ks.CrossShard(SCALED[wrapper]({**EXACT, **VARIANTS}[inner]()), fused=fused)
+        return trained(made, 6, grads_of=some_with_nan)
+
+    inside = found()
+    assert (num_handed_over[0] > 1) == ("within" not in wrapper)  # once there is a NaN
+    monkeypatch.setattr(wrapping, "_kernels", None)
+    before = num_handed_over[0]
+    assert_equal_bits(inside, found())
+    assert num_handed_over[0] == before
+
+
+@pytest.mark.parametrize("more", [{"clipnorm": 0.1}, {"gradient_accumulation_steps": 2}, {"loss_scale_factor": 4.0}])
+def test_what_keras_does_with_gradients_comes_after(more, monkeypatch, num_handed_over):
+    from keras_shardopt.wrapping import wrapper as wrapping
+
+    def found():
+        return trained(ks.CrossShard(ks.GradientClipping(o.Adam(0.01, **more), 0.5)), 4)
+
+    inside = found()
+    assert num_handed_over == [0]
+    monkeypatch.setattr(wrapping, "_kernels", None)
+    assert_equal_bits(inside, found())
+
+
+def test_an_update_that_is_left_out_hands_nothing_on():
+    optimizer = ks.CrossShard(ks.LossScaling(o.SGD(1.0), 4.0))
+    weight = keras.Variable([1.0, 1.0])
+    optimizer.build([weight])
+    inner = optimizer.inner.inner
+    optimizer.apply([keras.ops.convert_to_tensor([8.0, 8.0])])
+    assert not any(callable(value) for value in inner.__dict__.values())
+    inner.apply([keras.ops.convert_to_tensor([1.0, 1.0])])
+    np.testing.assert_array_equal(arrays([weight])[0], [-2.0, -2.0])
+
+
 @pytest.mark.parametrize("wrong", [True, None, "always", 0, 1])
 def test_other_values_are_refused(wrong):
     with pytest.raises(ValueError, match='`fused` must be "auto" or False. Received: fused='):
         ks.CrossShard("adam", fused=wrong)
 
 
-def epsilon_not_divided(optimizer, rate, weights, grads, momentums, velocities):
+def epsilon_not_divided(optimizer, rate, columns):
     """PyTorch's own formula, with Keras' epsilon."""
     import torch
 
+    ((weights, grads, momentums, velocities),) = columns.lists()
     step = [torch.tensor(float(optimizer.iterations + 1))] * len(weights)
     betas = {"beta1": optimizer.beta_1, "beta2": optimizer.beta_2}
     rest = {"weight_decay": 0.0, "eps": optimizer.epsilon, "amsgrad": False, "maximize": False}
     torch._fused_adam_(weights, grads, momentums, velocities, [], step, lr=float(rate), **betas, **rest)
 
 
-def rate_forgotten(optimizer, rate, weights, grads, momentums):
+def rate_forgotten(optimizer, rate, columns):
     from keras_shardopt.backends.torch import fused as torch_fused
 
+    ((weights, grads, momentums),) = columns.lists()
     torch_fused._fused_sgd(weights, grads, momentums, momentum=optimizer.momentum, lr=-1.0, dampening=1.0)
 
 

@@ -1,0 +1,55 @@
+"""Norms of gradients and what of them is not finite, in the fastest way that the backend has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keras import ops
+
+from keras_shardopt import numerics
+from keras_shardopt.backends import for_backend
+from keras_shardopt.numerics import Tensor, cast, in_float32
+
+# Where small tensors take longer through Keras than their arithmetic does.
+_direct = for_backend({"torch": "keras_shardopt.backends.torch.norms"})
+
+
+def global_norm(values: Sequence[Tensor | None]) -> Tensor:
+    """See `numerics.global_norm`."""
+    given = [value for value in values if value is not None]
+    if _direct is None or not given or not _direct.are_plain(given):
+        return numerics.global_norm(values)
+    found: Tensor = _direct.global_norm(given)
+    return found
+
+
+def norms(values: Sequence[Tensor], dtype: str) -> Tensor:
+    """The norm of each tensor as `numerics.norm` finds it, in one vector of this dtype."""
+    values = [ops.stop_gradient(value) for value in values]  # nobody differentiates an update
+    if _direct is None or not _direct.are_plain(values):
+        return ops.stack([cast(numerics.norm(value), dtype) for value in values])
+    found: Tensor = _direct.norms(values, dtype)
+    return found
+
+
+def are_finite(values: Sequence[Tensor]) -> Tensor:
+    """For each tensor, whether all elements are finite: a vector of bools."""
+    if _direct is None or not _direct.are_plain(values) or any(0 in value.shape for value in values):
+        return ops.stack([ops.all(ops.isfinite(value)) for value in values])
+    found: Tensor = _direct.are_finite(values)
+    return found
+
+
+def largest(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Whether an element is NaN, and the largest absolute value (undefined where one is NaN): bool and float32.
+
+    Of tensors with elements, one at least.
+    """
+    if _direct is not None and _direct.are_plain(values):
+        found: tuple[Tensor, Tensor] = _direct.largest(values)
+        return found
+    # In passes that only read: `isnan` and `abs` of a gradient would be as large as the gradient. A norm is NaN where
+    # an element is, and only there; what the largest of elements is with a NaN among them differs between frameworks.
+    each = ops.stack([cast(ops.norm(ops.reshape(in_float32(value), (-1,))), "float32") for value in values])
+    ends = [end for value in values for end in (ops.max(value), ops.negative(ops.min(value)))]
+    return ops.any(ops.isnan(each)), ops.max(ops.stack([cast(end, "float32") for end in ends]))

@@ -1,0 +1,98 @@
+"""Norms and extreme values on PyTorch, in few calls and passes that only read.
+
+Through `keras.ops` each of them takes longer than the arithmetic of a small tensor, and masks as large as a gradient
+are slow to make: what is not finite shows in the largest and smallest element, as NaN is either where there is one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from keras_shardopt.numerics import Tensor
+
+_WHOLE = 2**20
+"""How many elements are squared before they are added up, on a CPU: as many as stay in its cache."""
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether all are tensors of PyTorch that hold each element."""
+    return all(torch.is_tensor(value) and value.layout == torch.strided for value in values)
+
+
+def sum_of_squares(value: Tensor) -> Tensor:
+    """Of all elements, in float32 (float64 of float64)."""
+    # Not `torch.linalg.vector_norm` or `torch.dot`, which add up one by one: wrong by 7e-4 with 16.8 million elements.
+    value = value.detach()
+    if value.device.type != "cpu" or not value.is_contiguous():
+        return torch.square(_wide(value)).sum()
+    flat = value.view(-1)
+    if flat.numel() <= _WHOLE:
+        return _sum_of_squares(_wide(flat))
+    return torch.stack([_sum_of_squares(_wide(part)) for part in flat.split(_WHOLE)]).sum()
+
+
+class _Rooms(threading.local):
+    """Where squares lie on a CPU, whose system gives out memory slowly."""
+
+    def __init__(self) -> None:
+        self._by_dtype: dict[torch.dtype, Tensor] = {}
+
+    def get(self, dtype: torch.dtype, size: int) -> Tensor:
+        room = self._by_dtype.get(dtype)
+        if room is None or room.numel() < size:
+            room = self._by_dtype[dtype] = torch.empty(size, dtype=dtype)
+        return room[:size]
+
+
+_rooms = _Rooms()
+
+
+def _sum_of_squares(value: Tensor) -> Tensor:
+    room = _rooms.get(value.dtype, value.numel())
+    return torch.mul(value, value, out=room).sum()
+
+
+def global_norm(values: Sequence[Tensor]) -> Tensor:
+    """See `keras_shardopt.numerics.global_norm`."""
+    squares = [sum_of_squares(value) for value in values]
+    widest = torch.float64 if any(square.dtype == torch.float64 for square in squares) else torch.float32
+    return torch.stack([square.to(widest) for square in squares]).sum().sqrt()
+
+
+def norms(values: Sequence[Tensor], dtype: str) -> Tensor:
+    """That of each tensor, in one vector."""
+    return torch.stack([sum_of_squares(value).sqrt().to(getattr(torch, dtype)) for value in values])
+
+
+def are_finite(values: Sequence[Tensor]) -> Tensor:
+    """For each tensor, which has elements, whether all are finite."""
+    lows, highs = _extremes_of(values)
+    return lows.isfinite() & highs.isfinite()
+
+
+def largest(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Whether an element is NaN, and the largest absolute value."""
+    lows, highs = _extremes_of(values)
+    amax = torch.maximum(-lows, highs).amax().to(torch.float32)
+    return amax.isnan(), amax
+
+
+def _extremes_of(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    widest = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+    lows, highs = zip(*[_extremes(value.detach()) for value in values])
+    return torch.stack([low.to(widest) for low in lows]), torch.stack([high.to(widest) for high in highs])
+
+
+def _extremes(value: Tensor) -> tuple[Tensor, Tensor]:
+    if value.device.type == "cpu" and value.numel() <= _WHOLE:
+        return value.amin(), value.amax()  # faster than both in one pass, where memory is not the limit
+    low, high = torch.aminmax(value)
+    return low, high
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value if value.dtype == torch.float64 else value.to(torch.float32)
