@@ -1,5 +1,6 @@
 """JAX: two processes with two devices each equal one process with the whole batch."""
 
+import pickle
 import re
 
 import keras
@@ -124,3 +125,21 @@ def test_processes_that_are_started_again_end_with_the_weights_of_some_that_nobo
     assert found.files == expected.files and len(found.files) > 20
     for name in expected.files:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+@pytest.mark.exhaustive
+def test_compressed_gradients_lose_nothing(tmp_path):
+    """Two processes with two devices each: what was sent and what was not add up, also after a restart."""
+    found = {}
+    for job, names in (("trained", ["int4 in windows that skips", "int8 and uneven rows"]), ("restarted", ["int4"])):
+        file = tmp_path / f"{job}.pickle"
+        launch.jax_processes("rank_job.py", 2, file, f"promises.problems.compressing:{job}", *names, timeout=150)
+        found |= pickle.loads(file.read_bytes())
+    straight, again = found.pop("int4")
+    for arrays, others in zip(straight[:2], again[:2]):
+        assert arrays and all(np.array_equal(array, other) for array, other in zip(arrays, others))
+    for name, each in found.items():
+        assert (each["skipped"], each["apart"]) == (int("skips" in name), 0)
+        for moved, left, expected in zip(each["moved"], each["left"], each["expected"]):
+            np.testing.assert_allclose(moved + left, expected, rtol=0, atol=3e-6 * np.max(np.abs(expected)))
+            assert np.max(np.abs(moved - expected)) > 1e-4 * np.max(np.abs(expected))

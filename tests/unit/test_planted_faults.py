@@ -44,6 +44,7 @@ SHARDS = "unit/sharding/test_sharding.py::test_replicas_update_as_one_does"
 NORMALIZED = "promises/test_synchronized_batch_normalization.py::test_update_is_that_of_one_process"
 WHOLE_BATCH = "unit/update/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
 WHOLE_DATA = "unit/data/test_whole_batches.py"
+CODECS = "unit/update/test_codecs.py"
 
 FAULTS = [
     # The way through the stages.
@@ -204,6 +205,63 @@ FAULTS = [
         "return (num_replicas, num_replicas) if divides else (1, 1)",
         "return (num_replicas, 1)",
         "promises/test_compression.py::test_the_error_is_bounded",
+    ),
+    # Fewer bytes.
+    fault(
+        "update/coding.py",
+        'return value + (left if is_one(self._unit) else left * ops.cast(self._unit, "float32"))',
+        "return value",
+        f"{CODECS}::test_nothing_is_lost_and_all_replicas_agree",
+    ),
+    fault(
+        "update/coding.py",
+        'return value + (left if is_one(self._unit) else left * ops.cast(self._unit, "float32"))',
+        "return value + left",
+        f"{CODECS}::test_of_a_skipped_update_nothing_is_left",
+    ),
+    fault(
+        "update/coding.py",
+        "after[i] = ops.where(is_good, left + after[i] if i in self._waits else left, after[i])",
+        "after[i] = left + after[i] if i in self._waits else left",
+        f"{CODECS}::test_of_a_skipped_update_nothing_is_left",
+    ),
+    fault(
+        "update/coding.py",
+        "left + after[i] if i in self._waits else left",
+        "left",
+        f"{CODECS}::test_gradients_that_a_replica_lacks_wait",
+    ),
+    fault(
+        "update/compression.py",
+        "unsent + (total - self.decode(again))[None]",
+        "unsent",
+        f"{CODECS}::test_sums_and_what_is_left_over_are_those_of_numpy",
+        f"{CODECS}::test_nothing_is_lost_and_all_replicas_agree",
+    ),
+    fault(  # each replica takes its own part of the sum as it was before it was rounded
+        "update/compression.py",
+        'result = self.decode((yield "all_gather", again))',
+        'result = ops.reshape(self.decode((yield "all_gather", again)), (size, -1))\n'
+        "        result = ops.reshape(ops.where(ops.equal(ops.arange(size), me)[:, None], total[None], result), (-1,))",
+        f"{CODECS}::test_nothing_is_lost_and_all_replicas_agree",
+    ),
+    fault(  # only rank 0 rounds its scales
+        "update/compression.py",
+        "again = self.encode(total, (update, me, 1))",
+        "again = self.encode(total, (update, me, 1)) if me == 0 else self.encode(total * 1.001, (update, me, 1))",
+        f"{CODECS}::test_sums_and_what_is_left_over_are_those_of_numpy",
+    ),
+    fault(
+        "update/reducers.py",
+        "return step if buckets.coded is None else buckets.coded.kept(step, all_decide=False)",
+        "return step",
+        "promises/test_error_feedback.py::test_what_was_sent_and_what_was_not_add_up_to_all_gradients",
+    ),
+    fault(
+        "update/reducers.py",
+        "            note(kind, tensors, comm.num_replicas)\n",
+        "            note(kind, tensors[:1], comm.num_replicas)\n",
+        "promises/test_error_feedback.py::test_the_bytes_are_those_of_theory",
     ),
     # What replicas must have in common.
     fault(

@@ -101,6 +101,14 @@ def main():
         lambda: ks.save_model(model, mine / "model.txt"), ValueError, f"Received: filepath={folder / 'model.txt'!r}"
     )
     with strategy.scope():
+        weight, coded = keras.Variable([1.0]), ks.CrossShard("sgd", compression="int8")
+        coded.build([weight])
+    refused(
+        lambda: strategy.run(lambda: coded.apply([tf.constant([1.0])], [weight])),
+        ValueError,
+        "Coded gradients need `MirroredStrategy` on TensorFlow",
+    )
+    with strategy.scope():
         count = Count()
         counting = keras.Sequential([keras.Input((2,)), count])
         counting.compile(ks.CrossShard(worlds.InParts(problem.sgd_momentum())), "mse")
