@@ -1,4 +1,4 @@
-"""How the cost of a step grows with parameters, variables and ranks, beside `DistributedDataParallel`, on PyTorch.
+"""How the cost of a step grows with parameters, variables and ranks, next to `DistributedDataParallel`, on PyTorch.
 
     torchrun --nproc-per-node 2 benchmarks/scaling.py [--write] [--parameters 1e4 1e6 1e8] [--variables 10 3000]
 
