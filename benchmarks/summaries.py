@@ -9,8 +9,8 @@ of those of one round; a round of `optimize_loss` is a hundred steps of each kin
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
-import statistics
 import tempfile
 import time
 from typing import Any
@@ -19,6 +19,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
 import numpy as np
+import timing
 from keras import ops
 
 import keras_shardopt as ks
@@ -96,6 +97,7 @@ def make_step(width: int, summaries: list[str] | bool | None, folder: str) -> An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
     parser.add_argument("--quick", action="store_true", help="a small model, few steps: to see that it runs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true", help="of this process, where others keep the machine busy")
@@ -103,17 +105,21 @@ def main() -> None:
     global now
     now = time.process_time if arguments.cpu_time else time.perf_counter
     width, num_steps, num_rounds = (64, 100, 1) if arguments.quick else (512, 200, arguments.rounds)
-    print(f"{keras.config.backend()}, 3 hidden layers of {width}, microseconds per step")
     kinds: Kinds = {"off": False, "default": None, "norms of all": EVERYTHING, "off again": False}
+    parts = []
     for name, found in (
         ("fit", rounds_of_fit(width, num_rounds, num_steps, kinds)),
         ("optimize_loss", rounds_of_steps(width, 5 * num_rounds, EVERY, kinds)),
     ):
-        for kind in kinds:
-            # Round by round, so that what else the machine does meets all alike.
-            ratio = statistics.median(on / off for on, off in zip(found[kind], found["off"]))
-            median = statistics.median(found[kind]) * 1e6
-            print(f"{name:14} {kind:13} {median:8.0f}  against off: {100 * (ratio - 1):+.1f} %")
+        parts.append(f"Steps of `{name}`:\n\n{timing.table(found, ['off'])}")
+    backend = keras.config.backend()
+    timing.report(
+        f"What summaries cost on {backend}, 3 hidden layers of {width}",
+        f"KERAS_BACKEND={backend} python benchmarks/summaries.py{' --cpu-time' * arguments.cpu_time}",
+        "\n\n".join(parts),
+        {"Keras": keras.__version__, backend: importlib.import_module(backend).__version__},
+        arguments.write,
+    )
 
 
 if __name__ == "__main__":

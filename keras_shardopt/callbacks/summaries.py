@@ -32,6 +32,7 @@ class TrainingSummaries(keras.callbacks.Callback):
     | "gradients" | `Loss_Optimization/gradients/<variable>` | the same, as a histogram; 0 for what is not finite |
     | "variable_norm" | `Loss_Optimization/variable_norm/<variable>` | before the update |
     | "variables" | `Loss_Optimization/variables/<variable>` | the same, as a histogram |
+    | "gradient_noise_scale" | `Loss_Optimization/gradient_noise_scale`, `gradient_noise_scale_in_batches` | up to which number of rows, or how many batches of an update in one, larger batches pay |
     | "larc_summaries" | `Loss_Optimization/larc_grad_update/<variable>`, `larc_final_lr`, `larc_clip_on` | the factor of `LARC`, the rate times it, and (in clip mode) whether it is below 1 |
 
     and, unless `summaries` is empty, `train_loss`, the mean over the epoch so far, where the step keeps one.
@@ -44,6 +45,11 @@ class TrainingSummaries(keras.callbacks.Callback):
     logs begin with the name of the attribute: `d_optimizer/learning_rate`. One that its first update builds is seen
     from the second step on. On JAX such a step takes along the state of `model.optimizer` only, so that of the others
     there are "learning_rate" and "loss_scale".
+
+    "gradient_noise_scale" is the average over many updates that `GradientNoise` has, of replicas or, on one of them, of
+    micro-batches; see [choosing a batch size](../summaries.md#choosing-a-batch-size). It costs something
+    in each update: a norm of the replica's gradient and an all-reduce of three numbers, and on PyTorch the
+    overlap of sending and computing. The number of rows is known in `fit` of a prepared model.
 
     The numbers come from inside the optimizer, so it must be one of this package (`CrossShard(Adam())` will do, on one
     replica too); of others the learning rate is written, if nothing else is asked for. While the callback watches, the

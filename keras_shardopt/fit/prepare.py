@@ -40,7 +40,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
     - TensorFlow: steps exchange numbers of rows and of weights: one small all-reduce for the batch, one for each loss.
       With `steps_per_execution` steps are made one by one. Logs of a batch are those of all replicas where a callback
       or a bar looks at them (not with several workers, where they are the mean of the replicas' own).
-    - JAX: a batch that does not divide is put on every device whole; processes exchange their numbers of rows;
+    - JAX: a batch that does not divide is filled up with rows that do not count; processes exchange how many they have;
       only process 0 prints. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass
       then run in a `shard_map` over the replicas.
     - PyTorch: ranks exchange their numbers of rows, before each batch or, of arrays, for several batches at a time, and

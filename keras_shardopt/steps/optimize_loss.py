@@ -80,8 +80,9 @@ def optimize_loss(
         dtype: see `build_optimizer`.
         clip_gradients: see `build_optimizer`.
         summaries: names of what shall be seen: "learning_rate", "gradients", "gradient_norm", "global_gradient_norm",
-            "variables", "variable_norm", "larc_summaries", "loss_scale". None stands for the learning rate, the global
-            gradient norm and the loss scale if `log_dir` is given, and for nothing otherwise; so does `[]`.
+            "variables", "variable_norm", "larc_summaries", "loss_scale", "gradient_noise_scale" (not on several
+            replicas of JAX). None stands for the learning rate, the global gradient norm and the loss scale if
+            `log_dir` is given, and for nothing otherwise; so does `[]`.
         larc_params: see `build_optimizer`.
         loss_scaling: see `build_optimizer`.
         loss_scaling_params: see `build_optimizer`.

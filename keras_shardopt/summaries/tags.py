@@ -18,6 +18,7 @@ SUMMARIES = (
     "variable_norm",
     "larc_summaries",
     "loss_scale",
+    "gradient_noise_scale",
 )
 """What can be asked for."""
 

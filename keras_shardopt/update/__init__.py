@@ -15,14 +15,17 @@ A new feature is a file with a `Stage`, and a row in `STAGES`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from keras_shardopt.update.accumulation import Accumulation
 from keras_shardopt.update.coding import Coding
 from keras_shardopt.update.fused import FusedUpdate
+from keras_shardopt.update.gradient_noise import GradientNoise
 from keras_shardopt.update.local_sgd import LocalUpdates
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.reducers import whole_reducer_of
 from keras_shardopt.update.replica_transform import ReplicaClip, ReplicaTransform
 from keras_shardopt.update.step import Stage
 from keras_shardopt.update.user_stage import UserStage
@@ -40,6 +43,39 @@ STAGES: tuple[Any, ...] = (
     FusedUpdate,
 )
 """From the outside in; `UserStage` are those of the argument `stages`."""
+
+
+def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[GradientNoise, Callable[[], None]]:
+    """Lets a `CrossShard` that is built measure the noise of its gradients for some time.
+
+    Args:
+        optimizer: the `CrossShard`.
+        add_variable: as in `Stage.build`.
+
+    Returns:
+        The stage that measures, which may be one that the optimizer has; and a function that ends it. A compiled step
+        must be compiled anew, before and after.
+
+    Raises:
+        ValueError: if nothing can be compared.
+    """
+    own = [stage for stage in optimizer.stages if isinstance(stage, GradientNoise)]
+    if own:
+        return own[0], lambda: None
+    pipeline, noise = optimizer.pipeline, GradientNoise()
+    noise.check(optimizer)
+    stage = UserStage(noise, optimizer)
+    stage.build(optimizer._trainable_variables, add_variable)
+    before = pipeline.stages, pipeline.reducer
+    place = sum(isinstance(each, STAGES[: STAGES.index(UserStage) + 1]) for each in pipeline.stages)
+    pipeline.change([*pipeline.stages[:place], stage, *pipeline.stages[place:]], whole_reducer_of(pipeline.reducer))
+    optimizer.state_finder.needing.append('summaries=["gradient_noise_scale"]')
+
+    def end() -> None:
+        pipeline.change(*before)
+        optimizer.state_finder.needing.remove('summaries=["gradient_noise_scale"]')
+
+    return noise, end
 
 
 def stages_of(options: CrossShardOptions, optimizer: Any) -> list[Stage]:

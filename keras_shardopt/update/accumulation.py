@@ -124,6 +124,9 @@ class Accumulation(Stage):
         # The counter is the same on all replicas, so that all of them take the same branch.
         is_complete, sums = self.add(step.grads, [self._optimizer._position(v) for v in step.variables], step.row_share)
 
+        if stacked is None:
+            self._optimizer.pipeline.micro_batch(step, self.starts)
+
         def end(sums: Sequence[Tensor]) -> None:
             means, positions, share = self.means(sums)
             arrived, self._came_reduced = self._came_reduced, None

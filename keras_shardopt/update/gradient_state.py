@@ -50,7 +50,8 @@ class GradientStateFinder:
 
     def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: Any) -> None:
         self._options = options
-        self._needing = options.needing_local_gradients()
+        self.needing = options.needing_local_gradients()
+        """What needs each replica's own gradients, as `name=value`."""
         self._accumulates = accumulates
         self._optimizer = optimizer
         self.told: GradientState | None = GRADIENT_STATES[options.gradients]
@@ -61,7 +62,7 @@ class GradientStateFinder:
     @property
     def needs_local_gradients(self) -> bool:
         """Whether each replica's own gradients are needed, before they are reduced."""
-        return bool(self._needing)
+        return bool(self.needing)
 
     @property
     def may_be_local(self) -> bool:
@@ -88,7 +89,7 @@ class GradientStateFinder:
                 f"each micro-batch communicates. {_SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE}",
                 "accumulates",
             )
-        if is_reduced and self._needing:
+        if is_reduced and self.needing:
             self._refuse(state, comm.num_replicas)
         return step.replace(gradient_state=state)
 
@@ -114,15 +115,15 @@ class GradientStateFinder:
             warnings.warn(words, stacklevel=3)
 
     def _refuse(self, state: GradientState, num_replicas: int) -> None:
-        rule = f"`{self._needing[0].partition('=')[0]}` needs the gradients of each replica, before they are reduced."
+        rule = f"`{self.needing[0].partition('=')[0]}` needs the gradients of each replica, before they are reduced."
         if state is GradientState.SUMMED:
             received = "gradients that `shard_map` has summed over the replicas already"
             advice = _SUMMED_ADVICE
         else:
             received = f"gradients that are global already, with {num_replicas} replicas"
-            in_groups = "group_assignment" in self._needing[0]
+            in_groups = "group_assignment" in self.needing[0]
             advice = _GROUPS_ADVICE if in_groups else _GLOBAL_ADVICE
-        raise ValueError(f"{rule} Received: {', '.join(self._needing)}, and {received}. {advice}")
+        raise ValueError(f"{rule} Received: {', '.join(self.needing)}, and {received}. {advice}")
 
 
 def refuse_local_gradients_inside(optimizer: Any) -> None:

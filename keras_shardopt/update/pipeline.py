@@ -78,6 +78,16 @@ class Pipeline:
         for stage in self.stages:
             stage.build(variables, add_variable)
 
+    def change(self, stages: Sequence[Stage], reducer: Reducer) -> None:
+        """Goes on with other stages, between two steps. A compiled step must be compiled anew."""
+        self.stages, self.reducer, self._collect = list(stages), reducer, None
+
+    def micro_batch(self, step: Step, starts: Any) -> None:
+        """Shows the gradients of a micro-batch to the stages that look at them."""
+        for stage in self.stages:
+            if stage._looks_at_micro_batches:
+                stage._micro_batch(step, starts, runtime.communicator(self._axis_name))
+
     def reset(self) -> None:
         """Lets all stages begin anew: state was loaded."""
         for stage in self.stages:

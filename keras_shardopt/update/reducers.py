@@ -254,3 +254,8 @@ def reducer_of(optimizer: Any, shards: Any = None) -> AllReduce | Overlapped:
     if overlaps and (shards is None or (shards.gradient_slices is not None and not is_coded)):
         return Overlapped(optimizer, at_the_end, shards)
     return at_the_end
+
+
+def whole_reducer_of(reducer: Any) -> Any:
+    """The reducer that takes the place of one, where each replica's gradients are looked at before they are sent."""
+    return reducer._at_the_end if isinstance(reducer, Overlapped) else reducer

@@ -110,6 +110,10 @@ class Stage:
         """Whether its class has a method of its own for one of these hooks."""
         return any(getattr(type(self), hook) is not getattr(Stage, hook) for hook in hooks)
 
+    @property
+    def _looks_at_micro_batches(self) -> bool:
+        return self._overrides("_micro_batch")
+
     def check(self, optimizer: Any) -> None:
         """Called by the constructor of the `CrossShard`; raises ValueError if the stage cannot work in it."""
 
@@ -127,6 +131,9 @@ class Stage:
         Under JAX's prepared `fit` they may be reduced already, or stacked: it is for counting and deciding.
         """
         proceed(step)
+
+    def _micro_batch(self, step: Step, starts: Any, comm: Communicator) -> None:
+        """With accumulation: this replica's gradients of each micro-batch, and whether it is the first."""
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """What becomes of this replica's own gradients, just before they are reduced."""

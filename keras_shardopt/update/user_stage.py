@@ -47,6 +47,10 @@ class UserStage(Stage):
             )
         return [cls(stage, optimizer) for stage in options.stages]
 
+    @property
+    def _looks_at_micro_batches(self) -> bool:
+        return self._stage._looks_at_micro_batches
+
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Builds it. From now on it belongs to this optimizer."""
         # By numbers: a copy of the stage takes them along, and belongs to nobody.
@@ -99,6 +103,10 @@ class UserStage(Stage):
         if all(_has_dtype_of(grad, old) for grad, old in zip(after.grads, step.grads)):
             return after
         return after.replace(grads=[like_variable(g, v) for g, v in zip(after.grads, step.variables)])
+
+    def _micro_batch(self, step: Step, starts: Any, comm: Communicator) -> None:
+        grads = unscaled_gradients(step.grads, step.variables, self._optimizer.loss_scale)
+        self._stage._micro_batch(step.replace(grads=grads), starts, comm)
 
     def _unit(self, step: Step, comm: Communicator) -> Any:
         """By what this replica's own gradients were multiplied. There is no mean loss of no rows."""

@@ -289,3 +289,94 @@ def test_batches_in_the_memory_of_numpy_are_divided_and_not_overwritten(kind):
     reference = problem.model()
     reference.compile(problem.sgd_momentum(), "mse", jit_compile=False)
     assert problem.relative_difference(found, trained(reference)) <= problem.TOLERANCE
+
+
+def normalizing_model():
+    layers = [keras.Input((problem.NUM_FEATURES,)), keras.layers.Dense(7, kernel_initializer="ones")]
+    keras.utils.set_random_seed(5)
+    layers += [keras.layers.BatchNormalization(), keras.layers.Dense(problem.NUM_OUTPUTS)]
+    return keras.Sequential(layers)
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("num_rows", [uneven.NUM_ROWS, 13])
+def test_normalization_is_that_of_one_device(num_rows):
+    case = {"make": normalizing_model, "rows": slice(num_rows), "weights": uneven.row_weights()}
+    expected = uneven.run("sample weights", 1, **case)
+    uneven.assert_same(uneven.run("sample weights", 4, **case), expected, normalizing_model().get_weights())
+
+
+@pytest.mark.backends("jax")
+def test_each_device_has_its_rows_of_an_uneven_batch():
+    import jax
+
+    from keras_shardopt.fit.jax import batches
+
+    taken = []
+
+    class Looks(keras.Sequential):
+        def train_step(self, state, data):
+            taken.append(jax.tree.leaves(data)[0].shape[0])
+            return super().train_step(state, data)
+
+    with ks.data_parallel(4) as replicas:
+        model = Looks([keras.Input((32,)), keras.layers.Dense(8)])
+        model.compile(ks.CrossShard("sgd"), "mse")
+        x, y = np.ones((29, 32), "float32"), np.ones((29, 8), "float32")
+        model.fit(x, y, batch_size=16, epochs=3, verbose=0)
+        assert taken == [16, 13]  # one trace for all batches, one for the last of each epoch
+        batch = batches._filled_up((x[:13], y[:13]), keras.distribution.distribution())
+        assert all(each.data.shape[0] == 4 for leaf in jax.tree.leaves(batch) for each in leaf.addressable_shards)
+        state = [[v.value for v in variables] for variables in (model.trainable_variables, [], model.metrics_variables)]
+        program = jax.jit(model.test_step).lower(state, batch).compile().as_text()
+        assert "f32[4,8]" in program and "f32[13,8]" not in program
+        assert "all-gather" not in program
+    replicas.close()
+
+
+@pytest.mark.backends("jax", "tensorflow")
+def test_a_short_last_batch_is_traced_once():
+    traced, at_end = [], []
+
+    class Traced(keras.Sequential):
+        def train_step(self, *args):
+            traced.append(args)
+            return super().train_step(*args)
+
+    class Counts(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            at_end.append(len(traced))
+
+    x, y = uneven.data()
+    with ks.data_parallel(2) as replicas:
+        model = Traced(problem.model().layers)
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=BACKEND == "jax")
+        model.fit(x, y, batch_size=uneven.BATCH_SIZE, epochs=4, verbose=0, callbacks=[Counts()])
+    replicas.close()
+    # JAX: a program for all batches, and one for the last of each epoch. TensorFlow: one, traced on both replicas.
+    assert at_end == [2] * 4
+
+
+@pytest.mark.backends("jax")
+def test_later_epochs_with_a_short_last_batch_compile_nothing():
+    import jax
+
+    compiled, at_end = [], []
+
+    def note(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    class Counts(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            at_end.append(len(compiled))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    x, y = uneven.data()
+    with ks.data_parallel(2) as replicas:
+        model = problem.model()
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+        model.fit(x, y, batch_size=uneven.BATCH_SIZE, epochs=4, verbose=0, callbacks=[Counts()])
+    replicas.close()
+    assert at_end[0] > 0
+    assert at_end[2:] == at_end[1:2] * 2  # in the first one Keras computes what it shows at its end

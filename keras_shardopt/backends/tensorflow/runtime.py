@@ -7,6 +7,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,17 +23,16 @@ from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.numerics import FunctionT, Tensor, Variable
 
 
-def _cond(condition: Any, action: Callable[[], Any]) -> None:
+def _cond(condition: Any, action: Callable[[], Any], otherwise: Callable[[], Any] = lambda: None) -> None:
     if isinstance(condition, bool):
-        if condition:
-            action()
+        (action if condition else otherwise)()
         return
 
-    def act() -> int:
-        action()
+    def acting(chosen: Callable[[], Any]) -> int:
+        chosen()
         return 0
 
-    tf.cond(condition, act, lambda: 0)
+    tf.cond(condition, functools.partial(acting, action), functools.partial(acting, otherwise))
 
 
 _SCOPES = "_keras_shardopt_scopes"
@@ -119,6 +119,19 @@ class TensorFlowRuntime(Runtime):
             _cond(first, lambda: strategy.extended.call_for_each_replica(update_on_replica, args=(grads,)))
 
         tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
+
+    def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
+        # In place, which reads and writes half of what a choice between two tensors does.
+        def begin() -> None:
+            for variable, value in zip(variables, values):
+                variable.assign(tf.zeros_like(variable) if value is None else value)
+
+        def go_on() -> None:
+            for variable, value in zip(variables, values):
+                if value is not None:
+                    getattr(variable, "value", variable).assign_add(value)
+
+        _cond(starts, begin, go_on)
 
     def is_concrete(self, value: Any) -> bool:
         return tf.executing_eagerly()

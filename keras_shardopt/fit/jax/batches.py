@@ -86,7 +86,37 @@ def is_together() -> bool:
     return jax.process_count() > 1 and takes_uneven(keras.distribution.distribution())
 
 
-def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
+@jax.tree_util.register_pytree_node_class
+class FilledUp:
+    """A batch in which the first row is repeated at the end, so that the devices can divide it.
+
+    How many rows count is no value but part of the structure, so that a step which is traced with a batch knows it.
+    """
+
+    def __init__(self, data: Any, num_rows: int) -> None:
+        self._data = data
+        self._num_rows = num_rows
+
+    def rows(self) -> Any:
+        """The rows that count. Within one program each device still has its own: XLA fills up by itself, and masks."""
+        return jax.tree.map(lambda leaf: leaf[: self._num_rows], self._data)
+
+    def tree_flatten(self) -> tuple[tuple[Any], int]:
+        """See `jax.tree_util.register_pytree_node_class`."""
+        return (self._data,), self._num_rows
+
+    @classmethod
+    def tree_unflatten(cls, num_rows: int, data: tuple[Any]) -> FilledUp:
+        """See `jax.tree_util.register_pytree_node_class`."""
+        return cls(*data, num_rows)
+
+
+def rows_that_count(data: Any) -> Any:
+    """A batch as a step has it, without what fills it up."""
+    return data.rows() if isinstance(data, FilledUp) else data
+
+
+def _distribute_data(data: Any, *args: Any, fills_up: bool = False, **kwargs: Any) -> Any:
     """Stands in for Keras' function of that name. `data` is None where this process has no batch left."""
     distribution = keras.distribution.distribution()
     if not takes_uneven(distribution):
@@ -101,7 +131,8 @@ def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
     if not any(everywhere):
         return None
     if len(set(everywhere)) > 1 or sum(everywhere) % batch_size_of(distribution):
-        return _on_all_devices(data if len(everywhere) == 1 else _joined(data, rows), distribution)
+        data = data if len(everywhere) == 1 else _joined(data, rows)
+        return (_filled_up if fills_up else _on_all_devices)(data, distribution)
     # Without the entries that are None (no sample weights), on which Keras fails here.
     structure = jax.tree.structure(data)
     leaves = [_distribute_in_keras(leaf) for leaf in jax.tree.leaves(data)]
@@ -109,8 +140,23 @@ def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _on_all_devices(data: Any, distribution: Any) -> Any:
-    """Every device gets all rows, and repeats the work of the others: right, and rare."""
+    """Every device gets all rows, and repeats the work of the others: for steps that know of nothing else."""
     return _laid_out(data, distribution, PartitionSpec())
+
+
+def _filled_up(data: Any, distribution: Any) -> Any:
+    """Each device gets its rows of a batch that is filled up, where it does not divide."""
+    rows = num_rows(data)
+    divided = PartitionSpec(distribution.batch_dim_name)
+    num_missing = -rows % batch_size_of(distribution)
+    if not num_missing:
+        return _laid_out(data, distribution, divided)
+
+    def filled(leaf: Any) -> np.ndarray:
+        leaf = np.asarray(leaf)
+        return np.concatenate([leaf, np.repeat(leaf[:1], num_missing, axis=0)])
+
+    return FilledUp(_laid_out(jax.tree.map(filled, data), distribution, divided), rows)
 
 
 def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
@@ -122,13 +168,6 @@ def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
     return jax.tree.map(put, data)
-
-
-def _on_their_devices(data: Any, distribution: Any) -> Any:
-    """Of a batch that all processes have, each device gets its rows; or all where they do not divide."""
-    if num_rows(data) % batch_size_of(distribution):
-        return _on_all_devices(data, distribution)
-    return _laid_out(data, distribution, PartitionSpec(distribution.batch_dim_name))
 
 
 def _joined(data: Any, num_rows: int) -> Any:
@@ -147,6 +186,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._trains = "class_weight" in kwargs  # or None, which Keras gives where it trains and nowhere else
         self._is_whole = self._is_together and _takes_whole(model, *data)
         self._is_compared = False
+        self._fills_up = False
         self._draws = SharedDraws() if self._is_whole else None
         if self._is_together:
             is_meant = self._is_whole or not self._trains or model is None or sharing_of(model).auto_shard
@@ -197,6 +237,9 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         with contextlib.nullcontext() if self._has_arrays else self._drawing():
             super().reset()
         self._agree_on_length()
+        # Not before: Keras builds a model from the first batch. And it may stack several (3.16 and later).
+        is_single = self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList")
+        self._fills_up = is_single and self._model is not None and is_prepared(self._model)
 
     def _agree_on_length(self) -> None:
         if self._is_together and not self._is_whole:
@@ -216,10 +259,16 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         lists = iter(lambda: list(itertools.islice(batches, self.steps_per_execution)), [])
         return map(data_adapter_utils.PartialBatchList, lists)
 
+    def _place(self, data: Any, distribution: Any) -> Any:
+        """Of a batch that all processes have, each device gets its rows."""
+        if self._fills_up or num_rows(data) % batch_size_of(distribution) == 0:
+            return _filled_up(data, distribution)
+        return _on_all_devices(data, distribution)
+
     def batches(self) -> Iterator[Any]:
         """Those of all processes together."""
         batches = iter(self.data_adapter.get_jax_iterator())
-        while (batch := _distribute_data(next(batches, None))) is not None:
+        while (batch := _distribute_data(next(batches, None), fills_up=self._fills_up)) is not None:
             yield batch
 
     def parts(self) -> Iterator[Any]:
@@ -241,7 +290,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
                 check_batches(gather_objects(mine, "compares a batch"), step)
             if not mine[0]:
                 return
-            yield _on_their_devices(batch, distribution)
+            yield self._place(batch, distribution)
 
 
 def _takes_whole(model: Any, *data: Any) -> bool:

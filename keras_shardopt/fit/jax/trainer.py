@@ -2,8 +2,9 @@
 
 Under a `keras.distribution` one program runs on the whole batch, so gradients, metrics and batch statistics are those
 of the whole batch anyway. Two things are missing: a batch that the devices cannot divide equally, and each replica's
-own gradients for an optimizer that needs them. The first is put on every device whole. For the second, forward
-and backward pass run in a `shard_map`, up to the reduced gradients; the update and the metrics stay outside.
+own gradients for an optimizer that needs them. The first is filled up, and steps leave out again what fills it up: XLA
+divides such rows too. For the second, forward and backward pass run in a `shard_map`, up to the reduced gradients; the
+update and the metrics stay outside.
 
 Several processes go through the same batches, drawn alike, and each puts its part of every batch on its devices; or
 each feeds rows of its own, where its data is a part already. They exchange their numbers of rows before every
@@ -40,7 +41,9 @@ from keras_shardopt.fit.jax import local_sgd
 from keras_shardopt.fit.jax.batches import (
     SPLITS_OWN_PART,
     EpochIterator,
+    FilledUp,
     is_together,
+    rows_that_count,
     state_of,
     take_uneven,
     takes_uneven,
@@ -70,6 +73,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     if reducers[0].pipeline.coding is not None:
         reducers[0].pipeline.coding.stack()
     override_method(model, "train_step", _train_step)
+    override_method(model, "test_step", _test_step)
     for name in ("fit", "evaluate", "predict"):
         override_method(model, name, _silent_unless_chief)
     override_method(model, "fit", _fit)
@@ -134,10 +138,15 @@ def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return real(*args, **kwargs)
 
 
+def _test_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
+    del model
+    return real(state, rows_that_count(data))
+
+
 def _predict_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
     del model
-    outputs, others = real(state, data)
-    if is_together():
+    outputs, others = real(state, rows_that_count(data))
+    if is_together() or isinstance(data, FilledUp):
         everywhere = NamedSharding(keras.distribution.distribution().device_mesh.backend_mesh, PartitionSpec())
         outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
     return outputs, others
@@ -157,6 +166,7 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
 
 def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
     """The trainer's step, unless the optimizer needs each replica's own gradients."""
+    data = rows_that_count(data)
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     distribution = keras.distribution.distribution()
     refuse_groups(reducers)  # perhaps of another `compile`

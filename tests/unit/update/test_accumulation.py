@@ -192,3 +192,27 @@ def test_next_values_take_the_largest_of_the_window():
             np.testing.assert_array_equal(ops.convert_to_numpy(scale), [9.0, 9.0])
     np.testing.assert_array_equal(ops.convert_to_numpy(scale), [7.0, 9.0])
     np.testing.assert_allclose(ops.convert_to_numpy(weight), 1 - np.array([37.0, 38.0]) / 3, rtol=1e-6)
+
+
+@pytest.mark.backends("tensorflow")
+def test_sums_in_place_are_those_of_a_choice_between_two_tensors():
+    import tensorflow as tf
+
+    from keras_shardopt.backends.active import runtime
+    from keras_shardopt.backends.runtime import Runtime
+
+    random = np.random.default_rng(0)
+    batches = [[random.normal(size=5).astype("float32"), None, random.normal(size=2).astype("float32")] for _ in "1234"]
+    batches[1][0][2] = np.nan  # which must not outlive its window
+
+    def sums(add_n):
+        totals = [keras.Variable(np.full(size, np.nan, "float32"), trainable=False) for size in (5, 3, 2)]
+        step = tf.function(lambda first, last, starts: add_n(totals, [first, None, last], starts))
+        found = []
+        for number, (first, _, last) in enumerate(batches):
+            step(tf.constant(first), tf.constant(last), tf.constant(number % 2 == 0))
+            found += [keras.ops.convert_to_numpy(total) for total in totals]
+        return found
+
+    for mine, general in zip(sums(runtime.add_n), sums(lambda *args: Runtime.add_n(runtime, *args))):
+        np.testing.assert_array_equal(mine, general)
