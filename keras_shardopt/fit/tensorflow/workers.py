@@ -323,8 +323,19 @@ def _seed_alike() -> None:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def logs_of_all(logs: Any, replicas: ReplicaContext) -> Any:
-    """The means of the replicas' logs, equal on all workers, or their callbacks would make different decisions."""
+def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
+    """The metrics of all replicas, equal on all workers, or their callbacks would make different decisions.
+
+    What is no metric is the mean of the replicas' logs.
+    """
+    is_built = all(getattr(metric, "built", True) for metric in model.metrics)
+    if is_built and isinstance(logs, dict) and logs.keys() == model.get_metrics_result().keys():
+        values: list[tuple[Any, Any]] = []
+        for op in ("sum", "mean"):
+            apart = [v for v in model.metrics_variables if v.aggregation == op and reading_is_collective([v])]
+            values += zip(apart, replicas.all_reduce([tf.convert_to_tensor(v.value) for v in apart], op))
+        with keras.StatelessScope(values):
+            return model.get_metrics_result()
     flat = [tf.convert_to_tensor(log) for log in keras.tree.flatten(logs)]
     return keras.tree.pack_sequence_as(logs, replicas.all_reduce(flat, "mean"))
 
