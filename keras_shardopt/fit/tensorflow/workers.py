@@ -34,6 +34,7 @@ from keras_shardopt.backends.tensorflow.placement import placement, reading_is_c
 from keras_shardopt.backends.tensorflow.processes import (
     gather_objects,
     local_replicas,
+    naming_workers,
     num_workers,
     processes,
     tell,
@@ -116,7 +117,7 @@ def _call(name: str) -> Callable[..., Any]:
         is_silent = name in ("fit", "evaluate", "predict") and processes.process()[1] > 0
         token = _running.set(call)
         try:
-            with model.distribute_strategy.scope():
+            with model.distribute_strategy.scope(), naming_workers(model.distribute_strategy):
                 if not call.is_alone:
                     tell(f"calls `{name}` of a prepared model")
                 return call_silently(real, *args, **kwargs) if is_silent else real(*args, **kwargs)
