@@ -14,6 +14,9 @@ from typing import IO, Any
 
 from keras_shardopt.launch.job import Job
 
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""The signals by which people, schedulers and terminals end a program. The processes do not get a terminal's."""
+
 _SECONDS_TO_FAIL = 5.0
 """How long the others have to say what they miss of one that failed before they are ended, and then before a kill."""
 
@@ -95,14 +98,15 @@ def _say_failed(job: Job, failed: int, statuses: Sequence[int | None], about_abo
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[list[int]]:
-    """A block in which SIGINT and SIGTERM are noted in a list."""
+    """A block in which the signals that end a program are noted in a list; not one that is ignored, as with nohup."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
         del frame
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield received
     finally:

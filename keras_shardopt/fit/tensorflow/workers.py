@@ -334,7 +334,9 @@ def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
         values: list[tuple[Any, Any]] = []
         for op in ("sum", "mean"):
             apart = [v for v in model.metrics_variables if v.aggregation == op and reading_is_collective([v])]
-            values += zip(apart, replicas.all_reduce([tf.convert_to_tensor(v.value) for v in apart], op))
+            # What is read on a worker's only device is said to be on none, and so cannot be reduced.
+            own = [tf.identity(tf.convert_to_tensor(v.value)) for v in apart]
+            values += zip(apart, replicas.all_reduce(own, op))
         with keras.StatelessScope(values):
             return model.get_metrics_result()
     flat = [tf.convert_to_tensor(log) for log in keras.tree.flatten(logs)]
