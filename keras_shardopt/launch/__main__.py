@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.launch.job import Job, JobError
+from keras_shardopt.launch.supervisor import ENDING
 
 # By backend, what starts its processes: torchrun on PyTorch.
 _STARTERS = {name: f"keras_shardopt.launch.{name}" for name in ("tensorflow", "jax", "torch")}
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if starter is None:
                 raise JobError("The Keras backend must be tensorflow, jax or torch. Set KERAS_BACKEND to one of them.")
             status = int(starter.start(job))
-            if status in (0, 130, 143) or given.max_restarts == 0:
+            if status in (0, *(128 + number for number in ENDING)) or given.max_restarts == 0:
                 return status
             given.max_restarts -= 1
             job = dataclasses.replace(job, nproc=max(least, job.nproc - 1))
@@ -53,7 +54,7 @@ def _job(given: argparse.Namespace) -> tuple[int, Job]:
             "goes on without a machine."
         )
     job = Job(
-        program=["-m", *given.module] if given.module else given.program,
+        program=["-m", *given.module] if given.module else given.program[given.program[:1] == ["--"] :],
         nproc=int(most),
         devices_per_process=given.devices_per_process,
         nnodes=given.nnodes,

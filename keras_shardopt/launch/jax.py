@@ -10,7 +10,10 @@ from keras_shardopt.launch.supervisor import supervise
 
 def start(job: Job) -> int:
     """Runs the job's processes of this machine to their end. Returns the exit status."""
-    return supervise(job, environments(job))
+    found = environments(job)
+    # Its own last words name the task that is missing, or no more than a service.
+    coordinator = found[0].get("KERAS_DISTRIBUTION_JOB_ADDRESSES")
+    return supervise(job, found, f" JAX aborts where process 0 ({coordinator}) does not answer, or misses another.")
 
 
 def environments(job: Job) -> list[dict[str, str]]:

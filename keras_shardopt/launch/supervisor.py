@@ -14,6 +14,9 @@ from typing import IO, Any
 
 from keras_shardopt.launch.job import Job
 
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""The signals by which people, schedulers and terminals end a program. The processes do not get a terminal's."""
+
 _SECONDS_TO_FAIL = 5.0
 """How long the others have to say what they miss of one that failed before they are ended, and then before a kill."""
 
@@ -21,8 +24,13 @@ _SECONDS_TO_END = 15.0
 """How long a process has to end after a signal that is handed on, before it is killed."""
 
 
-def supervise(job: Job, environments: Sequence[dict[str, str]]) -> int:
+def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: str = "") -> int:
     """Runs the job's command once for each of these environments.
+
+    Args:
+        job: what is started.
+        environments: of each process, the variables that it has in addition to this one's.
+        about_aborts: what is said of a process that has aborted itself.
 
     Returns:
         0 if all end well, else the exit status of the first that failed; 128 and the number of a signal that ended it,
@@ -46,7 +54,7 @@ def supervise(job: Job, environments: Sequence[dict[str, str]]) -> int:
                     reader = threading.Thread(target=_copy, args=(stream, out, f"[{rank}] "), daemon=True)
                     reader.start()
                     readers.append(reader)
-            return _wait(job, processes, received)
+            return _wait(job, processes, received, about_aborts)
         finally:
             for process in processes:
                 _signal(process, signal.SIGKILL)  # with what it has started
@@ -55,7 +63,7 @@ def supervise(job: Job, environments: Sequence[dict[str, str]]) -> int:
                 reader.join(1.0)
 
 
-def _wait(job: Job, processes: Sequence[subprocess.Popen[bytes]], received: list[int]) -> int:
+def _wait(job: Job, processes: Sequence[subprocess.Popen[bytes]], received: list[int], about_aborts: str) -> int:
     failed: int | None = None
     limit, then, num_sent = float("inf"), signal.SIGKILL, 0
     while None in (statuses := [process.poll() for process in processes]):
@@ -66,28 +74,39 @@ def _wait(job: Job, processes: Sequence[subprocess.Popen[bytes]], received: list
             _signal_all(processes, number)
         elif ended and failed is None and not received:
             failed, limit, then = ended[0], time.monotonic() + _SECONDS_TO_FAIL, signal.SIGTERM
-            _say(f"process {job.ranks[failed]} ended with status {statuses[failed]}; the others are ended.")
+            _say_failed(job, failed, statuses, about_aborts)
         elif time.monotonic() > limit:
             _signal_all(processes, then)
             limit, then = time.monotonic() + _SECONDS_TO_FAIL, signal.SIGKILL
         time.sleep(0.05)
     if received:
         return 128 + received[0]
-    bad = [each for each in statuses if each]
-    status = (None if failed is None else statuses[failed]) or (bad[0] if bad else 0)
+    if failed is None:
+        failed = next((i for i, status in enumerate(statuses) if status), None)
+        if failed is None:
+            return 0
+        _say_failed(job, failed, statuses, about_aborts)
+    status = statuses[failed] or 0
     return status if status >= 0 else 128 - status
+
+
+def _say_failed(job: Job, failed: int, statuses: Sequence[int | None], about_aborts: str) -> None:
+    others = "; the others are ended" if None in statuses else ""
+    more = about_aborts if statuses[failed] == -signal.SIGABRT else ""
+    _say(f"process {job.ranks[failed]} ended with status {statuses[failed]}{others}.{more}")
 
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[list[int]]:
-    """A block in which SIGINT and SIGTERM are noted in a list."""
+    """A block in which the signals that end a program are noted in a list; not one that is ignored, as with nohup."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
         del frame
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield received
     finally:

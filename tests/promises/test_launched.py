@@ -2,7 +2,9 @@
 
 import os
 import re
+import subprocess
 import sys
+import time
 
 import keras
 import numpy as np
@@ -71,3 +73,27 @@ def test_a_job_that_loses_a_process_goes_on_with_fewer(tmp_path):
     died, resumed = (float((tmp_path / name).read_text()) for name in ("died", "resumed"))
     print(f"{BACKEND}: {resumed - died:.1f} s from a death to the next update, {os.getloadavg()[0]:.1f} jobs")
     assert resumed - died < launch.patient(60)
+
+
+RAISES = """
+import sys, time
+import keras_shardopt as ks
+with ks.data_parallel() as replicas:
+    pass
+if replicas.process_id == int(sys.argv[1]):
+    raise ZeroDivisionError("on purpose")
+time.sleep(600)
+"""
+
+
+@pytest.mark.exhaustive()
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_process_that_raises_ends_the_job(tmp_path, which):
+    program = tmp_path / "raises.py"
+    program.write_text(RAISES)
+    begin = time.monotonic()
+    with pytest.raises(launch.WorkersFailed, match=r"exit status [1-9]\d*: (.|\n)*on purpose"):
+        launched(program, which, options=["--nproc", "2"])
+    assert time.monotonic() - begin < launch.patient(60)
+    left = subprocess.run(["pgrep", "-f", str(program)], capture_output=True, text=True).stdout
+    assert not left, left

@@ -48,9 +48,11 @@ def results(folder):
 @pytest.fixture(scope="module")
 def reference():
     model = problem.model()
-    model.compile(problem.sgd_momentum(), "mse", metrics=["mae"])
+    model.compile(problem.sgd_momentum(), "mse", metrics=["mae", keras.metrics.RootMeanSquaredError(name="root")])
     x, y = problem.data()
-    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: model.batches.append(logs))
+    model.batches = []
+    model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0, callbacks=[note])
     return model
 
 
@@ -64,6 +66,8 @@ def test_fit_equals_one_process(results, reference):
     assert problem.relative_difference(found[6:], slots[2:], start) <= problem.TOLERANCE
     for name, value in reference.evaluate(x, y, batch_size=16, verbose=0, return_dict=True).items():
         np.testing.assert_allclose(results[name], value, rtol=1e-5)
+    batches = [[logs[name] for name in sorted(logs)] for logs in reference.batches]
+    np.testing.assert_allclose(results["batches"], batches, rtol=1e-5)
     np.testing.assert_allclose(results["history"], reference.history.history["loss"], rtol=1e-5)
     np.testing.assert_allclose(results["predicted"], reference.predict(x[:37], verbose=0), rtol=1e-5, atol=1e-6)
 

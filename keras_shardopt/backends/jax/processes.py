@@ -8,12 +8,16 @@ Of JAX: `jax._src.distributed.global_state.client` - the store of a job of sever
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
 import datetime
 import functools
 import os
 import re
+import sys
+import time
+import types
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -84,6 +88,8 @@ class JaxProcesses(Processes):
             )
         devices = devices[:num_replicas]
         num_processes, process_id = self.process()
+        if num_processes > 1:
+            _leave_at_once_on_errors()
         distribution = None
         if len(devices) > 1:
             # Each process feeds its own rows, on every backend alike, so Keras must not divide them once more.
@@ -138,6 +144,28 @@ def _initialize(num_replicas: int | None, timeout: datetime.timedelta | None) ->
         ) from error
     finally:
         jax.distributed.initialize = in_jax
+
+
+@functools.cache
+def _leave_at_once_on_errors() -> None:
+    """Lets a process with an uncaught error end, which JAX lets wait at its end, for minutes, until the others do."""
+    in_python, statuses = sys.excepthook, list[int]()
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
+        in_python(kind, error, traceback)
+        statuses.append(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def leave() -> None:
+        if statuses:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            if jax.process_index() == 0:
+                time.sleep(2)  # the others abort when it is gone, and may be about to say what went wrong there
+            os._exit(statuses[0])
+
+    sys.excepthook = hook
+    atexit.register(leave)  # before JAX's, which was registered earlier
 
 
 def tell(call: str, number: int = 0) -> list[int]:

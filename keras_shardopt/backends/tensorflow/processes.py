@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import re
 import types
 import weakref
 import zlib
@@ -125,6 +126,27 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
             return tell(call, length)
 
     return gather_pickled(value, functools.partial(_everyones, strategy), length_of)
+
+
+@contextlib.contextmanager
+def naming_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """A block in which the error about a worker that does not answer names it, and its address."""
+    try:
+        yield
+    except (tf.errors.AbortedError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
+        me = processes.process()[1]
+        named = {int(number) for number in re.findall(r"task:(\d+)", str(error))} - {me}
+        if not named and "CoordinationService" not in str(error):
+            raise
+        addresses = [each for kind in strategy.cluster_resolver.cluster_spec().as_dict().values() for each in kind]
+        missing = [f"worker {number} ({addresses[number]})" for number in sorted(named) if number < len(addresses)]
+        who = ", ".join(missing) or f"worker 0 ({addresses[0]}), which watches over all workers,"
+        raise RuntimeError(
+            "All workers must take part in each step, and one of them is gone or stuck. Received: no answer from "
+            f"{who} on worker {me} ({addresses[me]}). That worker's own output says why. Start the job again: with "
+            "`keras_shardopt.callbacks.BackupAndRestore` it goes on from its last backup. TensorFlow's error is: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _everyones(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray:

@@ -387,7 +387,8 @@ def _in_words(group: _Group, seconds: float, call: str, words: list[str]) -> tup
     asking.start()
     asking.join(seconds + 0.5)
     if not found:
-        who = "rank 0, which holds the store" if _rank_0_serves() else "torchrun's store"
+        where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        who = "rank 0, which holds the store" if _rank_0_serves() else f"torchrun's store at {where}"
         return {}, f"no answer from {who}"
     missing = sorted(set(range(group.size)) - set(found[-1]))
     if not missing:

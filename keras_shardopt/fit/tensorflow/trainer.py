@@ -145,7 +145,7 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
         logs = real(data)
     for variable, value in zip(floats, before):
         variable.assign(tf.where(mine > 0, keras.ops.convert_to_tensor(variable), value))
-    return workers.logs_of_all(logs, replicas) if replicas.is_multi_process else logs
+    return workers.logs_of_all(model, logs, replicas) if replicas.is_multi_process else logs
 
 
 def _log_whole_losses(model: Any) -> None:

@@ -34,6 +34,7 @@ from keras_shardopt.backends.tensorflow.placement import placement, reading_is_c
 from keras_shardopt.backends.tensorflow.processes import (
     gather_objects,
     local_replicas,
+    naming_workers,
     num_workers,
     processes,
     tell,
@@ -116,7 +117,7 @@ def _call(name: str) -> Callable[..., Any]:
         is_silent = name in ("fit", "evaluate", "predict") and processes.process()[1] > 0
         token = _running.set(call)
         try:
-            with model.distribute_strategy.scope():
+            with model.distribute_strategy.scope(), naming_workers(model.distribute_strategy):
                 if not call.is_alone:
                     tell(f"calls `{name}` of a prepared model")
                 return call_silently(real, *args, **kwargs) if is_silent else real(*args, **kwargs)
@@ -323,8 +324,21 @@ def _seed_alike() -> None:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def logs_of_all(logs: Any, replicas: ReplicaContext) -> Any:
-    """The means of the replicas' logs, equal on all workers, or their callbacks would make different decisions."""
+def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
+    """The metrics of all replicas, equal on all workers, or their callbacks would make different decisions.
+
+    What is no metric is the mean of the replicas' logs.
+    """
+    is_built = all(getattr(metric, "built", True) for metric in model.metrics)
+    if is_built and isinstance(logs, dict) and logs.keys() == model.get_metrics_result().keys():
+        values: list[tuple[Any, Any]] = []
+        for op in ("sum", "mean"):
+            apart = [v for v in model.metrics_variables if v.aggregation == op and reading_is_collective([v])]
+            # What is read on a worker's only device is said to be on none, and so cannot be reduced.
+            own = [tf.identity(tf.convert_to_tensor(v.value)) for v in apart]
+            values += zip(apart, replicas.all_reduce(own, op))
+        with keras.StatelessScope(values):
+            return model.get_metrics_result()
     flat = [tf.convert_to_tensor(log) for log in keras.tree.flatten(logs)]
     return keras.tree.pack_sequence_as(logs, replicas.all_reduce(flat, "mean"))
 

@@ -1,7 +1,8 @@
 """The README's program, with data, callbacks and a file of what came of it; the same text on every backend.
 
 Arguments: a folder, and perhaps words: "dies RANK EPOCH", where that rank kills itself the first time; "waits", where
-each batch takes a while; "timeout SECONDS".
+each batch takes a while, for many epochs; "slow", where it does in three epochs; "timeout SECONDS"; "parts NUMBER", for
+`virtual_replicas`.
 """
 
 import os
@@ -18,6 +19,7 @@ import keras_shardopt as ks
 
 folder, words = pathlib.Path(sys.argv[1]), sys.argv[2:]
 timeout = float(words[words.index("timeout") + 1]) if "timeout" in words else None
+parts = {"virtual_replicas": int(words[words.index("parts") + 1])} if "parts" in words else {}
 x, y = problem.data()
 
 
@@ -27,7 +29,7 @@ def build_model():
 
 with ks.data_parallel(timeout=timeout) as replicas:
     model = build_model()
-    model.compile(optimizer=ks.CrossShard(problem.sgd_momentum()), loss="mse")
+    model.compile(optimizer=ks.CrossShard(problem.sgd_momentum(), **parts), loss="mse")
 
 
 class Watching(keras.callbacks.Callback):
@@ -44,7 +46,7 @@ class Watching(keras.callbacks.Callback):
             )
             if (folder / "died").exists() and not (folder / "resumed").exists():
                 (folder / "resumed").write_text(str(time.time()))
-        if "waits" in words:
+        if "waits" in words or "slow" in words:
             time.sleep(0.05)
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -45,6 +45,16 @@ class StopsAtALargeBatch(keras.callbacks.Callback):
         self.model.stop_training = True
 
 
+class Noting(keras.callbacks.Callback):
+    """Keeps the logs of each batch of `fit`."""
+
+    def on_train_begin(self, logs=None):
+        self.logs = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.logs.append([float(logs[name]) for name in sorted(logs)])
+
+
 def on_all(scope, value):
     with scope_of(scope):
         return processes.gather_objects(value)
@@ -60,10 +70,13 @@ def main():
         assert (scope.num_replicas, scope.num_processes) == (4, 2)
         assert scope.replica_id == 2 * scope.process_id and scope.is_chief == (scope.process_id == 0)
         model = problem.model()
-        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", metrics=["mae"])
+        metrics = ["mae", keras.metrics.RootMeanSquaredError(name="root")]
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", metrics=metrics)
     x, y = problem.data()
     own = folder if scope.is_chief else folder / "nowhere"
+    noting = Noting()
     callbacks = [
+        noting,
         ks.callbacks.CheckReplicas(7),
         ks.callbacks.ModelCheckpoint(own / "kept.weights.h5", save_weights_only=True),
     ]
@@ -71,7 +84,8 @@ def main():
     history = model.fit(x, y, callbacks=callbacks, **fit).history
     metrics = model.evaluate(x, y, batch_size=problem.BATCH_SIZE, return_dict=True, verbose=0)
     predicted = model.predict(x[:37], batch_size=10, verbose=0)
-    assert all(str(each) == str((history, metrics, predicted)) for each in on_all(model, (history, metrics, predicted)))
+    mine = history, metrics, predicted, noting.logs
+    assert all(str(each) == str(mine) for each in on_all(model, mine))
     assert scope.largest_difference(model) == 0
     ks.save_model(model, own / "model.keras")
     assert (folder / "model.keras").is_file() and not (folder / "nowhere").exists()
@@ -79,7 +93,7 @@ def main():
         f"variable{i}": keras.ops.convert_to_numpy(v)
         for i, v in enumerate([*model.trainable_variables, *model.optimizer.variables])
     }
-    found |= {"predicted": predicted, "history": history["loss"], **metrics}
+    found |= {"predicted": predicted, "history": history["loss"], "batches": noting.logs, **metrics}
     # What is each worker's own: rows that it gives, and predictions that it makes alone.
     np.testing.assert_allclose(model.predict_on_batch(x[:3]), predicted[:3], rtol=1e-5)
     number = 3 + scope.process_id
@@ -87,7 +101,10 @@ def main():
     np.testing.assert_allclose(mine, predicted[:number], rtol=1e-5)
     ks.prepare(model, gather=True)
     rows = slice(0, 11) if scope.is_chief else slice(11, 16)
-    losses = [model.test_on_batch(x[rows], y[rows])[0], model.train_on_batch(x[rows], y[rows])[0]]
+    losses = []
+    for call in (model.test_on_batch, model.train_on_batch):
+        model.reset_metrics()  # which Keras 3.12 leaves to the caller
+        losses.append(call(x[rows], y[rows])[0])
     assert len(set(map(str, on_all(model, losses)))) == 1
     found |= {"on_batch": losses, "after_batch": model.trainable_variables[0].numpy()}
 

@@ -70,7 +70,7 @@ def test_one_that_does_not_end_is_killed_with_what_it_has_started(tmp_path, monk
     assert not child.exists() or child.read_text().split()[2] == "Z"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_are_handed_on(tmp_path, number):
     text = (
         "import signal, sys, time\n"
@@ -177,6 +177,8 @@ def starts_with(monkeypatch, start):
 def test_a_program_keeps_its_own_arguments(monkeypatch):
     started = []
     starts_with(monkeypatch, lambda given: started.append(given) or 0)
-    for program in ([__file__, "--nproc", "7", "--n", "-m"], ["-m", "json.tool", "--nproc", "7"]):
+    for program in ([__file__, "--nproc", "7", "--n", "-m", "--"], ["-m", "json.tool", "--nproc", "7"]):
         assert command.main(["--nproc", "2", *program]) == 0
         assert (started[-1].program, started[-1].nproc) == (program, 2)
+    assert command.main(["--", __file__, "--"]) == 0
+    assert started[-1].program == [__file__, "--"]
