@@ -13,12 +13,22 @@ import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
 
 NUM_REPLICAS = (2, 4)
+KNOWN = {}
+
+
+def run(world, job, num_replicas, name, of):
+    """What `world.run` returns, once for all tests; where replicas are ranks, `world` remembers it by itself."""
+    key = job, num_replicas, name
+    if key not in KNOWN:
+        KNOWN[key] = world.run(job, num_replicas, name, of=of)
+    return KNOWN[key]
+
 
 
 @pytest.mark.parametrize("num_replicas", some(NUM_REPLICAS, 4))
 @pytest.mark.parametrize("name", list(apart.CASES))
 def test_weights_are_those_of_replicas_in_numpy(world, num_replicas, name):
-    found = world.run(apart.trained, num_replicas, name, of=apart.CASES)
+    found = run(world, apart.trained, num_replicas, name, of=apart.CASES)
     assert found["updates"] == apart.NUM_UPDATES
     means = apart.in_numpy(num_replicas, name)
     assert problem.relative_difference(found["weights"], means[-1]) < problem.TOLERANCE
@@ -27,7 +37,7 @@ def test_weights_are_those_of_replicas_in_numpy(world, num_replicas, name):
 
 @pytest.mark.parametrize("name", ["every 3", "every 5 in 3 fragments"])
 def test_validation_sees_the_mean_of_all_replicas(world, name):
-    found = world.run(apart.trained, 2, name, of=apart.CASES)
+    found = run(world, apart.trained, 2, name, of=apart.CASES)
     x, y = (array[:16].astype("float64") for array in uneven.data())
     for mean, loss in zip(apart.in_numpy(2, name), found["val_loss"], strict=True):
         kernel1, bias1, kernel2, bias2 = mean
@@ -38,7 +48,7 @@ def test_validation_sees_the_mean_of_all_replicas(world, name):
 
 @pytest.mark.parametrize("num_replicas", some(NUM_REPLICAS, 4))
 def test_a_round_at_each_update_is_synchronous_training(world, num_replicas):
-    found = world.run(apart.trained, num_replicas, "every update", of=apart.CASES)
+    found = run(world, apart.trained, num_replicas, "every update", of=apart.CASES)
     weights = [w.astype("float64") for w in problem.start_weights()]
     x, y = (array.astype("float64") for array in uneven.data())
     for _ in range(apart.EPOCHS):
@@ -52,8 +62,8 @@ def test_a_round_at_each_update_is_synchronous_training(world, num_replicas):
 @pytest.mark.parametrize("name", ["looked at", "killed", "in two calls"])
 def test_training_is_the_same_bit_for_bit_whoever_looks_at_it(world, name):
     undisturbed = "without averages" if name == "in two calls" else "whole"
-    whole = world.run(apart.lived, 2, undisturbed, of=apart.LIVES)
-    found = world.run(apart.lived, 2, name, of=apart.LIVES)
+    whole = run(world, apart.lived, 2, undisturbed, of=apart.LIVES)
+    found = run(world, apart.lived, 2, name, of=apart.LIVES)
     if name == "looked at":
         found, seen = found
         assert len(seen) == apart.EPOCHS
@@ -67,7 +77,7 @@ def test_training_is_the_same_bit_for_bit_whoever_looks_at_it(world, name):
 
 
 def test_files_have_the_mean_and_how_far_rounds_are(world):
-    kept, theirs, start, end, differ = world.run(apart.lived, 2, "from a file", of=apart.LIVES)
+    kept, theirs, start, end, differ, _ = run(world, apart.lived, 2, "from a file", of=apart.LIVES)
     for one, other in zip(kept, theirs, strict=True):
         np.testing.assert_array_equal(one, other)
     assert max(np.max(np.abs(s - e)) for s, e in zip(start, end)) > 1e-3
@@ -75,7 +85,8 @@ def test_files_have_the_mean_and_how_far_rounds_are(world):
 
 
 def test_rounds_begin_from_weights_that_somebody_has_set(world):
-    for anchor, weight in zip(world.run(apart.lived, 2, "with other weights", of=apart.LIVES), problem.start_weights()):
+    found = run(world, apart.lived, 2, "with other weights", of=apart.LIVES)
+    for anchor, weight in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
         np.testing.assert_array_equal(anchor, weight)
 
 
@@ -97,6 +108,57 @@ def test_each_rank_skips_its_own_updates(world, name):
     found = world.run(apart.with_nan, 2, name, of=NONFINITE)
     assert (found["skipped"], found["left_out"], found["count"]) == (1, 0, 4)
     assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
+
+
+@pytest.mark.parametrize("every", some(apart.NORMALIZED, ("50",)))
+def test_moving_statistics_are_the_mean_of_all_replicas(world, every):
+    """Before a round, too, and in the middle of an epoch: whoever looks sees it."""
+    found = world.run(apart.normalized, 2, every, of=apart.NORMALIZED)
+    x, _ = uneven.data()
+    mean, variance, expected = np.zeros(problem.NUM_FEATURES), np.ones(problem.NUM_FEATURES), []
+    for begin in range(0, 48, 16):
+        parts = x[begin : begin + 16].reshape(2, 8, -1).astype("float64")
+        mean = 0.5 * mean + 0.5 * np.mean(parts, axis=(0, 1))
+        variance = 0.5 * variance + 0.5 * np.mean(np.var(parts, axis=1), axis=0)
+        expected.append((mean, variance))
+    for seen, both in zip(found["seen"], [*expected, expected[-1]], strict=True):
+        np.testing.assert_allclose(seen, both, rtol=1e-5, atol=1e-6)
+    assert found["differ"] == 0
+
+
+@pytest.mark.parametrize("name", some(apart.COMBINED, ("averages", "int8"), "tensorflow", "jax"))
+def test_with_more_in_the_optimizer_replicas_are_twins(world, name):
+    """As many models in one process, each with an optimizer of its own, whose weights NumPy joins."""
+    found = world.run(apart.combined, 2, name, of=apart.COMBINED)
+    expected, joined = apart.twins(2, name)
+    movement = max(np.max(np.abs(a - b)) for a, b in zip(expected, found["start"]))
+    for weight, theirs in zip(found["weights"], expected, strict=True):
+        np.testing.assert_allclose(weight, theirs, atol=apart.COMBINED[name][2] * movement)
+    assert [batch for batch, is_equal in enumerate(found["equal"]) if is_equal] == joined
+    np.testing.assert_allclose(found["predicted"], found["evaluated"], rtol=1e-2 if name == "half precision" else 1e-5)
+    assert found["differ"] == 0
+
+
+def test_dropout_leaves_other_elements_on_each_replica(world):
+    first, second = world.run(apart.dropping, 2, "")
+    assert np.all(np.any(first != second)) and not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("num_replicas", some((1, 4), (1,)))
+def test_files_load_with_any_number_of_replicas(world, num_replicas, tmp_path):
+    kept, *_, file = run(world, apart.lived, 2, "from a file", of=apart.LIVES)
+    path = tmp_path / "model.keras"
+    path.write_bytes(file)
+    if num_replicas == 1:
+        with ks.data_parallel(1) as replicas:
+            found = apart.moved(replicas, str(path))
+    else:
+        found = world.run(apart.moved, num_replicas, str(path))
+    for one, other in zip(kept, found["kept"], strict=True):
+        np.testing.assert_array_equal(one, other)
+    before, after = found["losses"]
+    assert after < before
+    assert found["differ"] == 0
 
 
 @pytest.mark.backends("torch")
