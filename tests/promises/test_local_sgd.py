@@ -24,9 +24,8 @@ def run(world, job, num_replicas, name, of):
     return KNOWN[key]
 
 
-
 @pytest.mark.parametrize("num_replicas", some(NUM_REPLICAS, 4))
-@pytest.mark.parametrize("name", list(apart.CASES))
+@pytest.mark.parametrize("name", some(apart.CASES, ("every 3", "every 5 in 3 fragments"), "tensorflow", "jax"))
 def test_weights_are_those_of_replicas_in_numpy(world, num_replicas, name):
     found = run(world, apart.trained, num_replicas, name, of=apart.CASES)
     assert found["updates"] == apart.NUM_UPDATES
@@ -161,7 +160,7 @@ def test_files_load_with_any_number_of_replicas(world, num_replicas, tmp_path):
     assert found["differ"] == 0
 
 
-@pytest.mark.backends("torch")
+@pytest.mark.backends("torch", "tensorflow")
 def test_nothing_is_sent_between_rounds(world):
     found = world.run(apart.sent, 2, "every 5", of=("synchronous", "every 5"))
     whole = world.run(apart.sent, 2, "synchronous", of=("synchronous", "every 5"))
@@ -171,6 +170,18 @@ def test_nothing_is_sent_between_rounds(world):
     assert found["reductions"] == [num_bytes] * 2
     # With all that the trainer says about rows and logs.
     assert found["bytes"] <= 1.02 / 5 * whole["bytes"]
+
+
+@pytest.mark.backends("jax")
+def test_a_compiled_step_sends_something_in_a_round_only(world):
+    with ks.data_parallel(2):
+        always, in_rounds = apart.compiled_collectives("every 5")
+        whole, nothing = apart.compiled_collectives("synchronous")
+    num_bytes = 4 * apart.LARGE
+    assert in_rounds == [num_bytes] and not nothing
+    assert sum(whole) >= num_bytes
+    # The loss, and the number of rows.
+    assert sum(always) + num_bytes / 5 <= 1.02 / 5 * sum(whole)
 
 
 def test_with_one_replica_nothing_changes():
@@ -197,6 +208,7 @@ def test_with_one_replica_nothing_changes():
         ({"sync_every": 2, "sync_warmup": -1}, "`sync_warmup` must be at least 0"),
         ({"sync_every": 2, "shard_state": True}, "shard_state"),
         ({"sync_every": 2, "group_assignment": [[0], [1]]}, "group_assignment"),
+        ({"sync_every": 2, "virtual_replicas": 4}, "virtual_replicas"),
         ({"sync_every": 2, "reduction": "sum"}, "reduction"),
         ({"sync_every": 2, "on_nonfinite": "raise"}, "on_nonfinite"),
         ({"sync_every": 2, "gradients": "global"}, "gradients"),
@@ -239,6 +251,48 @@ def test_rounds_may_become_longer(monkeypatch):
     first, second = world.run(work)
     assert [a == b for a, b in zip(first, second)] == [True, True, False, False, True, False, False, True]
     assert first[-1] == -4
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(
+    ("made", "shape", "words"),
+    [
+        (lambda: ks.CrossShard("sgd", sync_every=4, sync_fragments=3), [(2,), (3,)], "number of trainable variables"),
+        (lambda: ks.CrossShard("sgd", sync_every=4), "float8", "float8"),
+    ],
+)
+def test_variables_that_cannot_take_part_are_refused(made, shape, words):
+    variables = [keras.Variable(np.zeros(each)) for each in (shape if isinstance(shape, list) else [(2,)])]
+    if shape == "float8":
+        variables[0].overwrite_with_gradient = True
+    with pytest.raises(ValueError, match=words):
+        made().build(variables)
+
+
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.parametrize("name", some(apart.REFUSED, 3))
+def test_what_needs_ranks_is_refused_elsewhere(name):
+    with ks.data_parallel(2) as replicas, pytest.raises(ValueError, match=apart.REFUSED[name][2]):
+        apart.refused(replicas, name)
+
+
+@pytest.mark.backends("torch")
+def test_what_a_round_cannot_send_it_sends_later(monkeypatch):
+    """On threads: a step of int8 is four times as large as what the second weight moves in a round."""
+    world = FakeWorld(2).hold(monkeypatch)
+    grads = np.array([[1.0, 0.001], [1.0, 0.003]], "float32")
+
+    def work(replicas):
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=2, compression="int8")
+        weight = keras.Variable([0.0, 0.0])
+        optimizer.build([weight])
+        for _ in range(40):
+            optimizer.apply([keras.ops.convert_to_tensor(grads[replicas.replica_id])], [weight])
+        return keras.ops.convert_to_numpy(weight)
+
+    first, second = world.run(work)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, -40 * grads.mean(axis=0), atol=2 * 2 * 1.004 / 127)
 
 
 @pytest.mark.backends("torch")

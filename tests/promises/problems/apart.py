@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import tempfile
 import warnings
 
@@ -261,46 +262,111 @@ def with_nan(replicas, name):
 LARGE = 100 * 100 + 100 + 100 * 3 + 3
 
 
-def sent(replicas, name):
-    """PyTorch: what this rank gives to collectives in ten updates of a larger model."""
-    import torch.distributed as dist
-
+def large(name, **more):
+    """A model of so many weights, which has been trained once, so that all is equal and built; and ten batches."""
     made = ks.CrossShard("sgd") if name == "synchronous" else optimizer(name)
     layers = [keras.Input((100,)), keras.layers.Dense(100), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
-    model.compile(made, "mse")
+    model.compile(made, "mse", **more)
     ks.prepare(model, auto_shard=True)
-    x, y = np.ones((16, 100), "float32"), np.ones((16, 3), "float32")
-    model.fit(x, y, batch_size=16, verbose=0)  # what is compared and made equal once
-    sizes = []
-    names = ("all_reduce", "all_gather", "broadcast", "all_gather_into_tensor", "all_gather_single")
+    x, y = np.full((160, 100), 0.01, "float32"), np.ones((160, 3), "float32")
+    model.fit(x[:16], y[:16], batch_size=16, verbose=0)
+    if name != "synchronous":
+        model.optimizer.local_updates.reset()
+    return model, x, y
 
-    def counting(collective, number):
+
+class Counting(keras.callbacks.Callback):
+    """While the ten batches run, notes what is given to functions of a module or class, in bytes."""
+
+    def __init__(self, owner, names, size_of):
+        super().__init__()
+        self.owner, self.size_of = owner, size_of
+        self.before = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+        self.sizes = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 0:
+            for name, function in self.before.items():
+                setattr(self.owner, name, self._counting(name, function))
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 9:
+            for name, function in self.before.items():
+                setattr(self.owner, name, function)
+
+    def _counting(self, name, function):
         def call(*args, **kwargs):
-            tensor = args[number]
-            if hasattr(tensor, "numel"):
-                sizes.append(tensor.numel() * tensor.element_size())
-            return collective(*args, **kwargs)
+            size = self.size_of(name, args)
+            if size:
+                self.sizes.append(size)
+            return function(*args, **kwargs)
 
         return call
 
-    class Counting(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 0:
-                for each in names:
-                    if hasattr(dist, each):
-                        setattr(dist, each, counting(getattr(dist, each), int(each != "all_reduce")))
 
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 9:
-                vars(dist).update(before)
+def sent(replicas, name):
+    """What each replica gives to collectives in ten updates, where Python runs in each of them."""
+    if keras.backend.backend() == "torch":
+        import torch.distributed as owner
 
-    before = {each: getattr(dist, each) for each in names if hasattr(dist, each)}
-    if name != "synchronous":
-        model.optimizer.local_updates.reset()
-    x, y = np.repeat(x, 10, axis=0), np.repeat(y, 10, axis=0)
-    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[Counting()])
+        names = ("all_reduce", "all_gather", "broadcast", "all_gather_into_tensor", "all_gather_single")
+        model, x, y = large(name)
+
+        def size_of(function, args):
+            tensor = args[int(function != "all_reduce")]
+            return tensor.numel() * tensor.element_size() if hasattr(tensor, "numel") else 0
+    else:
+        from tensorflow.python.distribute.cross_device_ops import CrossDeviceOps as owner
+
+        names = ("reduce", "batch_reduce", "_gather")
+        model, x, y = large(name, run_eagerly=True)
+
+        def size_of(function, args):
+            given = {"reduce": lambda: [args[2]], "batch_reduce": lambda: [v for v, _ in args[2]]}
+            values = given.get(function, lambda: [args[1]])()
+            tensors = [getattr(value, "values", [value])[0] for value in values]
+            return sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in tensors)
+
+    counting = Counting(owner, names, size_of)
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[counting])
+    sizes = counting.sizes
     return {"reductions": [size for size in sizes if size > 1000], "bytes": sum(sizes)}
+
+
+def compiled_collectives(name):
+    """JAX: the bytes of the collectives in the compiled step: of those that always run, and of those in conditions."""
+    import jax
+
+    model, x, y = large(name)
+    kinds = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+    state = model._get_jax_state(**dict.fromkeys(kinds, True))
+    layout = keras.distribution.distribution().get_data_layout
+    data = [jax.device_put(array[:16], layout(array.shape).backend_layout) for array in (x, y)]
+    text = jax.jit(model.train_step).lower(state, data).compile().as_text()
+    found, conditional, calls, where = {}, set(), {}, None
+    for line in text.splitlines():
+        if line.rstrip().endswith("{") and not line.startswith(" "):
+            where = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line).group(1)
+            found[where], calls[where] = [], set()
+        operation = re.search(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", line)
+        if operation:
+            shapes = re.findall(r"(?:f32|s32|u32)\[([\d,]*)\]", operation.group(1))
+            found[where].append(sum(4 * int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes))
+        branches = re.search(r"branch_computations=\{(.*?)\}", line)
+        if branches:
+            conditional |= {each.strip(" %") for each in branches.group(1).split(",")}
+        if where is not None:
+            calls[where] |= set(re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line))
+    inside = set()
+    while conditional - inside:
+        inside |= conditional
+        conditional = inside | {each for name in inside for each in calls.get(name, ())}
+    always = [size for name, sizes in found.items() if name not in inside for size in sizes]
+    return always, [size for name in inside for size in found.get(name, [])]
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 
 
 def normalized(replicas, every):
@@ -406,7 +472,7 @@ def combined(replicas, name):
 
 
 def twins(num_replicas, name):
-    """The same with as many models in one process, whose weights NumPy joins: the mean, and after which batches all are equal."""
+    """The same with as many models in one process, whose weights NumPy joins: the mean, and when all are equal."""
     inner, more, _ = COMBINED[name]
     every = more.get("sync_every", lambda count: 3)
     steps = more.get("gradient_accumulation_steps", 1)
@@ -475,3 +541,22 @@ def moved(replicas, name):
     loaded.fit(x, y, batch_size=uneven.BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
     after = loaded.evaluate(x, y, verbose=0)
     return {"kept": kept, "losses": (before, after), "differ": replicas.largest_difference(loaded)}
+
+
+# TensorFlow and JAX: what is inside `CrossShard`, its other arguments, and what the error says.
+REFUSED = {
+    "skipping": (_sgd, {"on_nonfinite": "skip"}, "each replica skips updates by itself"),
+    "loss scaling": (lambda: ks.LossScaling(_sgd(), "Backoff"), {}, "each replica skips updates by itself"),
+}
+if keras.backend.backend() == "jax":
+    REFUSED |= {"accumulation": (_sgd, {"gradient_accumulation_steps": 2}, "a larger `sync_every`")}
+else:
+    REFUSED |= {"powersgd": (_sgd, {"compression": "powersgd"}, "must have `warmup_steps=0`")}
+
+
+def refused(replicas, name):
+    """Trains, or fails to."""
+    inner, more, _ = REFUSED[name]
+    model = compiled(replicas, ks.CrossShard(inner(), sync_every=2, **more))
+    x, y = uneven.data()
+    model.fit(x[:16], y[:16], batch_size=16, verbose=0)
