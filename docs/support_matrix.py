@@ -173,6 +173,13 @@ FEATURES = [
         {"jax": "in `shard_map` and `pmap`; refused in `fit`"},
     ),
     Feature(
+        "`sync_every`: local SGD and DiLoCo, as NumPy does it",
+        _on(
+            everywhere="promises/test_local_sgd.py::test_weights_are_those_of_replicas_in_numpy"
+        ),
+        {"jax": "after `prepare`, one process", "tensorflow": "one process"},
+    ),
+    Feature(
         "`compute_gradients`, `minimize`",
         _on(
             jax=_JAX + "test_minimize_computes_local_gradients_in_shard_map",

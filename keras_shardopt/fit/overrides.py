@@ -61,7 +61,7 @@ def resume_apart(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
 
 def watch_looks(model: Any) -> None:
     """Lets `fit` show the mean of replicas that train apart, where one program runs them. Twice changes nothing."""
-    for name in ("_get_metrics_result_or_logs", "evaluate", "predict"):
+    for name in _LOOKING:
         override_method(model, name, _showing)
 
 
@@ -95,6 +95,12 @@ def _resuming(model: Any, step: Callable[..., Any], *args: Any) -> Any:
         object.__setattr__(model, _LOOKED, False)
     return step(*args)
 
+
+_LOOKING = (
+    *("_get_metrics_result_or_logs", "evaluate", "predict", "test_on_batch", "predict_on_batch"),
+    *("get_weights", "set_weights", "load_weights", "save", "save_weights", "export"),
+)
+"""The methods of a model that look at its weights, or set some."""
 
 _LOOKED = "_keras_shardopt_looked"
 """On a model: weights may have been looked at, or set, since the last training step."""

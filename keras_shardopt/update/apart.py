@@ -14,7 +14,7 @@ from keras import ops
 
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.models import models_with
-from keras_shardopt.numerics import Variable
+from keras_shardopt.numerics import Variable, dtype_of
 from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 from keras_shardopt.wrapping.slots import empty_name_scope
 
@@ -31,23 +31,34 @@ class Copies:
         self._stage = stage
         self._optimizer = optimizer
         self.stacked: list[Variable] = []
-        self.is_shown = False
-        """Whether the mean is in place of the weights."""
         self._shown: list[tuple[Variable, list[np.ndarray], np.ndarray]] = []  # the copies, and the mean
+        self._count = 0  # of updates then
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the mean is in place of the weights; no longer after an update, of a custom training loop perhaps."""
+        return bool(self._shown) and self._count == self._stage.num_updates
 
     def show(self) -> None:
         """Puts the mean in place of all copies of what is apart."""
-        positions = [] if self.is_shown else self._stage.apart()
-        if not positions:
+        if self.is_shown:
             return
+        positions = self._stage.apart()
         weights, trained = self._stage.weights(), self._optimizer._trainable_variables
         variables = [*[weights[i] for i in positions], *self._stage.averages(positions)]
-        variables += [trained[i] for i in positions if trained[i] is not weights[i]]
+        variables += self._stage.statistics_apart()
+        if not variables:
+            return
         own = [placement.replica_values(variable) for variable in variables]
         means = self._means(variables, own)
+        for i, mean in zip(positions, list(means)):
+            if trained[i] is not weights[i]:  # the mean, rounded, and not the mean of rounded ones
+                variables.append(trained[i])
+                own.append(placement.replica_values(trained[i]))
+                means.append(mean.astype(own[-1][0].dtype))
         for variable, mean in zip(variables, means):
             placement.assign_replica_values(variable, [mean])
-        self._shown, self.is_shown = list(zip(variables, own, means)), True
+        self._shown, self._count = list(zip(variables, own, means)), self._stage.num_updates
 
     def _means(self, variables: Sequence[Variable], own: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
         if replicas_are_processes():
@@ -62,10 +73,13 @@ class Copies:
         shown, was_shown = self._shown, self.is_shown
         self.forget()
         if was_shown:
-            if all(np.array_equal(placement.replica_values(v)[0], mean) for v, _, mean in shown):
-                for variable, own, _ in shown:
+            statistics = set(map(id, self._stage.statistics))
+            left = [_is_same(placement.replica_values(v)[0], mean) for v, _, mean in shown]
+            is_anew = not all(is_left for (v, *_), is_left in zip(shown, left) if id(v) not in statistics)
+            for (variable, own, _), is_left in zip(shown, left):
+                if is_left and (not is_anew or id(variable) in statistics):
                     placement.assign_replica_values(variable, own)
-            else:
+            if is_anew:
                 self._stage.begin_anew()
         elif begins_epoch:
             apart = set(self._stage.apart())
@@ -75,7 +89,7 @@ class Copies:
 
     def forget(self) -> None:
         """Lets go of the copies."""
-        self._shown, self.is_shown = [], False
+        self._shown = []
 
     def states(self) -> list[np.ndarray]:
         """The values of all replicas, stacked."""
@@ -90,7 +104,7 @@ class Copies:
         """Gives each replica its own values again, when training goes on."""
         stage = self._stage
         weights = {id(v) for v in [*self._optimizer._trainable_variables, *stage.weights()]}
-        weights |= {id(v) for v in stage.averages(range(len(stage.anchors)))}
+        weights |= {id(v) for v in [*stage.averages(range(len(stage.anchors))), *stage.statistics]}
         self.forget()
         for variable, rows in zip(self._variables(), arrays, strict=True):
             copies = placement.replica_values(variable)
@@ -105,11 +119,11 @@ class Copies:
                 placement.assign_replica_values(variable, own)
             elif fits:
                 self._shown.append((variable, own, copies[0]))
-        self.is_shown = bool(self._shown)
+        self._count = stage.num_updates
 
     def _variables(self) -> list[Variable]:
-        both = [*self._optimizer._trainable_variables, *self._stage.private]
-        return list({id(variable): variable for variable in both}.values())
+        kinds = [*self._optimizer._trainable_variables, *self._stage.private, *self._stage.statistics]
+        return list({id(variable): variable for variable in kinds}.values())
 
 
 class Rows:
@@ -128,9 +142,7 @@ class Rows:
     def __init__(self, stage: Any, optimizer: Any) -> None:
         self._stage = stage
         self._optimizer = optimizer
-        trained = list(optimizer._trainable_variables)
-        found = changed_by_forward_passes(models_with(trained))
-        statistics = [v for v in found if keras.backend.is_float_dtype(v.dtype)]
+        trained, statistics = list(optimizer._trainable_variables), stage.statistics
         private = [v for v in stage.private if keras.backend.is_float_dtype(v.dtype)]
         self._counters = [v for v in stage.private if not keras.backend.is_float_dtype(v.dtype)]  # all replicas' alike
         self.of: list[Variable] = list({id(v): v for v in [*trained, *private, *statistics]}.values())
@@ -156,6 +168,10 @@ class Rows:
             if id(variable) not in joined:
                 array = ops.convert_to_numpy(rows)
                 variable.assign(_mean(array) if id(variable) in self._averaged else array[0])
+        weights = self._stage.weights()
+        for i in positions:
+            if trained[i] is not weights[i]:  # the mean, rounded, and not the mean of rounded ones
+                trained[i].assign(ops.cast(ops.convert_to_tensor(weights[i]), dtype_of(trained[i])))
         self._seen = [ops.convert_to_numpy(v) for v in trained]
 
     def resume(self, begins_epoch: bool) -> None:
@@ -164,16 +180,14 @@ class Rows:
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None
         left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.anchors, trained)]  # by steps
-        is_known = all(map(np.array_equal, left, now)) or (
-            not is_stale and all(map(np.array_equal, self._seen or (), now))
-        )
+        is_known = all(map(_is_same, left, now)) or (not is_stale and all(map(_is_same, self._seen or (), now)))
         if is_stale or not is_known:
-            chosen = None if is_stale else {id(v) for v in trained}
+            chosen = None if is_stale else {id(v) for v in [*trained, *self._stage.unsent]}
+            if not is_stale:
+                self._stage.begin_anew()
             for variable, rows in zip(self.of, self.stacked):
                 if chosen is None or id(variable) in chosen:
                     rows.assign(np.broadcast_to(ops.convert_to_numpy(variable), rows.shape))
-            if not is_stale:
-                self._stage.begin_anew()
         self._seen = now
 
     def forget(self) -> None:
@@ -197,6 +211,18 @@ class Rows:
             elif id(variable) not in trained:  # which have the mean
                 variable.assign(array[0])
         self._seen = [ops.convert_to_numpy(v) for v in self._optimizer._trainable_variables] if fits else None
+
+
+def statistics_of(variables: Sequence[Variable]) -> list[Variable]:
+    """Of the models with these weights what forward passes change and means can be taken of."""
+    models = models_with(variables)
+    kept = {id(v) for model in models for v in model.non_trainable_variables}  # not what an RNN carries along
+    return [v for v in changed_by_forward_passes(models) if id(v) in kept and keras.backend.is_float_dtype(v.dtype)]
+
+
+def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether bits are equal: also of NaN."""
+    return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
 def _mean(rows: np.ndarray) -> np.ndarray:

@@ -60,7 +60,7 @@ class Coding(Stage):
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
         """The stage, where gradients are coded."""
         codec = options.codec
-        if codec is None or codec.sum_dtype is not None:
+        if codec is None or codec.sum_dtype is not None or options.sync_every is not None:  # rounds have their own
             return []
         if isinstance(codec, PowerSGD):
             _warn_of_adam(optimizer)
@@ -114,16 +114,44 @@ class Coding(Stage):
         Raises:
             ValueError: where these replicas cannot.
         """
+        self._check()
+        plain = [i for i, variable in enumerate(step.variables) if not overwrites_variable(variable)]
+        if members.is_spmd:
+            plain = [i for i in plain if step.grads[i] is not None]
+        return Coded(members, self, step, plain, self._optimizer)
+
+    def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
+        """The means over replicas of tensors that are no gradients of a step, coded; what is left over is kept.
+
+        Args:
+            comm: the replicas.
+            places: of which variables, by their positions, they are.
+            tensors: of this replica.
+            update: how many updates there were.
+
+        Raises:
+            ValueError: where these replicas cannot.
+        """
+        self._check()
+        kept = [self.residuals[i] for i in places] if self.codec.error_feedback else []
+        mine = [cast(tensor, "float32") for tensor in tensors]
+        mine = [value + residual for value, residual in zip(mine, kept)] if kept else mine
+        factors = [self.factors.get(i) for i in places]
+        before = [None if factor is None else ops.convert_to_tensor(factor) for factor in factors]
+        reduced = self.codec.reduce(mine, [], comm, ops.convert_to_tensor(update), before)
+        is_good = ops.all(ops.stack([ops.all(ops.isfinite(total)) for total in reduced.sums]))
+        started = [factor for factor in factors if factor is not None]
+        for variable, value in [*zip(kept, reduced.unsent), *zip(started, reduced.factors)]:
+            variable.assign(ops.where(is_good, value, ops.convert_to_tensor(variable)))
+        return [cast(total, dtype_of(like)) / comm.num_replicas for total, like in zip(reduced.sums, tensors)]
+
+    def _check(self) -> None:
         if isinstance(self.codec, PowerSGD) and self.codec.warmup_steps and _strategies is not None:
             raise ValueError(
                 "`PowerSGD` on TensorFlow must have `warmup_steps=0`: replicas of a strategy cannot decide within a "
                 f"step what they send. Received: compression={self.codec!r}. Use `PowerSGD(warmup_steps=0)`, "
                 "perhaps after some epochs of training without compression."
             )
-        plain = [i for i, variable in enumerate(step.variables) if not overwrites_variable(variable)]
-        if members.is_spmd:
-            plain = [i for i in plain if step.grads[i] is not None]
-        return Coded(members, self, step, plain, self._optimizer)
 
 
 class Coded(Communicator):

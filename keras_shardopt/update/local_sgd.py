@@ -24,9 +24,9 @@ from keras import ops
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
-from keras_shardopt.backends.models import models_with
 from keras_shardopt.numerics import Tensor, Variable, dtype_of, map_values, overwrites_variable
-from keras_shardopt.update.apart import Copies, Rows, replicas_are_processes
+from keras_shardopt.update.apart import Copies, Rows, replicas_are_processes, statistics_of
+from keras_shardopt.update.coding import Coding
 from keras_shardopt.update.nonfinite import check_reduced
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.reducers import AllReduce
@@ -34,7 +34,7 @@ from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
-from keras_shardopt.wrapping.rollback import changed_by_forward_passes, leaves_out_updates
+from keras_shardopt.wrapping.rollback import leaves_out_updates
 from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -69,7 +69,10 @@ class LocalUpdates(Stage):
         self.fragments: list[list[int]] = []
         """The positions of the variables of each fragment."""
         self._own: list[Variable] = []
-        self._statistics: list[Variable] = []
+        codec = options.codec
+        self._coding = None if codec is None or codec.sum_dtype is not None else Coding(codec, optimizer)
+        self.statistics: list[Variable] = []
+        """What is the mean of all replicas' for whoever looks, and is not trained."""
         # What the count was set to last, and which version of it that was.
         self._count = 0
         self._version: int | None = None
@@ -102,6 +105,8 @@ class LocalUpdates(Stage):
             anchor = add_variable(variable.shape, "zeros", dtype=_wide(variable), name=f"anchor_{i}")
             self.anchors.append(anchor)
         self._own = [self.count, self.last_rounds, self.left_out, *self.anchors]
+        if self._coding is not None:
+            self._coding.build(variables, add_variable)
         for outer, positions in zip(self.outers, self.fragments):
             with empty_name_scope():
                 outer.build([self.anchors[i] for i in positions])
@@ -110,9 +115,7 @@ class LocalUpdates(Stage):
                 self._own.append(variable)
         with runtime.init_scope():
             self._start_rounds(0)
-        if replicas_are_processes():  # elsewhere there is one mean of them whenever somebody looks
-            found = changed_by_forward_passes(models_with(variables))
-            self._statistics = [v for v in found if keras.backend.is_float_dtype(v.dtype)]
+        self.statistics = statistics_of(variables)
 
     def _check(self, variables: Sequence[Variable]) -> None:
         if len(variables) < self.num_fragments:
@@ -131,8 +134,11 @@ class LocalUpdates(Stage):
                 f"Received: {processes.process()[0]} processes, of which each has some of the replicas. "
                 "Leave `sync_every` out, or use PyTorch."
             )
+
+    def _check_skips(self) -> None:
+        # Not in `build`: master weights in bfloat16 skip nothing, which they know when they are made.
         skips = [part for part in [self._optimizer, *descendants(self._optimizer)] if leaves_out_updates(part)]
-        if skips and processes.num_replicas() > 1 and not replicas_are_processes():
+        if skips and not replicas_are_processes():
             raise ValueError(
                 "With `sync_every` each replica skips updates by itself, which it can where replicas are processes. "
                 f"Received: {skips[0]!r}, on replicas of one program. Leave out `on_nonfinite` and dynamic loss "
@@ -220,9 +226,9 @@ class LocalUpdates(Stage):
             runtime.no_compile(self._commit, step, proceed)
 
     def _commit(self, step: Step, proceed: Proceed) -> None:
+        self._check_skips()
         before = self._counted()
         if isinstance(before, int):
-            self.seen.is_shown = False  # a custom training loop goes on from the mean
             if not before:
                 self.anchor_all()
         else:
@@ -239,7 +245,7 @@ class LocalUpdates(Stage):
         for number in range(self.num_fragments):
             since = int(last[number]) if isinstance(count, int) else ops.convert_to_tensor(last)[number]
             is_due = count - since >= self._every(since)
-            written = [*self._optimizer._written(), *self._statistics]
+            written = [*self._optimizer._written(), *self._joined_statistics]
             runtime.cond(is_due, functools.partial(self._round, number, count), [], written)
 
     def _counted(self) -> Any:
@@ -277,17 +283,18 @@ class LocalUpdates(Stage):
         weights = self.weights()
         anchors = [self.anchors[i] for i in positions]
         own = [weights[i] for i in positions]
-        averages = [*self.averages(positions), *(self._statistics if number == 0 else [])]
+        averages = [*self.averages(positions), *(self._joined_statistics if number == 0 else [])]
         moved = [anchor - ops.cast(ops.convert_to_tensor(w), anchor.dtype) for anchor, w in zip(anchors, own)]
         comm = runtime.communicator(self._optimizer.axis_name)
-        moved, means = self._means(comm, moved, [ops.convert_to_tensor(v) for v in averages], count)
+        self._check_counts(comm, count)
+        means = self.means(comm, list(map(ops.convert_to_tensor, averages)))
+        moved = self._moved(comm, positions, moved, count)
         is_finite = ops.all(ops.stack([ops.all(ops.isfinite(mean)) for mean in moved]))
         state = [] if not self.outers else self.outers[number].variables
         with self._optimizer.scope_inside.reduced():  # nobody reduces what is the mean of all
             runtime.cond(is_finite, lambda moved: self._move(number, anchors, moved), moved, [*anchors, *state])
         for variable, mean in zip(averages, means):
-            finite = ops.isfinite(mean)
-            variable.assign(ops.where(finite, mean, ops.convert_to_tensor(variable)))
+            variable.assign(mean)
         for i, anchor in zip(positions, anchors):
             self._set_weight(i, weights[i], anchor)
         runtime.cond(ops.logical_not(is_finite), lambda _: self._forget_nonfinite(), [], [self.left_out, *self.private])
@@ -295,25 +302,44 @@ class LocalUpdates(Stage):
         is_this = ops.equal(ops.arange(self.num_fragments), number)
         self.last_rounds.assign(ops.where(is_this, ops.cast(count, last.dtype), last))
 
-    def _means(
-        self, comm: Communicator, moved: Sequence[Tensor], averages: Sequence[Tensor], count: Any
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The means over replicas: of how far weights have moved, perhaps compressed; and of averages of weights."""
-        if not comm.is_spmd and current_share() is None:
-            # Ranks of a custom training loop may have come to another round, or to the end.
-            told = ops.convert_to_tensor([count % 4096, (count % 4096) ** 2], "int32")
-            total, squares = (int(n) for n in ops.convert_to_numpy(comm.all_reduce([told], "sum")[0]))
-            if squares * comm.num_replicas != total**2:
-                raise ValueError(
-                    "All replicas must make equally many updates, as their weights are joined after some of them. "
-                    f"Received: {count} on replica {comm.replica_id}, another number elsewhere. "
-                    "Give each replica equally many batches, or train with `fit` of a prepared model."
-                )
-        sends = comm
+    @property
+    def _joined_statistics(self) -> list[Variable]:
+        """Those that a round sees: of rows the trainer joins them, after the forward pass whose update this is."""
+        return [] if self.stacked else self.statistics
+
+    def _check_counts(self, comm: Communicator, count: Any) -> None:
+        """Finds ranks of a custom training loop that have come to another round, or to the end."""
+        if comm.is_spmd or current_share() is not None:
+            return
+        told = ops.convert_to_tensor([count % 4096, (count % 4096) ** 2], "int32")
+        total, squares = (int(n) for n in ops.convert_to_numpy(comm.all_reduce([told], "sum")[0]))
+        if squares * comm.num_replicas != total**2:
+            raise ValueError(
+                "All replicas must make equally many updates, as their weights are joined after some of them. "
+                f"Received: {count} on replica {comm.replica_id}, another number elsewhere. "
+                "Give each replica equally many batches, or train with `fit` of a prepared model."
+            )
+
+    def _moved(self, comm: Communicator, positions: Sequence[int], moved: Sequence[Tensor], count: Any) -> list[Tensor]:
+        """The mean over replicas of how far weights have moved, perhaps compressed."""
+        if self._coding is not None:
+            return self._coding.means(comm, positions, moved, count)
         codec = self._options.codec
-        if codec is not None and codec.sum_dtype is not None:
-            sends = Compressed(comm, codec.sum_dtype, divides=True)
-        return sends.all_reduce(list(moved), "mean"), comm.all_reduce(list(averages), "mean") if averages else []
+        sends = comm if codec is None else Compressed(comm, str(codec.sum_dtype), divides=True)
+        return sends.all_reduce(list(moved), "mean")
+
+    @staticmethod
+    def means(comm: Communicator, values: Sequence[Tensor]) -> list[Tensor]:
+        """Of averages: their means over those replicas whose are finite, or what a replica has where none are."""
+        if not values:
+            return []
+        is_good = ops.stack([ops.cast(ops.all(ops.isfinite(value)), "float32") for value in values])
+        addends = [ops.where(is_good[i] > 0, value, ops.zeros_like(value)) for i, value in enumerate(values)]
+        *sums, counts = comm.all_reduce([*addends, is_good], "sum")
+        return [
+            ops.where(counts[i] > 0, total / ops.cast(ops.maximum(counts[i], 1), dtype_of(total)), value)
+            for i, (total, value) in enumerate(zip(sums, values))
+        ]
 
     def _move(self, number: int, anchors: Sequence[Variable], moved: Sequence[Tensor]) -> None:
         if self.outers:
@@ -347,9 +373,24 @@ class LocalUpdates(Stage):
         """Whether replicas have weights of their own just now, read outside of a step."""
         return self.count is not None and not self.seen.is_shown and bool(self.apart())
 
+    @property
+    def num_updates(self) -> int:
+        """The count, read outside of a step."""
+        return int(ops.convert_to_numpy(self.count))
+
+    @property
+    def unsent(self) -> list[Variable]:
+        """What of the movements of weights this replica has not sent, where they are coded."""
+        return [] if self._coding is None else self._coding.residuals
+
+    def statistics_apart(self) -> list[Variable]:
+        """The moving statistics that have changed since the last round."""
+        count, last = self.num_updates, int(ops.convert_to_numpy(self.last_rounds)[0])
+        return self.statistics if count and not self._options.warmup_steps < count == last else []
+
     def apart(self) -> list[int]:
         """The positions of the weights that have moved since their last round."""
-        count = int(ops.convert_to_numpy(self.count))
+        count = self.num_updates
         starts = np.maximum(ops.convert_to_numpy(self.last_rounds), self._options.warmup_steps)
         return sorted(i for positions, start in zip(self.fragments, starts) if count > start for i in positions)
 
@@ -367,7 +408,9 @@ class LocalUpdates(Stage):
     def begin_anew(self) -> None:
         """Begins a round with the weights that all replicas have now."""
         self.anchor_all()
-        self._start_rounds(int(ops.convert_to_numpy(self.count)))
+        self._start_rounds(self.num_updates)
+        if self._coding is not None:
+            self._coding.reset()
 
     def stack(self) -> None:
         """For a trainer that runs all replicas in one program, which has one copy of each variable. Once."""
@@ -416,6 +459,8 @@ class LocalUpdates(Stage):
         if self.count is not None:
             self.count.assign(0)
             self._start_rounds(0)
+            if self._coding is not None:
+                self._coding.reset()
 
 
 class OwnGradients(AllReduce):

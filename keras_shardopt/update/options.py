@@ -139,7 +139,6 @@ class CrossShardOptions:
             '`reduction="sum"`': _REDUCTIONS[self.reduction] == "sum",
             '`on_nonfinite="raise"`': self.on_nonfinite == "raise",
             f"`gradients={self.gradients!r}`": self.gradients in ("summed", "global"),
-            f"`compression={self.compression!r}`": self.codec is not None and self.codec.sum_dtype is None,
         }
         for name, is_given in others.items():
             if is_given:
@@ -147,7 +146,6 @@ class CrossShardOptions:
                     "With `sync_every` each replica updates all weights with its own gradients, and takes part in the "
                     f"mean of the weights. Received: {name}. Leave one of them out."
                     + (' Use `on_nonfinite="skip"` on PyTorch.' if "nonfinite" in name else "")
-                    + (' Use `compression="bfloat16"`.' if "compression" in name else "")
                 )
         if self.outer_optimizer is None:
             return

@@ -13,12 +13,21 @@ import keras_shardopt as ks
 from keras_shardopt.backends.active import placement
 
 NUM_REPLICAS = (2, 4)
+KNOWN = {}
+
+
+def run(world, job, num_replicas, name, of):
+    """What `world.run` returns, once for all tests; where replicas are ranks, `world` remembers it by itself."""
+    key = job, num_replicas, name
+    if key not in KNOWN:
+        KNOWN[key] = world.run(job, num_replicas, name, of=of)
+    return KNOWN[key]
 
 
 @pytest.mark.parametrize("num_replicas", some(NUM_REPLICAS, 4))
-@pytest.mark.parametrize("name", list(apart.CASES))
+@pytest.mark.parametrize("name", some(apart.CASES, ("every 3", "every 5 in 3 fragments"), "tensorflow", "jax"))
 def test_weights_are_those_of_replicas_in_numpy(world, num_replicas, name):
-    found = world.run(apart.trained, num_replicas, name, of=apart.CASES)
+    found = run(world, apart.trained, num_replicas, name, of=apart.CASES)
     assert found["updates"] == apart.NUM_UPDATES
     means = apart.in_numpy(num_replicas, name)
     assert problem.relative_difference(found["weights"], means[-1]) < problem.TOLERANCE
@@ -27,7 +36,7 @@ def test_weights_are_those_of_replicas_in_numpy(world, num_replicas, name):
 
 @pytest.mark.parametrize("name", ["every 3", "every 5 in 3 fragments"])
 def test_validation_sees_the_mean_of_all_replicas(world, name):
-    found = world.run(apart.trained, 2, name, of=apart.CASES)
+    found = run(world, apart.trained, 2, name, of=apart.CASES)
     x, y = (array[:16].astype("float64") for array in uneven.data())
     for mean, loss in zip(apart.in_numpy(2, name), found["val_loss"], strict=True):
         kernel1, bias1, kernel2, bias2 = mean
@@ -38,7 +47,7 @@ def test_validation_sees_the_mean_of_all_replicas(world, name):
 
 @pytest.mark.parametrize("num_replicas", some(NUM_REPLICAS, 4))
 def test_a_round_at_each_update_is_synchronous_training(world, num_replicas):
-    found = world.run(apart.trained, num_replicas, "every update", of=apart.CASES)
+    found = run(world, apart.trained, num_replicas, "every update", of=apart.CASES)
     weights = [w.astype("float64") for w in problem.start_weights()]
     x, y = (array.astype("float64") for array in uneven.data())
     for _ in range(apart.EPOCHS):
@@ -52,8 +61,8 @@ def test_a_round_at_each_update_is_synchronous_training(world, num_replicas):
 @pytest.mark.parametrize("name", ["looked at", "killed", "in two calls"])
 def test_training_is_the_same_bit_for_bit_whoever_looks_at_it(world, name):
     undisturbed = "without averages" if name == "in two calls" else "whole"
-    whole = world.run(apart.lived, 2, undisturbed, of=apart.LIVES)
-    found = world.run(apart.lived, 2, name, of=apart.LIVES)
+    whole = run(world, apart.lived, 2, undisturbed, of=apart.LIVES)
+    found = run(world, apart.lived, 2, name, of=apart.LIVES)
     if name == "looked at":
         found, seen = found
         assert len(seen) == apart.EPOCHS
@@ -67,7 +76,7 @@ def test_training_is_the_same_bit_for_bit_whoever_looks_at_it(world, name):
 
 
 def test_files_have_the_mean_and_how_far_rounds_are(world):
-    kept, theirs, start, end, differ = world.run(apart.lived, 2, "from a file", of=apart.LIVES)
+    kept, theirs, start, end, differ, _ = run(world, apart.lived, 2, "from a file", of=apart.LIVES)
     for one, other in zip(kept, theirs, strict=True):
         np.testing.assert_array_equal(one, other)
     assert max(np.max(np.abs(s - e)) for s, e in zip(start, end)) > 1e-3
@@ -75,7 +84,8 @@ def test_files_have_the_mean_and_how_far_rounds_are(world):
 
 
 def test_rounds_begin_from_weights_that_somebody_has_set(world):
-    for anchor, weight in zip(world.run(apart.lived, 2, "with other weights", of=apart.LIVES), problem.start_weights()):
+    found = run(world, apart.lived, 2, "with other weights", of=apart.LIVES)
+    for anchor, weight in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
         np.testing.assert_array_equal(anchor, weight)
 
 
@@ -99,7 +109,58 @@ def test_each_rank_skips_its_own_updates(world, name):
     assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
 
 
-@pytest.mark.backends("torch")
+@pytest.mark.parametrize("every", some(apart.NORMALIZED, ("50",)))
+def test_moving_statistics_are_the_mean_of_all_replicas(world, every):
+    """Before a round, too, and in the middle of an epoch: whoever looks sees it."""
+    found = world.run(apart.normalized, 2, every, of=apart.NORMALIZED)
+    x, _ = uneven.data()
+    mean, variance, expected = np.zeros(problem.NUM_FEATURES), np.ones(problem.NUM_FEATURES), []
+    for begin in range(0, 48, 16):
+        parts = x[begin : begin + 16].reshape(2, 8, -1).astype("float64")
+        mean = 0.5 * mean + 0.5 * np.mean(parts, axis=(0, 1))
+        variance = 0.5 * variance + 0.5 * np.mean(np.var(parts, axis=1), axis=0)
+        expected.append((mean, variance))
+    for seen, both in zip(found["seen"], [*expected, expected[-1]], strict=True):
+        np.testing.assert_allclose(seen, both, rtol=1e-5, atol=1e-6)
+    assert found["differ"] == 0
+
+
+@pytest.mark.parametrize("name", some(apart.COMBINED, ("averages", "int8"), "tensorflow", "jax"))
+def test_with_more_in_the_optimizer_replicas_are_twins(world, name):
+    """As many models in one process, each with an optimizer of its own, whose weights NumPy joins."""
+    found = world.run(apart.combined, 2, name, of=apart.COMBINED)
+    expected, joined = apart.twins(2, name)
+    movement = max(np.max(np.abs(a - b)) for a, b in zip(expected, found["start"]))
+    for weight, theirs in zip(found["weights"], expected, strict=True):
+        np.testing.assert_allclose(weight, theirs, atol=apart.COMBINED[name][2] * movement)
+    assert [batch for batch, is_equal in enumerate(found["equal"]) if is_equal] == joined
+    np.testing.assert_allclose(found["predicted"], found["evaluated"], rtol=1e-2 if name == "half precision" else 1e-5)
+    assert found["differ"] == 0
+
+
+def test_dropout_leaves_other_elements_on_each_replica(world):
+    first, second = world.run(apart.dropping, 2, "")
+    assert np.all(np.any(first != second)) and not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("num_replicas", some((1, 4), (1,)))
+def test_files_load_with_any_number_of_replicas(world, num_replicas, tmp_path):
+    kept, *_, file = run(world, apart.lived, 2, "from a file", of=apart.LIVES)
+    path = tmp_path / "model.keras"
+    path.write_bytes(file)
+    if num_replicas == 1:
+        with ks.data_parallel(1) as replicas:
+            found = apart.moved(replicas, str(path))
+    else:
+        found = world.run(apart.moved, num_replicas, str(path))
+    for one, other in zip(kept, found["kept"], strict=True):
+        np.testing.assert_array_equal(one, other)
+    before, after = found["losses"]
+    assert after < before
+    assert found["differ"] == 0
+
+
+@pytest.mark.backends("torch", "tensorflow")
 def test_nothing_is_sent_between_rounds(world):
     found = world.run(apart.sent, 2, "every 5", of=("synchronous", "every 5"))
     whole = world.run(apart.sent, 2, "synchronous", of=("synchronous", "every 5"))
@@ -109,6 +170,18 @@ def test_nothing_is_sent_between_rounds(world):
     assert found["reductions"] == [num_bytes] * 2
     # With all that the trainer says about rows and logs.
     assert found["bytes"] <= 1.02 / 5 * whole["bytes"]
+
+
+@pytest.mark.backends("jax")
+def test_a_compiled_step_sends_something_in_a_round_only(world):
+    with ks.data_parallel(2):
+        always, in_rounds = apart.compiled_collectives("every 5")
+        whole, nothing = apart.compiled_collectives("synchronous")
+    num_bytes = 4 * apart.LARGE
+    assert in_rounds == [num_bytes] and not nothing
+    assert sum(whole) >= num_bytes
+    # The loss, and the number of rows.
+    assert sum(always) + num_bytes / 5 <= 1.02 / 5 * sum(whole)
 
 
 def test_with_one_replica_nothing_changes():
@@ -135,6 +208,7 @@ def test_with_one_replica_nothing_changes():
         ({"sync_every": 2, "sync_warmup": -1}, "`sync_warmup` must be at least 0"),
         ({"sync_every": 2, "shard_state": True}, "shard_state"),
         ({"sync_every": 2, "group_assignment": [[0], [1]]}, "group_assignment"),
+        ({"sync_every": 2, "virtual_replicas": 4}, "virtual_replicas"),
         ({"sync_every": 2, "reduction": "sum"}, "reduction"),
         ({"sync_every": 2, "on_nonfinite": "raise"}, "on_nonfinite"),
         ({"sync_every": 2, "gradients": "global"}, "gradients"),
@@ -177,6 +251,48 @@ def test_rounds_may_become_longer(monkeypatch):
     first, second = world.run(work)
     assert [a == b for a, b in zip(first, second)] == [True, True, False, False, True, False, False, True]
     assert first[-1] == -4
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(
+    ("made", "shape", "words"),
+    [
+        (lambda: ks.CrossShard("sgd", sync_every=4, sync_fragments=3), [(2,), (3,)], "number of trainable variables"),
+        (lambda: ks.CrossShard("sgd", sync_every=4), "float8", "float8"),
+    ],
+)
+def test_variables_that_cannot_take_part_are_refused(made, shape, words):
+    variables = [keras.Variable(np.zeros(each)) for each in (shape if isinstance(shape, list) else [(2,)])]
+    if shape == "float8":
+        variables[0].overwrite_with_gradient = True
+    with pytest.raises(ValueError, match=words):
+        made().build(variables)
+
+
+@pytest.mark.backends("tensorflow", "jax")
+@pytest.mark.parametrize("name", some(apart.REFUSED, 3))
+def test_what_needs_ranks_is_refused_elsewhere(name):
+    with ks.data_parallel(2) as replicas, pytest.raises(ValueError, match=apart.REFUSED[name][2]):
+        apart.refused(replicas, name)
+
+
+@pytest.mark.backends("torch")
+def test_what_a_round_cannot_send_it_sends_later(monkeypatch):
+    """On threads: a step of int8 is four times as large as what the second weight moves in a round."""
+    world = FakeWorld(2).hold(monkeypatch)
+    grads = np.array([[1.0, 0.001], [1.0, 0.003]], "float32")
+
+    def work(replicas):
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=2, compression="int8")
+        weight = keras.Variable([0.0, 0.0])
+        optimizer.build([weight])
+        for _ in range(40):
+            optimizer.apply([keras.ops.convert_to_tensor(grads[replicas.replica_id])], [weight])
+        return keras.ops.convert_to_numpy(weight)
+
+    first, second = world.run(work)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, -40 * grads.mean(axis=0), atol=2 * 2 * 1.004 / 127)
 
 
 @pytest.mark.backends("torch")

@@ -45,6 +45,7 @@ NORMALIZED = "promises/test_synchronized_batch_normalization.py::test_update_is_
 WHOLE_BATCH = "unit/update/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
 WHOLE_DATA = "unit/data/test_whole_batches.py"
 CODECS = "unit/update/test_codecs.py"
+ROUNDS = "promises/test_local_sgd.py"
 
 FAULTS = [
     # The way through the stages.
@@ -419,6 +420,49 @@ FAULTS = [
         "seen = steps.since(self.warmup_steps) if self.delay_schedule else steps",
         "seen = steps",
         "unit/schedules/test_schedules.py::test_warmup_delays_the_schedule",
+    ),
+    # Replicas that train apart.
+    fault(
+        "update/local_sgd.py",
+        "anchor.assign(anchor - mean)",
+        "anchor.assign(anchor + mean)",
+        f"{ROUNDS}::test_rounds_may_become_longer",
+    ),
+    fault(
+        "update/local_sgd.py",
+        "self.outers[number].update_inner(list(moved), anchors)",
+        "self.outers[number].update_inner([-mean for mean in moved], anchors)",
+        f"{ROUNDS}::test_weights_are_those_of_replicas_in_numpy",
+    ),
+    fault(
+        "update/local_sgd.py",
+        'return sends.all_reduce(list(moved), "mean")',
+        'return sends.all_reduce(list(moved), "sum")',
+        f"{ROUNDS}::test_rounds_may_become_longer",
+    ),
+    fault(
+        "update/local_sgd.py",
+        "is_due = count - since >= self._every(since)",
+        "is_due = count - since > self._every(since)",
+        f"{ROUNDS}::test_rounds_may_become_longer",
+    ),
+    fault(
+        "update/local_sgd.py",
+        "runtime.cond(is_finite, lambda moved: self._move(number, anchors, moved), moved, [*anchors, *state])",
+        "self._move(number, anchors, moved)",
+        f"{ROUNDS}::test_a_round_that_is_not_finite_is_left_out",
+    ),
+    fault(
+        "update/apart.py",
+        "variables += self._stage.statistics_apart()",
+        "pass",
+        f"{ROUNDS}::test_moving_statistics_are_the_mean_of_all_replicas",
+    ),
+    fault(
+        "update/coding.py",
+        "mine = [value + residual for value, residual in zip(mine, kept)] if kept else mine",
+        "pass",
+        f"{ROUNDS}::test_what_a_round_cannot_send_it_sends_later",
     ),
     # The loss of the whole batch.
     fault(

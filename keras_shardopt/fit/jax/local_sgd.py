@@ -7,6 +7,7 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,11 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
             if id(v) in own:  # none where there were no rows
                 own[id(v)] = jax.numpy.where(mine > 0, new, old)
             found.append(new - other if seed else new)
+        statistics = [own[id(v)] for v in local.statistics]
+        count, rounds = inside[place[id(local.count)]], inside[place[id(local.last_rounds)]]
+        joined = functools.partial(local.means, MappedAxis(axis))
+        statistics = jax.lax.cond(rounds[0] == count, joined, lambda values: values, statistics)
+        own.update(zip(map(id, local.statistics), statistics))
         loss = jax.lax.pmean(loss, axis)
         return [own[key][None] for key in of], [inside[i] for i in shared_at], found, loss, y_pred
 

@@ -134,6 +134,11 @@ class Session:
                 "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
             )
 
+    @property
+    def trains_apart(self) -> bool:
+        """Whether each rank trains by itself for some updates."""
+        return any(reducer.local_updates is not None for reducer in reducers_in(self.model, self._reducers_of))
+
     @torch.compiler.disable
     def show_mean(self, together: Session | None) -> None:
         """Where ranks train apart, puts the mean of their weights in place of them, if all ranks call it together."""

@@ -181,6 +181,8 @@ def _train_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _test_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    session = session_of(model)
+    session.show_mean(session)
     return _on_batch(model, real, Phase.TEST_BATCH, arguments_of(real, *args, **kwargs))
 
 
@@ -283,9 +285,12 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
         session.logs.forget()
         return pythonify_logs(real(logs))
     if session.call is Phase.TRAIN_BATCH or (session.call is None and model.training):
-        with torch.no_grad():
-            _average_statistics(model, ranks)
-        session.show_mean(session)
+        if session.trains_apart:
+            if session.call is not None:  # after `train_on_batch` only where somebody looks
+                session.show_mean(session)
+        else:
+            with torch.no_grad():
+                _average_statistics(model, ranks)
     # As numbers: some metrics return a variable itself.
     result = metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
     session.logs.forget()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 import tempfile
 import warnings
 
@@ -40,11 +42,26 @@ def optimizer(name, **more):
     return ks.CrossShard(keras.optimizers.SGD(RATE, momentum=momentum), **arguments)
 
 
-def compiled(replicas, made, metrics=()):
+def compiled(replicas, made, model=None):
     """The model, prepared, which all processes give the same data."""
-    model = problem.model()
-    model.compile(made, "mse", metrics=list(metrics))
+    model = problem.model() if model is None else model
+    model.compile(made, "mse")
     return ks.prepare(model, auto_shard=True)
+
+
+def normalizing():
+    """One with moving statistics, which differ between replicas."""
+    layers = [
+        keras.Input((problem.NUM_FEATURES,)),
+        keras.layers.Dense(7, activation="tanh"),
+        keras.layers.BatchNormalization(momentum=0.5),
+        keras.layers.Dense(problem.NUM_OUTPUTS),
+    ]
+    model = keras.Sequential(layers)
+    hidden, out = model.layers[0], model.layers[2]
+    for variable, array in zip([*hidden.weights, *out.weights], problem.start_weights()):
+        variable.assign(array)
+    return model
 
 
 def trained(replicas, name):
@@ -149,7 +166,7 @@ class Looking(keras.callbacks.Callback):
             loss = self.model.evaluate(x, y, verbose=0)
             self.model.predict(x, verbose=0)
             ks.save_weights(self.model, f"{self.folder}/looking.weights.h5")
-            saved = problem.model()
+            saved = normalizing()
             saved.load_weights(f"{self.folder}/looking.weights.h5")
             outputs = keras.ops.convert_to_numpy(saved(x))
             self.seen.append((loss, float(np.mean((outputs - y) ** 2))))
@@ -166,7 +183,7 @@ class Interrupting(keras.callbacks.Callback):
 def fitted(replicas, *callbacks, epochs=EPOCHS, **more):
     """The model after `fit`, from the same start and with the same random numbers."""
     keras.utils.set_random_seed(3)
-    model = compiled(replicas, with_everything(**more))
+    model = compiled(replicas, with_everything(**more), normalizing())
     x, y = uneven.data()
     arguments = {"batch_size": uneven.BATCH_SIZE, "epochs": epochs, "shuffle": False, "verbose": 0}
     try:
@@ -198,6 +215,7 @@ def lived(replicas, name):
     if name == "from a file":
         model = fitted(replicas, epochs=3)  # ends within a round
         ks.save_model(model, f"{folder}/model.keras")
+        file = pathlib.Path(f"{folder}/model.keras").read_bytes()
         loaded = keras.saving.load_model(f"{folder}/model.keras")
         kept, theirs = (
             [keras.ops.convert_to_numpy(v) for v in [*m.optimizer.local_updates.lasting, *m.weights]]
@@ -207,14 +225,14 @@ def lived(replicas, name):
         x, y = uneven.data()
         ks.prepare(loaded, auto_shard=True)
         loaded.fit(x, y, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
-        return kept, theirs, start, loaded.get_weights(), replicas.largest_difference(loaded)
+        return kept, theirs, start, loaded.get_weights(), replicas.largest_difference(loaded), file
     assert name == "with other weights"
-    model = fitted(replicas, epochs=2)
-    model.set_weights(problem.start_weights())
+    model, fresh = fitted(replicas, epochs=2), normalizing()
+    model.set_weights(fresh.get_weights())
     local = model.optimizer.local_updates
     x, y = uneven.data()
     model.fit(x[:16], y[:16], batch_size=16, epochs=1, verbose=0)
-    return [keras.ops.convert_to_numpy(anchor) for anchor in local.anchors]
+    return [keras.ops.convert_to_numpy(v) for v in [*local.anchors, *fresh.trainable_variables]]
 
 
 LIVES = ("whole", "without averages", "looked at", "killed", "in two calls", "from a file", "with other weights")
@@ -244,43 +262,301 @@ def with_nan(replicas, name):
 LARGE = 100 * 100 + 100 + 100 * 3 + 3
 
 
-def sent(replicas, name):
-    """PyTorch: what this rank gives to collectives in ten updates of a larger model."""
-    import torch.distributed as dist
-
+def large(name, **more):
+    """A model of so many weights, which has been trained once, so that all is equal and built; and ten batches."""
     made = ks.CrossShard("sgd") if name == "synchronous" else optimizer(name)
     layers = [keras.Input((100,)), keras.layers.Dense(100), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
-    model.compile(made, "mse")
+    model.compile(made, "mse", **more)
     ks.prepare(model, auto_shard=True)
-    x, y = np.ones((16, 100), "float32"), np.ones((16, 3), "float32")
-    model.fit(x, y, batch_size=16, verbose=0)  # what is compared and made equal once
-    sizes = []
-    names = ("all_reduce", "all_gather", "broadcast", "all_gather_into_tensor", "all_gather_single")
+    x, y = np.full((160, 100), 0.01, "float32"), np.ones((160, 3), "float32")
+    model.fit(x[:16], y[:16], batch_size=16, verbose=0)
+    if name != "synchronous":
+        model.optimizer.local_updates.reset()
+    return model, x, y
 
-    def counting(collective, number):
+
+class Counting(keras.callbacks.Callback):
+    """While the ten batches run, notes what is given to functions of a module or class, in bytes."""
+
+    def __init__(self, owner, names, size_of):
+        super().__init__()
+        self.owner, self.size_of = owner, size_of
+        self.before = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+        self.sizes = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 0:
+            for name, function in self.before.items():
+                setattr(self.owner, name, self._counting(name, function))
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 9:
+            for name, function in self.before.items():
+                setattr(self.owner, name, function)
+
+    def _counting(self, name, function):
         def call(*args, **kwargs):
-            tensor = args[number]
-            if hasattr(tensor, "numel"):
-                sizes.append(tensor.numel() * tensor.element_size())
-            return collective(*args, **kwargs)
+            size = self.size_of(name, args)
+            if size:
+                self.sizes.append(size)
+            return function(*args, **kwargs)
 
         return call
 
-    class Counting(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 0:
-                for each in names:
-                    if hasattr(dist, each):
-                        setattr(dist, each, counting(getattr(dist, each), int(each != "all_reduce")))
 
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 9:
-                vars(dist).update(before)
+def sent(replicas, name):
+    """What each replica gives to collectives in ten updates, where Python runs in each of them."""
+    if keras.backend.backend() == "torch":
+        import torch.distributed as owner
 
-    before = {each: getattr(dist, each) for each in names if hasattr(dist, each)}
-    if name != "synchronous":
-        model.optimizer.local_updates.reset()
-    x, y = np.repeat(x, 10, axis=0), np.repeat(y, 10, axis=0)
-    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[Counting()])
+        names = ("all_reduce", "all_gather", "broadcast", "all_gather_into_tensor", "all_gather_single")
+        model, x, y = large(name)
+
+        def size_of(function, args):
+            tensor = args[int(function != "all_reduce")]
+            return tensor.numel() * tensor.element_size() if hasattr(tensor, "numel") else 0
+    else:
+        from tensorflow.python.distribute.cross_device_ops import CrossDeviceOps as owner
+
+        names = ("reduce", "batch_reduce", "_gather")
+        model, x, y = large(name, run_eagerly=True)
+
+        def size_of(function, args):
+            given = {"reduce": lambda: [args[2]], "batch_reduce": lambda: [v for v, _ in args[2]]}
+            values = given.get(function, lambda: [args[1]])()
+            tensors = [getattr(value, "values", [value])[0] for value in values]
+            return sum(int(np.prod(tensor.shape)) * tensor.dtype.size for tensor in tensors)
+
+    counting = Counting(owner, names, size_of)
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[counting])
+    sizes = counting.sizes
     return {"reductions": [size for size in sizes if size > 1000], "bytes": sum(sizes)}
+
+
+def compiled_collectives(name):
+    """JAX: the bytes of the collectives in the compiled step: of those that always run, and of those in conditions."""
+    import jax
+
+    model, x, y = large(name)
+    kinds = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+    state = model._get_jax_state(**dict.fromkeys(kinds, True))
+    layout = keras.distribution.distribution().get_data_layout
+    data = [jax.device_put(array[:16], layout(array.shape).backend_layout) for array in (x, y)]
+    text = jax.jit(model.train_step).lower(state, data).compile().as_text()
+    found, conditional, calls, where = {}, set(), {}, None
+    for line in text.splitlines():
+        if line.rstrip().endswith("{") and not line.startswith(" "):
+            where = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line).group(1)
+            found[where], calls[where] = [], set()
+        operation = re.search(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", line)
+        if operation:
+            shapes = re.findall(r"(?:f32|s32|u32)\[([\d,]*)\]", operation.group(1))
+            found[where].append(sum(4 * int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes))
+        branches = re.search(r"branch_computations=\{(.*?)\}", line)
+        if branches:
+            conditional |= {each.strip(" %") for each in branches.group(1).split(",")}
+        if where is not None:
+            calls[where] |= set(re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line))
+    inside = set()
+    while conditional - inside:
+        inside |= conditional
+        conditional = inside | {each for name in inside for each in calls.get(name, ())}
+    always = [size for name, sizes in found.items() if name not in inside for size in sizes]
+    return always, [size for name in inside for size in found.get(name, [])]
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+
+
+def normalized(replicas, every):
+    """Moving statistics of the inputs, which no weight has a part in, after each update and after `fit`."""
+    layers = [
+        keras.Input((problem.NUM_FEATURES,)),
+        keras.layers.BatchNormalization(momentum=0.5),
+        keras.layers.Dense(problem.NUM_OUTPUTS),
+    ]
+    model = keras.Sequential(layers)
+    model.compile(ks.CrossShard(keras.optimizers.SGD(0.01, momentum=MOMENTUM), sync_every=int(every)), "mse")
+    ks.prepare(model, auto_shard=True)
+    x, y = uneven.data()
+    seen = []
+
+    class Evaluating(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.evaluate(x, y, batch_size=NUM_ROWS, verbose=0)
+            seen.append(statistics())
+
+    def statistics():
+        batches = model.layers[0]
+        return [keras.ops.convert_to_numpy(v).copy() for v in (batches.moving_mean, batches.moving_variance)]
+
+    model.fit(x[:48], y[:48], batch_size=16, shuffle=False, verbose=0, callbacks=[Evaluating()])
+    return {"seen": [*seen, statistics()], "differ": replicas.largest_difference(model)}
+
+
+NORMALIZED = ("50", "2")
+NUM_ROWS = uneven.NUM_ROWS
+
+
+class Rounds(keras.callbacks.Callback):
+    """Notes after each update whether all replicas have the same weights, bit for bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.equal = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        weights = self.model.optimizer.local_updates.states()[2 : 2 + len(self.model.trainable_variables)]
+        self.equal.append(all(np.array_equal(rows[0], row) for rows in weights for row in rows[1:]))
+
+
+def _sgd(**more):
+    return keras.optimizers.SGD(0.02, momentum=MOMENTUM, **more)
+
+
+# What is inside `CrossShard`, its other arguments, and how near a twin comes that knows nothing of compression.
+COMBINED = {
+    "averages": (lambda: _sgd(use_ema=True, ema_momentum=0.5), {}, 1e-5),
+    "int8": (_sgd, {"compression": "int8"}, 2e-2),
+    "clipping": (lambda: _sgd(global_clipnorm=0.3), {}, 1e-5),
+    "frozen": (_sgd, {}, 1e-5),
+    "embedding": (_sgd, {}, 1e-5),
+    "half precision": (lambda: ks.MixedPrecision(_sgd()), {}, 0.1),
+    "accumulation": (_sgd, {"gradient_accumulation_steps": 2}, 1e-5),
+    "loss scaling": (lambda: ks.LossScaling(_sgd(), 64.0), {}, 1e-5),
+    "longer and longer": (_sgd, {"sync_every": lambda count: 1 + count // 3}, 1e-5),
+    "bfloat16": (_sgd, {"compression": "bfloat16"}, 2e-2),
+    "int4": (_sgd, {"compression": "int4"}, 0.3),
+    "powersgd": (_sgd, {"compression": ks.compression.PowerSGD(rank=2, warmup_steps=0)}, 0.3),
+}
+if keras.backend.backend() == "jax":  # where `fit` refuses it
+    del COMBINED["accumulation"]
+
+
+def layered(name):
+    """A model for one of these cases, and data of which all replicas have equally many rows."""
+    keras.utils.set_random_seed(3)
+    x, y = problem.data(num_steps=12)
+    dtype = "bfloat16" if name == "half precision" else "float32"
+    layers = [
+        keras.layers.Dense(8, activation="tanh", dtype=dtype),
+        keras.layers.Dense(problem.NUM_OUTPUTS, dtype=dtype),
+    ]
+    if name == "embedding":
+        x = (np.abs(x) * 10).astype("int32") % 20
+        layers = [keras.layers.Embedding(20, 4), keras.layers.Flatten(), *layers]
+    if name == "frozen":
+        layers.insert(1, keras.layers.Dense(8, trainable=False))
+    return keras.Sequential([keras.Input(x.shape[1:], dtype=x.dtype.name), *layers]), x, y
+
+
+def combined(replicas, name):
+    """What becomes of the weights, what is seen of them, and when all replicas have the same."""
+    inner, more, _ = COMBINED[name]
+    model, x, y = layered(name)
+    model.compile(ks.CrossShard(inner(), **{"sync_every": 3, **more}), "mse")
+    ks.prepare(model, auto_shard=True)
+    rounds = Rounds()
+    arguments = {"batch_size": problem.BATCH_SIZE, "shuffle": False, "verbose": 0, "callbacks": [rounds]}
+    model.fit(x, y, epochs=2, **arguments)
+    outputs = model.predict(x, verbose=0)
+    return {
+        "weights": [weight.astype("float32") for weight in model.get_weights()],
+        "start": [weight.astype("float32") for weight in layered(name)[0].get_weights()],
+        "evaluated": model.evaluate(x, y, verbose=0),
+        "predicted": np.mean((outputs.astype("float32") - y) ** 2),
+        "equal": rounds.equal,
+        "differ": replicas.largest_difference(model),
+    }
+
+
+def twins(num_replicas, name):
+    """The same with as many models in one process, whose weights NumPy joins: the mean, and when all are equal."""
+    inner, more, _ = COMBINED[name]
+    every = more.get("sync_every", lambda count: 3)
+    steps = more.get("gradient_accumulation_steps", 1)
+    models = []
+    for _ in range(num_replicas):
+        model, x, y = layered(name)
+        made = inner()
+        if steps > 1:
+            made = type(made).from_config(made.get_config() | {"gradient_accumulation_steps": steps})
+        model.compile(made, "mse")
+        models.append(model)
+    since, joined = 0, []
+    num_batches = 2 * len(x) // problem.BATCH_SIZE
+    for batch in range(num_batches):
+        begin = batch * problem.BATCH_SIZE % len(x)
+        parts = np.split(np.arange(begin, begin + problem.BATCH_SIZE), num_replicas)
+        for model, rows in zip(models, parts):
+            model.train_on_batch(x[rows], y[rows])
+        count = (batch + 1) // steps
+        if (batch + 1) % steps == 0 and count - since >= every(since):
+            since = count
+            for each in zip(*map(_joined, models)):
+                mean = _mean(each)
+                for variable in each:
+                    variable.assign(mean)
+            for model in models:
+                if name == "half precision":
+                    for variable, master in zip(model.trainable_variables, _masters(model)):
+                        variable.assign(keras.ops.cast(master, variable.dtype))
+        if count == since:
+            joined.append(batch)
+    if name == "averages":  # which `fit` writes to the weights in the end
+        return [_mean(each) for each in zip(*(m.optimizer._model_variables_moving_average for m in models))], joined
+    return [_mean(each) for each in zip(*(model.weights for model in models))], joined
+
+
+def _masters(model):
+    return [model.optimizer._variables_inside([v])[0] for v in model.trainable_variables]
+
+
+def _joined(model):
+    averages = getattr(model.optimizer, "_model_variables_moving_average", [])
+    weights = _masters(model) if isinstance(model.optimizer, ks.MixedPrecision) else model.trainable_variables
+    return [*weights, *(averages if getattr(model.optimizer, "use_ema", False) else [])]
+
+
+def _mean(variables):
+    return np.mean([keras.ops.convert_to_numpy(v).astype("float64") for v in variables], axis=0).astype("float32")
+
+
+def dropping(replicas, name):
+    """Each replica's weights after an update on equal rows, of which dropout leaves other elements."""
+    layers = [keras.Input((32,)), keras.layers.Dropout(0.5, seed=5), keras.layers.Dense(1, use_bias=False)]
+    model = compiled(replicas, ks.CrossShard(keras.optimizers.SGD(0.1), sync_every=2), keras.Sequential(layers))
+    model.fit(np.ones((2, 32), "float32"), np.full((2, 1), 3.0, "float32"), batch_size=2, verbose=0)
+    return model.optimizer.local_updates.states()[2]
+
+
+def moved(replicas, name):
+    """A file of a run that was amid a round, at this path, loaded by so many replicas: what it has, and training on."""
+    loaded = keras.saving.load_model(name)
+    kept = [keras.ops.convert_to_numpy(v) for v in [*loaded.optimizer.local_updates.lasting, *loaded.weights]]
+    x, y = uneven.data()
+    before = loaded.evaluate(x, y, verbose=0)
+    ks.prepare(loaded, auto_shard=True)
+    loaded.fit(x, y, batch_size=uneven.BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
+    after = loaded.evaluate(x, y, verbose=0)
+    return {"kept": kept, "losses": (before, after), "differ": replicas.largest_difference(loaded)}
+
+
+# TensorFlow and JAX: what is inside `CrossShard`, its other arguments, and what the error says.
+REFUSED = {
+    "skipping": (_sgd, {"on_nonfinite": "skip"}, "each replica skips updates by itself"),
+    "loss scaling": (lambda: ks.LossScaling(_sgd(), "Backoff"), {}, "each replica skips updates by itself"),
+}
+if keras.backend.backend() == "jax":
+    REFUSED |= {"accumulation": (_sgd, {"gradient_accumulation_steps": 2}, "a larger `sync_every`")}
+else:
+    REFUSED |= {"powersgd": (_sgd, {"compression": "powersgd"}, "must have `warmup_steps=0`")}
+
+
+def refused(replicas, name):
+    """Trains, or fails to."""
+    inner, more, _ = REFUSED[name]
+    model = compiled(replicas, ks.CrossShard(inner(), sync_every=2, **more))
+    x, y = uneven.data()
+    model.fit(x[:16], y[:16], batch_size=16, verbose=0)
