@@ -305,6 +305,12 @@ FAULTS = [
     ),
     fault(
         "backends/torch/fused.py",
+        " / (float(rate) or 1.0) if decays else 0.0",
+        " if decays else 0.0",
+        "unit/update/test_fused.py::test_a_hundred_updates_are_those_of_keras",
+    ),
+    fault(
+        "backends/torch/fused.py",
         "return any(getattr(optimizer, name) is not None for name in names)",
         "return False",
         "unit/update/test_fused.py::test_what_keras_does_with_gradients_comes_after",

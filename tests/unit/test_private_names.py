@@ -194,7 +194,8 @@ def test_the_arithmetic_of_torch_optimizers_is_one_method():
         others = [v for v in optimizer.variables if len(v.shape)]
         assert len(others) == 4 * len(pieces.slot_names(optimizer)), name
         assert hasattr(optimizer, "_u_product") == (name == "Nadam")
-    assert callable(torch._fused_adam_) and callable(torch._fused_sgd_)
+        assert callable(optimizer._apply_weight_decay) and callable(optimizer._use_weight_decay)
+    assert callable(torch._fused_adam_) and callable(torch._fused_adamw_) and callable(torch._fused_sgd_)
 
 
 @pytest.mark.backends("torch")

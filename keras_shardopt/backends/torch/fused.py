@@ -2,7 +2,8 @@
 
 Keras' own updates on PyTorch make a pass, and often a new array, for each operation of a formula: for Adam some 13
 times the time of PyTorch's fused kernel, which reads and writes each array once. Here only the arithmetic of an
-optimizer's own step is replaced. Clipping, decay, averages, constraints and counters stay what they are in Keras.
+optimizer's own step is replaced, and the decay of weights with it where the kernel has one. Clipping, averages,
+constraints and counters stay what they are in Keras.
 
 Formulas that no kernel has run operation by operation, in pieces of the arrays that stay in the CPU's cache: here in
 fewer operations than Keras', and where that gains little in Keras' own (`pieces.py`). Wrappers around such an optimizer
@@ -11,7 +12,9 @@ hand over by what gradients are to be multiplied, which then costs no pass of it
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.torch.optimizers.torch_adam.Adam` and others - the classes that `keras.optimizers.Adam()` makes.
     `Nadam._u_product` - the product of the rates of its momentum so far.
-Private names of PyTorch: `torch._fused_adam_`, `torch._fused_sgd_` - what is behind `torch.optim.Adam(fused=True)`.
+    `Optimizer._apply_weight_decay(variables)`, `_use_weight_decay(variable)` - what decays, just before the step.
+Private names of PyTorch: `torch._fused_adam_`, `torch._fused_adamw_`, `torch._fused_sgd_` - what is behind
+    `torch.optim.Adam(fused=True)`.
 """
 
 from __future__ import annotations
@@ -60,24 +63,44 @@ def fused(optimizers: Sequence[Any], exactly: bool, function: Callable[..., None
     # For the time of an update only, so that optimizers can be copied and saved, and used elsewhere, as they are.
     replaced = [optimizer for optimizer in optimizers if is_elementwise(optimizer)]
     for optimizer in replaced:
-        optimizer.__dict__[step_of(type(optimizer))] = _StandIn(optimizer, update_in_pieces if exactly else _update)
+        optimizer.__dict__.update(_StandIn(optimizer, exactly).methods())
     try:
         function(*args)
     finally:
         for optimizer in replaced:
-            del optimizer.__dict__[step_of(type(optimizer))]
+            for name in (step_of(type(optimizer)), _DECAY):
+                optimizer.__dict__.pop(name, None)
 
 
 class _StandIn:
-    """Stands in for an optimizer's own step."""
+    """Stands in for an optimizer's own step, and for a decay of weights that the step can make in its pass."""
 
-    def __init__(self, optimizer: Any, update: Callable[..., None]) -> None:
-        self._optimizer, self._update = optimizer, update
+    def __init__(self, optimizer: Any, exactly: bool) -> None:
+        self._optimizer, self._exactly = optimizer, exactly
+        self._decayed: list[Variable] = []
         self.factors: Factors = {}
         self.divides = False
 
+    def methods(self) -> dict[str, Callable[..., None]]:
+        """What it stands in for, by name."""
+        takes_decay = self._optimizer.weight_decay is not None and _rule_of(self._optimizer) is _adam
+        return {step_of(type(self._optimizer)): self, **({_DECAY: self._decay} if takes_decay else {})}
+
+    def _decay(self, variables: Sequence[Variable]) -> None:
+        if self._exactly or variables[0].value.device.type != "cpu":  # where the rate would have to be read
+            getattr(type(self._optimizer), _DECAY)(self._optimizer, variables)
+        else:
+            self._decayed = list(variables)
+
     def __call__(self, grads: Sequence[Tensor], variables: Sequence[Variable], learning_rate: Any) -> None:
-        self._update(self._optimizer, grads, variables, learning_rate, self.factors, self.divides)
+        arguments = (self._optimizer, grads, variables, learning_rate, self.factors, self.divides)
+        if self._exactly:
+            update_in_pieces(*arguments)
+        else:
+            _update(*arguments, self._decayed)
+
+
+_DECAY = "_apply_weight_decay"
 
 
 def hand_over(
@@ -125,18 +148,27 @@ def _update(
     learning_rate: Any,
     factors: Factors,
     divides: bool,
+    decayed: Sequence[Variable],
 ) -> None:
-    rule = _RULES.get(type(optimizer), lambda _: None)(optimizer)
+    rule = _rule_of(optimizer)
     columns = None
     if rule is not None:
         columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
     if rule is None or columns is None or not columns.are_alike:
+        if decayed:
+            getattr(type(optimizer), _DECAY)(optimizer, decayed)
         update_in_pieces(optimizer, grads, variables, learning_rate, factors, divides)
         return
-    # Where another replica owns all of a variable, there is nothing.
-    columns = columns.with_elements()
-    if columns.rows:
-        rule(optimizer, learning_rate, columns)
+    decays = [bool(decayed) and optimizer._use_weight_decay(variable) for variable in variables]
+    for which in (False, True):
+        # Where another replica owns all of a variable, there is nothing.
+        part = columns.only([row[0].numel() > 0 and each is which for row, each in zip(columns.rows, decays)])
+        if part.rows:
+            rule(optimizer, learning_rate, part, *([True] if which else []))
+
+
+def _rule_of(optimizer: Any) -> _Rule | None:
+    return _RULES.get(type(optimizer), lambda _: None)(optimizer)
 
 
 # -- Adam and AdamW ------------------------------------------------------------------------------------------------
@@ -146,7 +178,7 @@ def _adam_rule(optimizer: Any) -> _Rule | None:
     return _adam if optimizer.beta_1 < 1 and optimizer.beta_2 < 1 else None
 
 
-def _adam(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
+def _adam(optimizer: Any, learning_rate: Any, columns: Columns, decays: bool = False) -> None:
     # With b_i = 1 - beta_i ** t, PyTorch computes w -= (lr / b_1) m / (sqrt(v) / sqrt(b_2) + eps), and Keras
     # w -= (lr sqrt(b_2) / b_1) m / (sqrt(v) + eps). So Keras' rate, in Keras' precision, with b_i = 1: at a step
     # so late that they are.
@@ -156,8 +188,11 @@ def _adam(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
     rate = ops.cast(learning_rate, dtype) * ops.sqrt(1 - power_2) / (1 - power_1)
     if device.type != "cpu":
         rate = rate.to(torch.float32)  # all that the kernel takes there
+    # PyTorch decays by its rate times its decay, and Keras by its own rate.
+    decay = optimizer.weight_decay * _number(learning_rate) / (float(rate) or 1.0) if decays else 0.0
+    kernel = torch._fused_adamw_ if decays else torch._fused_adam_
     for weights, grads, momentums, velocities, *largest in columns.lists():
-        torch._fused_adam_(
+        kernel(
             weights,
             grads,
             momentums,
@@ -167,7 +202,7 @@ def _adam(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
             lr=rate.to(device),
             beta1=optimizer.beta_1,
             beta2=optimizer.beta_2,
-            weight_decay=0.0,
+            weight_decay=decay,
             eps=optimizer.epsilon,
             amsgrad=bool(largest),
             maximize=False,
@@ -275,8 +310,8 @@ def _number(learning_rate: Any) -> float:
     return float(ops.convert_to_numpy(learning_rate))
 
 
-_Rule = Callable[[Any, Any, Columns], None]
-"""`(optimizer, learning_rate, columns) -> None`: the whole step."""
+_Rule = Callable[..., None]
+"""`(optimizer, learning_rate, columns) -> None`: the whole step. That of Adam can decay weights, too."""
 
 _RULES: dict[type, Callable[[Any], _Rule | None]] = {
     torch_adam.Adam: _adam_rule,

@@ -58,7 +58,7 @@ DTYPES = (torch.float32, torch.float64)
 """Of half precision the end of an array, which fills no vector register, is rounded otherwise than the rest: pieces
 and whole arrays have not the same bits."""
 
-_STEPS = {"_parallel_update_step", "_backend_update_step", "update_step"}
+_STEPS = {"_parallel_update_step", "_backend_update_step", "update_step", "_apply_weight_decay"}
 
 
 def is_elementwise(optimizer: Any) -> bool:
@@ -155,9 +155,9 @@ class Columns:
             and device.type in ("cpu", "cuda")
         )
 
-    def with_elements(self) -> Columns:
-        """Without variables of no elements."""
-        kept = [i for i, row in enumerate(self.rows) if row[0].numel()]
+    def only(self, chosen: Sequence[bool]) -> Columns:
+        """Those of some variables."""
+        kept = [i for i, is_chosen in enumerate(chosen) if is_chosen]
         return Columns([self.rows[i] for i in kept], [self.factors[i] for i in kept], self.divides)
 
     def pieces(self) -> Iterator[tuple[Tensor, ...]]:

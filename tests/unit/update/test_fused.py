@@ -39,6 +39,8 @@ VARIANTS = {
     "Adam accumulating": lambda: o.Adam(0.01, gradient_accumulation_steps=2),
     "Adam loss_scale_factor": lambda: o.Adam(0.01, loss_scale_factor=8.0),
     "AdamW": lambda: o.AdamW(0.01, weight_decay=0.1),
+    "Adam decaying": lambda: o.Adam(DECAYING, weight_decay=0.1, use_ema=True, ema_momentum=0.5),
+    "AdamW rate 0": lambda: o.AdamW(o.schedules.PiecewiseConstantDecay([50], [0.0, 0.01]), weight_decay=0.1),
     "Lion": lambda: o.Lion(0.01),
     "Lion clipped": lambda: o.Lion(0.01, weight_decay=0.1, clipnorm=0.5, use_ema=True),
     "Nadam": lambda: o.Nadam(0.01),
@@ -142,6 +144,19 @@ def test_excluded_variables_and_constraints():
     make = lambda: o.AdamW(0.01, weight_decay=0.5)  # noqa: E731
     expected = trained(ks.CrossShard(make(), fused=False), prepare=prepare)
     assert_alike("AdamW", trained(ks.CrossShard(make()), prepare=prepare), expected)
+
+
+def test_weights_decay_in_the_pass_of_the_update(monkeypatch):
+    kind = type(o.AdamW())
+    count = []
+    real = kind._apply_weight_decay
+    monkeypatch.setattr(kind, "_apply_weight_decay", lambda self, variables: count.append(real(self, variables)))
+    trained(ks.CrossShard(o.AdamW(0.01, weight_decay=0.1)), 3)
+    assert not count
+    trained(ks.CrossShard(o.AdamW(0.01, weight_decay=0.1), fused=False), 3)
+    assert len(count) == 3
+    expected = trained(o.AdamW(0.01, weight_decay=0.1), 3, "bfloat16")
+    assert_equal_bits(trained(ks.CrossShard(o.AdamW(0.01, weight_decay=0.1)), 3, "bfloat16"), expected)
 
 
 def test_variables_without_gradient_stay():
