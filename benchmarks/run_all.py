@@ -2,6 +2,7 @@
 
     python benchmarks/run_all.py [--only torch_fit modes]
     python benchmarks/run_all.py --page      # the page alone, of the results that are there
+    python benchmarks/run_all.py --quick     # whether all of them run, in minutes: no result is written, and no page
 
 The machine should do nothing else meanwhile: about an hour on two cores. What needs a package that is not installed, or
 a GPU where there is none, is left out with the reason.
@@ -46,10 +47,10 @@ them again. A bar shows the time relative to the row with 1.00 (the dashed line)
 """
 
 
-def run(backend: str, script: str, start: list[str]) -> str | None:
+def run(backend: str, script: str, start: list[str], how: str) -> str | None:
     """Runs one, and returns the last line that it printed where it failed."""
     name, *arguments = script.split()
-    command = [*(start or [sys.executable]), str(HERE / name), *arguments, "--write"]
+    command = [*(start or [sys.executable]), str(HERE / name), *arguments, how]
     print(f"KERAS_BACKEND={backend} {' '.join(command)}", flush=True)
     done = subprocess.run(command, env={**os.environ, "KERAS_BACKEND": backend}, capture_output=True, text=True)
     print(done.stdout, flush=True)
@@ -113,18 +114,21 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="run nothing")
+    parser.add_argument("--quick", action="store_true", help="run them on sizes that say nothing")
     parser.add_argument("--only", nargs="*", default=[], help="names of scripts, without `.py`")
     arguments = parser.parse_args()
     left_out = {}
     for backend, script, start in [] if arguments.page else COMMANDS:
         if not arguments.only or script.partition(".")[0] in arguments.only:
-            reason = run(backend, script, start)
+            reason = run(backend, script, start, "--quick" if arguments.quick else "--write")
             if reason is not None:
                 left_out[f"{script} on {backend}"] = reason
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    if not arguments.quick:
+        PAGE.write_text(page(), encoding="utf-8")
+        print(f"wrote {PAGE}")
     for what, reason in left_out.items():
         print(f"left out: {what}: {reason}")
+    sys.exit(bool(arguments.quick and left_out))
 
 
 if __name__ == "__main__":

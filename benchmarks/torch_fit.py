@@ -26,7 +26,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--mib", type=float, nargs="*", default=[], help="further sizes of buckets to measure")
     given = arguments.parse_args()
-    with ks.data_parallel() as replicas:
+    with ks.data_parallel(auto_shard=False) as replicas:
         training = Training(given, replicas)
 
         def fit(**more: object) -> object:
@@ -37,6 +37,7 @@ def main() -> None:
             plain: training.by_hand(lambda parameters: torch.optim.Adam(parameters, RATE)),
             fused: training.by_hand(lambda parameters: torch.optim.Adam(parameters, RATE, fused=True)),
             "fit, CrossShard(Adam)": fit(),
+            "fit, CrossShard(Adam, shard_state=True)": fit(shard_state=True),
             "fit, CrossShard(Adam, overlap=False)": fit(overlap=False),
             "fit, CrossShard(Adam, fused=False)": fit(fused=False),
             "fit, CrossShard(Adam, overlap=False, fused=False)": fit(overlap=False, fused=False),

@@ -26,7 +26,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
     made.add_argument("--quick", action="store_true")
     made.add_argument("--rounds", type=int, default=11)
-    made.add_argument("--steps", type=int, default=8)
+    made.add_argument("--steps", type=int, default=12)
     return made
 
 

@@ -78,7 +78,9 @@ def main() -> None:
     number = sum(grad.numel() for grad in grads)
     timing.report(
         f"Updates of {number / 1e6:.1f} million parameters on PyTorch",
-        "python benchmarks/torch_update.py",
+        "python benchmarks/torch_update.py"
+        + (f" --threads {arguments.threads}" if arguments.threads else "")
+        + (" --cpu" if arguments.cpu else ""),
         "\n\n".join(text),
         {"Keras": keras.__version__, "PyTorch": f"{torch.__version__}, {torch.get_num_threads()} threads"},
         arguments.write,

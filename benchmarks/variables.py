@@ -36,10 +36,11 @@ def runner(optimizer: keras.optimizers.Optimizer, number: int):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
+    parser.add_argument("--quick", action="store_true", help="few variables: to see that it runs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--most", type=int, default=10_000)
     arguments = parser.parse_args()
-    counts = [n for n in (10, 100, 1000, 10_000) if n <= arguments.most]
+    counts = [n for n in (10, 100, 1000, 10_000) if n <= (100 if arguments.quick else arguments.most)]
     backend = keras.config.backend()
     lines = ["| variables | ms, SGD | ms, CrossShard(SGD) | ratio |", "|---|---|---|---|"]
     medians = {}

@@ -25,7 +25,7 @@ PANELS = {
         "updates_of_16_8_million_parameters_on_pytorch",
         {
             "keras.optimizers.Adam": "Keras Adam",
-            "torch.optim.Adam(fused=True)": "torch.optim Adam(fused=True)",
+            "torch.optim.Adam(fused=True)": "torch.optim.Adam(fused=True)",
             "CrossShard(keras.optimizers.Adam())": "CrossShard Adam",
         },
     ),
