@@ -260,8 +260,10 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
 
     # What differs between replicas stays where it is: `scale_loss`, for which the state is here, does not look at it.
     apart = {id(v) for v in reducer.pipeline.replica_state}
-    # What is divided by a layout would come together here, on every device.
-    is_apart = [id(v) in apart or (reducer.shard_state and len(v.shape) > 0) for v in model.optimizer.variables]
+    # What is divided by a layout would come together here, on every device. Not what stages have, which read it.
+    own = {id(v) for v in reducer._variables}
+    is_divided = [reducer.shard_state and len(v.shape) > 0 and id(v) not in own for v in model.optimizer.variables]
+    is_apart = [id(v) in apart or divided for v, divided in zip(model.optimizer.variables, is_divided)]
     weights, others, optimizer_state, metrics = state
     residuals = reducer.pipeline.residuals_in(model.optimizer.variables, optimizer_state)
     optimizer_state = [None if skip else value for value, skip in zip(optimizer_state, is_apart)]
