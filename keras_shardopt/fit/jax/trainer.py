@@ -19,6 +19,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,10 +81,19 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "reset_metrics", _reset_metrics)
     override_method(model, "predict", _predict)
     override_method(model, "predict_step", _predict_step)
+    override_method(model, "make_train_function", _make_train_function)
     override_method(model, "load_weights", _load_weights)
     _let_assign_alone(model)
     if hasattr(model, "_maybe_symbolic_build"):
         override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+
+
+def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """JAX takes what it has traced for an equal function: each `compile` must have another one."""
+    step = vars(model).get("train_step")
+    if isinstance(step, functools.partial):
+        object.__setattr__(model, "train_step", functools.partial(step.func, *step.args))
+    real(*args, **kwargs)
 
 
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
