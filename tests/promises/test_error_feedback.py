@@ -62,6 +62,12 @@ def test_the_bytes_are_those_of_theory(world, name):
         ]
 
 
+@pytest.mark.exhaustive("torch", "tensorflow")
+def test_with_divided_state_matrices_of_low_rank_are_the_same(world):
+    whole, divided = world.run(compressing.divided, 4, "")
+    assert problem.relative_difference(divided, whole) <= problem.TOLERANCE
+
+
 @pytest.mark.parametrize("name", some(compressing.RESTARTS, ["int4"]))
 def test_after_a_restart_nothing_is_lost(world, name):
     straight, again = world.run(compressing.restarted, 4, name, with_it(name, ["int4"], compressing.RESTARTS))

@@ -19,6 +19,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,10 +81,19 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "reset_metrics", _reset_metrics)
     override_method(model, "predict", _predict)
     override_method(model, "predict_step", _predict_step)
+    override_method(model, "make_train_function", _make_train_function)
     override_method(model, "load_weights", _load_weights)
     _let_assign_alone(model)
     if hasattr(model, "_maybe_symbolic_build"):
         override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+
+
+def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """JAX takes what it has traced for an equal function: each `compile` must have another one."""
+    step = vars(model).get("train_step")
+    if isinstance(step, functools.partial):
+        object.__setattr__(model, "train_step", functools.partial(step.func, *step.args))
+    real(*args, **kwargs)
 
 
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -260,8 +270,10 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
 
     # What differs between replicas stays where it is: `scale_loss`, for which the state is here, does not look at it.
     apart = {id(v) for v in reducer.pipeline.replica_state}
-    # What is divided by a layout would come together here, on every device.
-    is_apart = [id(v) in apart or (reducer.shard_state and len(v.shape) > 0) for v in model.optimizer.variables]
+    # What is divided by a layout would come together here, on every device. Not what stages have, which read it.
+    own = {id(v) for v in reducer._variables}
+    is_divided = [reducer.shard_state and len(v.shape) > 0 and id(v) not in own for v in model.optimizer.variables]
+    is_apart = [id(v) in apart or divided for v, divided in zip(model.optimizer.variables, is_divided)]
     weights, others, optimizer_state, metrics = state
     residuals = reducer.pipeline.residuals_in(model.optimizer.variables, optimizer_state)
     optimizer_state = [None if skip else value for value, skip in zip(optimizer_state, is_apart)]

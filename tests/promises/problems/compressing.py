@@ -182,6 +182,19 @@ def sent(replicas, name):
     return report.bytes_per_update, report.float32_bytes, collectives, str(report), counts.total
 
 
+def divided(replicas, name):
+    """The weights after some updates, with whole and with divided state."""
+    x, y, batch_size = problem.rows_here(replicas)
+    found = []
+    for shard_state in (False, True):
+        trainee = problem.model()
+        codec = ks.compression.PowerSGD(rank=1, warmup_steps=0)
+        trainee.compile(ks.CrossShard(problem.sgd_momentum(), compression=codec, shard_state=shard_state), "mse")
+        trainee.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+        found.append(trainee.get_weights())
+    return found
+
+
 # -- going on after a restart ------------------------------------------------------------------------------------------
 
 RESTARTS = {

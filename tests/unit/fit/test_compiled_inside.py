@@ -193,3 +193,18 @@ def test_a_plain_model_of_a_process_that_torchrun_started_trains_by_itself(monke
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", loss="mse")
     model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+
+
+def test_another_compile_trains_with_another_loss_and_optimizer():
+    x, y = problem.data(1)
+    with ks.data_parallel(None if keras.config.backend() == "torch" else 2):
+        model = problem.model()
+        for loss, rate in (("mse", 0.1), ("mae", 0.1), ("mse", 0.0)):
+            before = model.get_weights()
+            model.compile(ks.CrossShard(keras.optimizers.SGD(rate)), loss)
+            found = model.fit(x, y, batch_size=len(x), verbose=0).history["loss"]
+            plain = problem.model()
+            plain.set_weights(before)
+            plain.compile(keras.optimizers.SGD(rate), loss)
+            np.testing.assert_allclose(found, plain.evaluate(x, y, batch_size=len(x), verbose=0), rtol=1e-5)
+            assert any((a != b).any() for a, b in zip(before, model.get_weights())) == bool(rate)
