@@ -80,6 +80,8 @@ def main() -> None:
         given.parameters, given.variables, given.rounds, given.steps = [1e3], [10, 20], 2, 2
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with ks.data_parallel(auto_shard=False) as replicas:
+        if not dist.is_initialized():  # a single rank needs no group, except in DDP
+            dist.init_process_group("gloo")
         ranks, left_out = replicas.num_replicas, []
         sizes = [(int(number), 10) for number in given.parameters]
         sizes += [(MANY, number) for number in given.variables if (MANY, number) not in sizes]

@@ -1,5 +1,7 @@
 """JAX: state that is laid out over the devices of a distribution, and stays so."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -254,3 +256,28 @@ def test_mapped_axes_are_refused():
     update = lambda g: optimizer.stateless_apply([v.value for v in optimizer.variables], [g], [weight.value])  # noqa: E731
     with pytest.raises(ValueError, match="Train with `model.fit`"):
         jax.pmap(update, axis_name="batch")(np.ones((2, 8), "f4"))
+
+
+def test_each_gradient_is_summed_for_its_slices_alone(tmp_path):
+    """XLA makes a reduce-scatter of a sum of which each device keeps its slice: on GPUs and TPUs, not on CPUs."""
+    from keras.src.backend.jax.trainer import _distribute_data
+
+    with ks.data_parallel(4) as replicas:
+        model = fitted(compiled(ks.CrossShard(decaying(), shard_state=True)))
+        variables = [model.trainable_variables, [], model.optimizer.variables, model.metrics_variables]
+        state = [[v.value for v in each] for each in variables]
+        step = jax.jit(model.train_step, out_shardings=(None, model._get_state_sharding_spec()))
+        data = _distribute_data((np.ones((16, NUM_FEATURES), "float32"), np.ones((16, 3), "float32")))
+        dumps = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd.*"}
+        step.lower(state, data).compile(compiler_options=dumps)
+    replicas.close()
+    (divided,) = tmp_path.glob("*after_spmd-partitioning*.txt")
+    lines = [line.strip() for line in divided.read_text().splitlines()]
+    sums = re.findall(r"%(all-reduce[.\d]*) = f32\[([\d,]+)\]", "\n".join(lines))
+    whole = "3"  # does not divide by 4, so that its state is whole on each
+    assert sorted(shape for _, shape in sums) == sorted([whole, "24", "24,16", "3,24"])  # as XLA transposes them
+    for name, shape in sums:
+        if shape == whole:
+            continue
+        users = [line for line in lines if re.search(rf"[(, ]%{re.escape(name)}[,)]", line)]
+        assert users and all(" dynamic-slice(" in line for line in users), (name, shape, users)
