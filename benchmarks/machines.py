@@ -1,4 +1,4 @@
-"""What a step of `fit` costs where two processes are on two machines (network namespaces), beside one machine.
+"""What a step of `fit` costs where two processes are on two machines (network namespaces), against one machine.
 
     KERAS_BACKEND=torch python benchmarks/machines.py [--write]
 
@@ -123,7 +123,7 @@ def main() -> None:
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
     package = "tensorflow-cpu" if backend == "tensorflow" else backend
     versions = {name: importlib.metadata.version(name) for name in ("keras", package)}
-    title = f"A step of fit on two machines (network namespaces) beside one, {backend}, 2 processes"
+    title = f"A step of fit on two machines (network namespaces) against one, {backend}, 2 processes"
     command = f"KERAS_BACKEND={backend} python benchmarks/machines.py"
     timing.report(title, command, timing.table(seconds, [one]), versions, given.write)
 
