@@ -35,6 +35,7 @@ COMMANDS: list[tuple[str, str, list[str]]] = [
     *[(backend, "variables.py", []) for backend in ("jax", "tensorflow", "torch")],
     *[(backend, "accumulation.py", []) for backend in ("jax", "tensorflow", "torch")],
     *[(backend, "summaries.py", []) for backend in ("jax", "tensorflow", "torch")],
+    *[(backend, "machines.py", []) for backend in ("jax", "tensorflow", "torch")],
     *[("torch", "scaling.py", [*TORCHRUN, str(ranks)]) for ranks in (1, 2, 4, 8)],
     *[(backend, "gpu.py", []) for backend in ("torch", "jax")],
 ]

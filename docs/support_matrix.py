@@ -273,6 +273,19 @@ FEATURES = [
         ),
     ),
     Feature(
+        "a `torchrun` job that loses a machine goes on with the other",
+        _on(
+            torch="promises/test_several_machines.py::test_a_job_that_loses_a_machine_goes_on_with_the_other"
+        ),
+        {"jax": "start it again", "tensorflow": "start it again"},
+    ),
+    Feature(
+        "where a link is cut, all raise, and name the machine",
+        _on(
+            everywhere="promises/test_several_machines.py::test_all_raise_where_a_link_is_cut"
+        ),
+    ),
+    Feature(
         "killed and started again: the weights of an uninterrupted run",
         _on(
             jax="promises/test_several_processes_jax.py::"
@@ -287,7 +300,8 @@ FEATURES = [
         "saving: all processes call it, rank 0 writes",
         _on(
             jax="promises/test_several_processes_jax.py::test_what_the_chief_saved_loads_elsewhere",
-            tensorflow="promises/test_several_processes_tensorflow.py::test_two_workers_in_a_loop_by_hand",
+            tensorflow="promises/test_several_processes_tensorflow.py::test_two_workers_in_a_loop_by_hand "
+            "promises/test_several_processes_tensorflow.py::test_what_the_first_worker_saved_loads_elsewhere",
             torch=_FOUR + "[all_enter_and_the_chief_saves]",
         ),
     ),
