@@ -246,7 +246,9 @@ class LocalUpdates(Stage):
             since = int(last[number]) if isinstance(count, int) else ops.convert_to_tensor(last)[number]
             is_due = count - since >= self._every(since)
             written = [*self._optimizer._written(), *self._joined_statistics]
-            runtime.cond(is_due, functools.partial(self._round, number, count), [], written)
+            # An operand: replicas of one program go through the condition together, with a share of their own each.
+            shares = [ops.cast(step.row_share, "float32")] if self._joined_statistics and number == 0 else []
+            runtime.cond(is_due, functools.partial(self._round, number, count), shares, written)
 
     def _counted(self) -> Any:
         """The count, an int where Python runs in each update."""
@@ -277,23 +279,24 @@ class LocalUpdates(Stage):
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
-    def _round(self, number: int, count: Any, _: Any) -> None:
-        """Joins the weights of a fragment. All replicas come to it in the same update."""
+    def _round(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
+        """Joins the weights of a fragment. All replicas come to it in the same update, with shares of its rows."""
         positions = self.fragments[number]
         weights = self.weights()
         anchors = [self.anchors[i] for i in positions]
         own = [weights[i] for i in positions]
-        averages = [*self.averages(positions), *(self._joined_statistics if number == 0 else [])]
+        averages, statistics = self.averages(positions), self._joined_statistics if shares else []
         moved = [anchor - ops.cast(ops.convert_to_tensor(w), anchor.dtype) for anchor, w in zip(anchors, own)]
         comm = runtime.communicator(self._optimizer.axis_name)
         self._check_counts(comm, count)
         means = self.means(comm, list(map(ops.convert_to_tensor, averages)))
+        means += self.means(comm, list(map(ops.convert_to_tensor, statistics)), *shares)
         moved = self._moved(comm, positions, moved, count)
         is_finite = ops.all(ops.stack([ops.all(ops.isfinite(mean)) for mean in moved]))
         state = [] if not self.outers else self.outers[number].variables
         with self._optimizer.scope_inside.reduced():  # nobody reduces what is the mean of all
             runtime.cond(is_finite, lambda moved: self._move(number, anchors, moved), moved, [*anchors, *state])
-        for variable, mean in zip(averages, means):
+        for variable, mean in zip([*averages, *statistics], means):
             variable.assign(mean)
         for i, anchor in zip(positions, anchors):
             self._set_weight(i, weights[i], anchor)
@@ -329,11 +332,15 @@ class LocalUpdates(Stage):
         return sends.all_reduce(list(moved), "mean")
 
     @staticmethod
-    def means(comm: Communicator, values: Sequence[Tensor]) -> list[Tensor]:
-        """Of averages: their means over those replicas whose are finite, or what a replica has where none are."""
+    def means(comm: Communicator, values: Sequence[Tensor], row_share: Any = 1) -> list[Tensor]:
+        """Of averages: their means over those replicas whose are finite, or what a replica has where none are.
+
+        Without rows what the last forward pass made of them does not count.
+        """
         if not values:
             return []
         is_good = ops.stack([ops.cast(ops.all(ops.isfinite(value)), "float32") for value in values])
+        is_good = is_good * ops.cast(row_share > 0, "float32")
         addends = [ops.where(is_good[i] > 0, value, ops.zeros_like(value)) for i, value in enumerate(values)]
         *sums, counts = comm.all_reduce([*addends, is_good], "sum")
         return [
@@ -384,9 +391,8 @@ class LocalUpdates(Stage):
         return [] if self._coding is None else self._coding.residuals
 
     def statistics_apart(self) -> list[Variable]:
-        """The moving statistics that have changed since the last round."""
-        count, last = self.num_updates, int(ops.convert_to_numpy(self.last_rounds)[0])
-        return self.statistics if count and not self._options.warmup_steps < count == last else []
+        """The moving statistics, if there were updates: after a round, too, as a replica without rows keeps its own."""
+        return self.statistics if self.num_updates else []
 
     def apart(self) -> list[int]:
         """The positions of the weights that have moved since their last round."""
