@@ -1,11 +1,13 @@
 """JAX: with virtual replicas the bits of a training run do not depend on the number of devices, from two on."""
 
 import functools
+import json
 
 import keras
 import numpy as np
 import pytest
 from promises.problems import same_bits
+from support import launch
 from support.suites import some
 
 import keras_shardopt as ks
@@ -67,6 +69,20 @@ def test_a_run_that_stops_on_four_devices_goes_on_with_two(tmp_path):
     assert restarted(4, case, tmp_path / "stopped", 5) is None
     assert restarted(2, case, tmp_path / "stopped") == whole
     assert ks.callbacks.first_difference(tmp_path / "whole" / "prints", tmp_path / "stopped" / "prints") is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(500)
+@pytest.mark.xdist_group("processes")
+def test_one_sha256_for_processes_with_any_number_of_devices(tmp_path):
+    found = []
+    for num_processes, num_devices in ((1, 2), (2, 1), (2, 2)):
+        file = tmp_path / f"{num_processes}x{num_devices}.json"
+        launch.jax_processes(
+            "jax_same_bits.py", num_processes, file, "normalizing-SGD-clipped", num_devices=num_devices, timeout=200
+        )
+        found.append(json.loads(file.read_text())["weights"])
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_single_device_is_refused():

@@ -191,6 +191,9 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
     """What each process gives, whatever it is, in the order of their ids. `call` is as in `tell`."""
     if jax.process_count() == 1:
         return [value]
+    # With one CPU device for each process, what is exchanged here from another thread can overtake a step that is still
+    # running, in some processes only, and then one's numbers are taken for another's.
+    jax.block_until_ready(jax.live_arrays())
     return gather_pickled(value, _gather, lambda length: tell(call, length))
 
 

@@ -31,6 +31,8 @@ def test_none_is_forgotten():
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", some(NAMES, lambda name: name == "torch_fit"))
 def test_it_runs(name):
+    if name == "jax_update":
+        pytest.importorskip("optax", reason="it is what this one compares with")
     kept = {key: value for key, value in os.environ.items() if key not in ("KERAS_BACKEND", "XLA_FLAGS")}
     command = [sys.executable, str(FOLDER / "run_all.py"), "--quick", "--only", name]
     output = launch.run(command, 360, {**kept, "CUDA_VISIBLE_DEVICES": ""})
