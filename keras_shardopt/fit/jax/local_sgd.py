@@ -56,15 +56,17 @@ def _check(model: Any, reducer: Any) -> None:
 
 
 def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    local, has_replicas = model.optimizer.local_updates, batch_size_of(keras.distribution.distribution()) > 1
-    if model.optimizer.built and has_replicas and not local.stacked:
+    local = getattr(model.optimizer, "local_updates", None)  # none after another `compile`
+    has_replicas = batch_size_of(keras.distribution.distribution()) > 1
+    if local is not None and model.optimizer.built and has_replicas and not local.stacked:
         local.stack()
         model.train_function = None  # it may know of no rows
     real(*args, **kwargs)
 
 
 def _get_jax_state(model: Any, real: Callable[..., Any], **which: bool) -> Any:
-    if which.get("optimizer_variables") and model.optimizer.local_updates.stacked:
+    local = getattr(model.optimizer, "local_updates", None)
+    if which.get("optimizer_variables") and local is not None and local.stacked:
         resume_apart([model.optimizer])
     return real(**which)
 

@@ -86,6 +86,8 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     _let_assign_alone(model)
     if hasattr(model, "_maybe_symbolic_build"):
         override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+    # Those that were made before do not know of all this.
+    model.train_function = model.test_function = model.predict_function = None
 
 
 def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
