@@ -155,7 +155,9 @@ class Rows:
                 for i, v in enumerate(self.of)
             ]
         placement.place(self.stacked, "per_replica")
-        self._seen: list[np.ndarray] | None = None  # the weights that were left in the model; None: rows are stale
+        # The weights, and moving statistics, that were left in the model; None: rows are stale.
+        self._seen: list[np.ndarray] | None = None
+        self._seen_statistics: list[np.ndarray] = []
 
     def show(self) -> None:
         """Gives variables the mean of their rows, or of state that has no mean the first replica's."""
@@ -172,23 +174,28 @@ class Rows:
         for i in positions:
             if trained[i] is not weights[i]:  # the mean, rounded, and not the mean of rounded ones
                 trained[i].assign(ops.cast(ops.convert_to_tensor(weights[i]), dtype_of(trained[i])))
-        self._seen = [ops.convert_to_numpy(v) for v in trained]
+        self._look()
+
+    def _look(self) -> None:
+        self._seen = [ops.convert_to_numpy(v) for v in self._optimizer._trainable_variables]
+        self._seen_statistics = [ops.convert_to_numpy(v) for v in self._stage.statistics]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Fills rows that are stale, or all rows where other weights were set."""
+        """Fills rows that are stale, or all rows where other weights were set, and those of statistics that were."""
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None
         left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.anchors, trained)]  # by steps
         is_known = all(map(_is_same, left, now)) or (not is_stale and all(map(_is_same, self._seen or (), now)))
-        if is_stale or not is_known:
-            chosen = None if is_stale else {id(v) for v in [*trained, *self._stage.unsent]}
-            if not is_stale:
-                self._stage.begin_anew()
-            for variable, rows in zip(self.of, self.stacked):
-                if chosen is None or id(variable) in chosen:
-                    rows.assign(np.broadcast_to(ops.convert_to_numpy(variable), rows.shape))
-        self._seen = now
+        statistics = zip(self._stage.statistics, self._seen_statistics)
+        chosen = {id(v) for v, seen in statistics if not _is_same(seen, ops.convert_to_numpy(v))}
+        if not is_stale and not is_known:
+            chosen |= {id(v) for v in [*trained, *self._stage.unsent]}
+            self._stage.begin_anew()
+        for variable, rows in zip(self.of, self.stacked):
+            if is_stale or id(variable) in chosen:
+                rows.assign(np.broadcast_to(ops.convert_to_numpy(variable), rows.shape))
+        self._look()
 
     def forget(self) -> None:
         """Rows are stale: other values were loaded."""
@@ -210,7 +217,8 @@ class Rows:
                 rows.assign(array)
             elif id(variable) not in trained:  # which have the mean
                 variable.assign(array[0])
-        self._seen = [ops.convert_to_numpy(v) for v in self._optimizer._trainable_variables] if fits else None
+        self._look()
+        self._seen = self._seen if fits else None
 
 
 def statistics_of(variables: Sequence[Variable]) -> list[Variable]:
