@@ -13,7 +13,8 @@ def start(job: Job) -> int:
     found = environments(job)
     # Its own last words name the task that is missing, or no more than a service.
     coordinator = found[0].get("KERAS_DISTRIBUTION_JOB_ADDRESSES")
-    return supervise(job, found, f" JAX aborts where process 0 ({coordinator}) does not answer, or misses another.")
+    advice = f" JAX aborts where process 0 ({coordinator}) does not answer, or misses another." if coordinator else ""
+    return supervise(job, found, advice)
 
 
 def environments(job: Job) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import random
@@ -102,7 +103,9 @@ def visible_gpus(job: Job) -> list[str | None]:
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     files = sorted(int(file.name[6:]) for file in pathlib.Path("/dev").glob("nvidia[0-9]*"))
-    all_gpus = [str(number) for number in files] if given is None else [each for each in given.split(",") if each]
+    all_gpus = [str(number) for number in files]
+    if given is not None:  # where CUDA ends at the first that is none, as -1
+        all_gpus = list(itertools.takewhile(lambda each: each and each[0] != "-", map(str.strip, given.split(","))))
     if not all_gpus or job.nproc == 1:
         return [None] * job.nproc
     each = job.devices_per_process or len(all_gpus) // job.nproc

@@ -142,7 +142,7 @@ def _copy(stream: IO[bytes] | None, out: IO[str], prefix: str) -> None:
 def _write(lines: Sequence[bytes], out: IO[str], prefix: str) -> None:
     if lines:
         text = "".join(f"{prefix}{line.decode(errors='replace')}\n" for line in lines)
-        with _lock, contextlib.suppress(BrokenPipeError):
+        with _lock, contextlib.suppress(OSError, ValueError):
             out.write(text)
             out.flush()
 

@@ -11,6 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt import arguments as check
+from keras_shardopt import numerics
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.norms import global_norm
 from keras_shardopt.numerics import (
@@ -151,7 +152,7 @@ def clip_by_global_norm(
         raise TypeError(f"`use_norm` must be a scalar tensor, a number or None. Received: use_norm={use_norm!r}")
     if isinstance(use_norm, Real):
         use_norm = float(use_norm)
-    found = global_norm(t_list) if use_norm is None else in_float32(ops.convert_to_tensor(use_norm))
+    found = numerics.global_norm(t_list) if use_norm is None else in_float32(ops.convert_to_tensor(use_norm))
     return clipped_to(t_list, clip_norm, found), found
 
 

@@ -63,6 +63,8 @@ def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[Gradi
     if own:
         return own[0], lambda: None
     pipeline, noise = optimizer.pipeline, GradientNoise()
+    if pipeline.end_watch is not None:  # of a training that has ended with an error
+        pipeline.end_watch()
     noise.check(optimizer)
     stage = UserStage(noise, optimizer)
     stage.build(optimizer._trainable_variables, add_variable)
@@ -72,9 +74,12 @@ def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[Gradi
     optimizer.state_finder.needing.append('summaries=["gradient_noise_scale"]')
 
     def end() -> None:
-        pipeline.change(*before)
-        optimizer.state_finder.needing.remove('summaries=["gradient_noise_scale"]')
+        if pipeline.end_watch is end:
+            pipeline.end_watch = None
+            pipeline.change(*before)
+            optimizer.state_finder.needing.remove('summaries=["gradient_noise_scale"]')
 
+    pipeline.end_watch = end
     return noise, end
 
 

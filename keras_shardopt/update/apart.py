@@ -122,8 +122,13 @@ class Copies:
         self._count = stage.num_updates
 
     def _variables(self) -> list[Variable]:
-        kinds = [*self._optimizer._trainable_variables, *self._stage.private, *self._stage.statistics]
-        return list({id(variable): variable for variable in kinds}.values())
+        return _variables_of(self._stage, self._optimizer)
+
+
+def _variables_of(stage: Any, optimizer: Any) -> list[Variable]:
+    """Those that replicas may have different values of, in the order of files."""
+    kinds = [*optimizer._trainable_variables, *stage.private, *stage.statistics]
+    return list({id(variable): variable for variable in kinds}.values())
 
 
 class Rows:
@@ -143,9 +148,9 @@ class Rows:
         self._stage = stage
         self._optimizer = optimizer
         trained, statistics = list(optimizer._trainable_variables), stage.statistics
-        private = [v for v in stage.private if keras.backend.is_float_dtype(v.dtype)]
-        self._counters = [v for v in stage.private if not keras.backend.is_float_dtype(v.dtype)]  # all replicas' alike
-        self.of: list[Variable] = list({id(v): v for v in [*trained, *private, *statistics]}.values())
+        # Counters are all replicas' alike.
+        counters = {id(v) for v in stage.private if not keras.backend.is_float_dtype(v.dtype)}
+        self.of: list[Variable] = [v for v in _variables_of(stage, optimizer) if id(v) not in counters]
         """The variables of which there are rows, in their order."""
         averages = [*stage.weights(), *stage.averages(range(len(trained))), *trained, *statistics]
         self._averaged = {id(v) for v in averages}
@@ -158,6 +163,7 @@ class Rows:
         # The weights, and moving statistics, that were left in the model; None: rows are stale.
         self._seen: list[np.ndarray] | None = None
         self._seen_statistics: list[np.ndarray] = []
+        self._has_anchors = False  # whether steps have left the anchors in the model, and nobody has looked since
 
     def show(self) -> None:
         """Gives variables the mean of their rows, or of state that has no mean the first replica's."""
@@ -175,6 +181,7 @@ class Rows:
             if trained[i] is not weights[i]:  # the mean, rounded, and not the mean of rounded ones
                 trained[i].assign(ops.cast(ops.convert_to_tensor(weights[i]), dtype_of(trained[i])))
         self._look()
+        self._has_anchors = False
 
     def _look(self) -> None:
         self._seen = [ops.convert_to_numpy(v) for v in self._optimizer._trainable_variables]
@@ -186,7 +193,8 @@ class Rows:
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None
         left = [ops.convert_to_numpy(ops.cast(a, v.dtype)) for a, v in zip(self._stage.anchors, trained)]  # by steps
-        is_known = all(map(_is_same, left, now)) or (not is_stale and all(map(_is_same, self._seen or (), now)))
+        is_known = self._has_anchors and all(map(_is_same, left, now))
+        is_known |= not is_stale and all(map(_is_same, self._seen or (), now))
         statistics = zip(self._stage.statistics, self._seen_statistics)
         chosen = {id(v) for v, seen in statistics if not _is_same(seen, ops.convert_to_numpy(v))}
         if not is_stale and not is_known:
@@ -196,6 +204,7 @@ class Rows:
             if is_stale or id(variable) in chosen:
                 rows.assign(np.broadcast_to(ops.convert_to_numpy(variable), rows.shape))
         self._look()
+        self._has_anchors = True
 
     def forget(self) -> None:
         """Rows are stale: other values were loaded."""
@@ -203,18 +212,22 @@ class Rows:
 
     def states(self) -> list[np.ndarray]:
         """All rows, and what has none."""
-        return [ops.convert_to_numpy(variable) for variable in [*self.stacked, *self._counters]]
+        rows = dict(zip(map(id, self.of), self.stacked))
+        number = self.stacked[0].shape[0]
+        everything = _variables_of(self._stage, self._optimizer)
+        return [
+            ops.convert_to_numpy(rows[id(v)]) if id(v) in rows else np.stack([ops.convert_to_numpy(v)] * number)
+            for v in everything
+        ]
 
     def take_states(self, arrays: Sequence[np.ndarray]) -> None:
         """Fills the rows, if there are as many replicas."""
-        number = len(self.stacked)
-        for variable, array in zip(self._counters, arrays[number:], strict=True):
-            variable.assign(array)
-        fits = all(array.shape == tuple(rows.shape) for array, rows in zip(arrays, self.stacked))
+        stacked = dict(zip(map(id, self.of), self.stacked))
+        fits = len(arrays[0]) == self.stacked[0].shape[0]
         trained = {id(v) for v in self._optimizer._trainable_variables}
-        for variable, rows, array in zip(self.of, self.stacked, arrays):
-            if fits:
-                rows.assign(array)
+        for variable, array in zip(_variables_of(self._stage, self._optimizer), arrays, strict=True):
+            if fits and id(variable) in stacked:
+                stacked[id(variable)].assign(array)
             elif id(variable) not in trained:  # which have the mean
                 variable.assign(array[0])
         self._look()

@@ -275,7 +275,8 @@ class LocalUpdates(Stage):
     def anchor_all(self) -> None:
         """Lets the anchors be the weights."""
         for anchor, weight in zip(self.anchors, self.weights()):
-            anchor.assign(ops.cast(ops.convert_to_tensor(weight), anchor.dtype))
+            # A copy: JAX takes no array twice that a step may overwrite.
+            anchor.assign(ops.copy(ops.cast(ops.convert_to_tensor(weight), anchor.dtype)))
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
@@ -463,6 +464,7 @@ class LocalUpdates(Stage):
         self._has_trained = False
         self.seen.forget()
         if self.count is not None:
+            self._num_reported = int(ops.convert_to_numpy(self.left_out))
             self.count.assign(0)
             self._start_rounds(0)
             if self._coding is not None:

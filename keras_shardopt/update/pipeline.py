@@ -61,6 +61,8 @@ class Pipeline:
     ) -> None:
         self.stages = list(stages)
         self.reducer = reducer
+        self.end_watch: Callable[[], None] | None = None
+        """Ends what `watch_noise` has begun."""
         self._update = update
         self._axis_name = axis_name
         self._classify = classify

@@ -1,5 +1,7 @@
 """`summaries=["gradient_noise_scale"]` shows the noise scale of a problem where it is known."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -25,6 +27,25 @@ def test_on_one_replica_it_is_that_of_its_micro_batches():
     found, _ = noise.trained("one replica", 1, *noise.rows(4), noise.BATCH_SIZE, gradient_accumulation_steps=4)
     assert set(found) == {"_in_batches"}  # nobody knows how many rows a batch has
     assert found["_in_batches"] * 4 * noise.BATCH_SIZE == pytest.approx(noise.TRUTH, rel=0.1)
+
+
+class Ending(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+
+def test_after_a_training_that_has_failed_nothing_is_left():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(ks.CrossShard("sgd", gradient_accumulation_steps=2), "mse")
+    fit = functools.partial(model.fit, np.ones((8, 1)), np.ones((8, 1)), batch_size=2, verbose=0)
+    fit()
+    stages, needing = list(model.optimizer.pipeline.stages), list(model.optimizer.state_finder.needing)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            fit(callbacks=[ks.callbacks.TrainingSummaries(None, ["gradient_noise_scale"]), Ending()])
+    assert len(model.optimizer.pipeline.stages) == len(stages) + 1
+    fit(callbacks=[ks.callbacks.TrainingSummaries(None, ["gradient_noise_scale"])])
+    assert model.optimizer.pipeline.stages == stages and model.optimizer.state_finder.needing == needing
 
 
 @pytest.mark.neutral

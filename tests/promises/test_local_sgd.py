@@ -1,5 +1,8 @@
 """With `sync_every` each replica trains by itself, and all join their weights in rounds, as NumPy does it."""
 
+import contextlib
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -316,3 +319,59 @@ def test_ranks_with_other_numbers_of_updates_find_it(monkeypatch):
 
     with pytest.raises(ValueError, match="equally many updates"):
         world.run(work)
+
+
+def small(num_devices, optimizer, dtype="float32", **more):
+    """A model for a number of devices, and rows for it."""
+    x = np.random.RandomState(0).rand(32, 4).astype("float32")
+    keras.utils.set_random_seed(1)
+    with ks.data_parallel(num_devices) as replicas:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, dtype=dtype)])
+        model.compile(ks.CrossShard(optimizer, **more), "mse")
+    return replicas, model, functools.partial(model.fit, batch_size=4, shuffle=False, verbose=0), x
+
+
+@pytest.mark.backends("jax")
+def test_weights_of_the_last_round_can_be_set_within_the_next_one():
+    replicas, model, fit, x = small(2, keras.optimizers.SGD(0.1), sync_every=8)
+    fit(x, x[:, :1])
+    after_round = model.get_weights()
+    fit(x[:16], x[:16, :1])
+    assert np.abs(model.get_weights()[0] - after_round[0]).max() > 1e-3
+    model.set_weights(after_round)
+    model.optimizer.learning_rate = 0.0
+    fit(x[:4], x[:4, :1])
+    found = model.get_weights()
+    replicas.close()
+    for array, expected in zip(found, after_round):
+        np.testing.assert_allclose(array, expected, rtol=1e-6)
+
+
+@pytest.mark.backends("jax")
+def test_weights_with_copies_in_lower_precision_can_be_set():
+    replicas, model, fit, x = small(2, ks.MixedPrecision(keras.optimizers.SGD(0.1)), "bfloat16", sync_every=3)
+    fit(x, x[:, :1])
+    model.set_weights([np.full(weight.shape, 0.5) for weight in model.weights])
+    fit(x[:16], x[:16, :1])
+    found = [keras.ops.convert_to_numpy(keras.ops.cast(weight, "float32")) for weight in model.weights]
+    replicas.close()
+    assert all(np.isfinite(array).all() for array in found)
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("then", [1, 4])
+def test_a_backup_of_two_devices_goes_on_with_others(then, tmp_path):
+    class Ending(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    updates = []
+    for num_devices, more in ((2, [Ending()]), (then, [])):
+        replicas, model, fit, x = small(num_devices, keras.optimizers.Adam(0.1), sync_every=4)
+        backup = ks.callbacks.BackupAndRestore(tmp_path)
+        with contextlib.suppress(KeyboardInterrupt):
+            fit(x[:8], x[:8, :1], epochs=4, callbacks=[backup, *more])
+        updates.append(int(keras.ops.convert_to_numpy(model.optimizer.iterations)))
+        replicas.close()
+    assert updates == [4, 8]

@@ -380,3 +380,21 @@ def test_later_epochs_with_a_short_last_batch_compile_nothing():
     replicas.close()
     assert at_end[0] > 0
     assert at_end[2:] == at_end[1:2] * 2  # in the first one Keras computes what it shows at its end
+
+
+@pytest.mark.backends("jax")
+def test_a_sparse_batch_that_does_not_divide_keeps_its_elements():
+    from scipy import sparse
+
+    random = np.random.RandomState(0)
+    x, y = random.randn(7, 4) * (random.rand(7, 4) < 0.4), random.randn(7, 1)
+    found = []
+    for given in (x.astype("float32"), sparse.csr_matrix(x.astype("float32"))):
+        with ks.data_parallel(2) as replicas:
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input((4,), sparse=given is not None), keras.layers.Dense(1)])
+            model.compile(ks.CrossShard(keras.optimizers.SGD(0.1)), "mse")
+        model.fit(given, y, batch_size=7, verbose=0)
+        found.append(keras.ops.convert_to_numpy(model.layers[0].kernel))
+        replicas.close()
+    np.testing.assert_allclose(*found, rtol=1e-6)

@@ -169,9 +169,12 @@ class TorchProcessGroup(Communicator):
 
     def _exchanged(self, kind: Kind, tensors: Sequence[Tensor]) -> list[Tensor]:
         note(kind, tensors, self.num_replicas)
-        with explaining_failures():
+        under_way: list[Any] = []
+        with explaining_failures(under_way):
             work, come = self.begin(kind, tensors)
-            wait_for(work)
+            under_way.append(work)
+            del work  # a frame that goes on would hold it
+            wait_for(under_way[0])
         return come()
 
     @torch.no_grad()

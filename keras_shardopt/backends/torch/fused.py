@@ -126,7 +126,7 @@ def hand_over(
     if first is None or (all(factors[i] is first for i in changed) and runtime.is_cheap_to_read(first) and first == 1):
         return True
     step = getattr(optimizer, step_of(type(optimizer)), None)
-    if not isinstance(step, _StandIn) or _looks_at_gradients(optimizer):
+    if not isinstance(step, _StandIn) or _looks_at_gradients(optimizer) or _is_changed(optimizer):
         return False
     if not all(grads[i].layout == torch.strided and grads[i].dtype in DTYPES for i in changed):
         return False
@@ -138,6 +138,13 @@ def _looks_at_gradients(optimizer: Any) -> bool:
     """Whether Keras reads gradients between `apply` and the step."""
     names = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
     return any(getattr(optimizer, name) is not None for name in names)
+
+
+def _is_changed(optimizer: Any) -> bool:
+    """Whether a method of this optimizer alone is replaced, which may read gradients, other than by a stand-in."""
+    kind = type(optimizer)
+    own = {name for name, value in vars(optimizer).items() if callable(value) and callable(getattr(kind, name, None))}
+    return not own <= {step_of(kind), _DECAY}
 
 
 @torch.no_grad()
@@ -161,8 +168,9 @@ def _update(
         return
     decays = [bool(decayed) and optimizer._use_weight_decay(variable) for variable in variables]
     for which in (False, True):
-        # Where another replica owns all of a variable, there is nothing.
-        part = columns.only([row[0].numel() > 0 and each is which for row, each in zip(columns.rows, decays)])
+        # Where another replica owns all of a variable, there is nothing; but Nadam has a number that is everyone's.
+        has_rest = [row[0].numel() > 0 or rule is _nadam for row in columns.rows]
+        part = columns.only([has and each is which for has, each in zip(has_rest, decays)])
         if part.rows:
             rule(optimizer, learning_rate, part, *([True] if which else []))
 
@@ -276,7 +284,7 @@ def _lion(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
     rate = _number(ops.cast(learning_rate, like.dtype))
     room = torch.empty(0, dtype=like.dtype, device=like.device)
     for w, g, m in columns.pieces():
-        room = room if room.numel() == m.numel() else torch.empty_like(m)
+        room = room if room.shape == m.shape else torch.empty_like(m)
         torch.mul(m, optimizer.beta_1, out=room).add_(g, alpha=1 - optimizer.beta_1)
         w.add_(room.sign_(), alpha=-rate)
         m.mul_(optimizer.beta_2).add_(g, alpha=1 - optimizer.beta_2)

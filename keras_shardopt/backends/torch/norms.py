@@ -43,8 +43,8 @@ class _Rooms(threading.local):
 
     def get(self, dtype: torch.dtype, size: int) -> Tensor:
         room = self._by_dtype.get(dtype)
-        if room is None or room.numel() < size:
-            room = self._by_dtype[dtype] = torch.empty(size, dtype=dtype)
+        if room is None or room.numel() < size or room.is_inference():
+            room = self._by_dtype[dtype] = torch.empty(size, dtype=dtype, device="cpu")
         return room[:size]
 
 

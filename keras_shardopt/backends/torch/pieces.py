@@ -194,7 +194,7 @@ class Columns:
         """Where the products of one group lie, on a CPU, whose system gives out memory slowly."""
         if self.like.device.type != "cpu" or all(factor is None for factor in self.factors):
             return None
-        return torch.empty(min(PIECE, self.num_elements), dtype=self.like.dtype)
+        return torch.empty(min(PIECE, self.num_elements), dtype=self.like.dtype, device=self.like.device)
 
 
 def _cut(row: tuple[Tensor, ...], length: int) -> Iterator[tuple[Tensor, ...]]:

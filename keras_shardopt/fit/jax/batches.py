@@ -151,6 +151,10 @@ def _filled_up(data: Any, distribution: Any) -> Any:
     num_missing = -rows % batch_size_of(distribution)
     if not num_missing:
         return _laid_out(data, distribution, divided)
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    is_by_row = all(len(leaf.shape) > 0 and leaf.shape[0] == rows for leaf in leaves)
+    if not is_by_row or len(leaves) != len(jax.tree.leaves(data)):  # a sparse array is several to JAX
+        return _on_all_devices(data, distribution)
 
     def filled(leaf: Any) -> np.ndarray:
         leaf = np.asarray(leaf)

@@ -82,6 +82,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "predict", _predict)
     override_method(model, "predict_step", _predict_step)
     override_method(model, "make_train_function", _make_train_function)
+    override_method(model, "make_test_function", _make_test_function)
     override_method(model, "load_weights", _load_weights)
     _let_assign_alone(model)
     if hasattr(model, "_maybe_symbolic_build"):
@@ -91,11 +92,20 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
 
 
 def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """JAX takes what it has traced for an equal function: each `compile` must have another one."""
-    step = vars(model).get("train_step")
-    if isinstance(step, functools.partial):
-        object.__setattr__(model, "train_step", functools.partial(step.func, *step.args))
+    _renew(model, "train_step")
     real(*args, **kwargs)
+
+
+def _make_test_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    _renew(model, "test_step")
+    real(*args, **kwargs)
+
+
+def _renew(model: Any, name: str) -> None:
+    """JAX takes what it has traced for an equal function: each `compile` must have another one."""
+    step = vars(model).get(name)
+    if isinstance(step, functools.partial):
+        object.__setattr__(model, name, functools.partial(step.func, *step.args))
 
 
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -106,12 +106,15 @@ def digest(*arrays):
 
 
 def trained(replicas, case):
-    """Digests of the weights, with all state of the model, and of the logs of all epochs."""
+    """Digests of the weights, with all state of the model, and of the logs of all epochs, validation apart."""
     model = model_of(case)
     history = fit(model, case)
     finite = [np.isfinite(values).all() for name, values in history.items() if name != "loss" or "skipped" not in case]
     assert all(finite) and all(np.isfinite(keras.ops.convert_to_numpy(value)).all() for value in model.weights)
-    return {"weights": digest(*model.weights), "logs": digest(*[np.array(history[name]) for name in sorted(history)])}
+    validation = [name for name in sorted(history) if name.startswith("val_")]
+    training = sorted(history.keys() - validation)
+    logs, val_logs = (digest(*[np.array(history[name]) for name in names]) for names in (training, validation))
+    return {"weights": digest(*model.weights), "logs": logs, "val_logs": val_logs}
 
 
 class Stopping(keras.callbacks.Callback):

@@ -202,9 +202,11 @@ def test_another_compile_trains_with_another_loss_and_optimizer():
         for loss, rate in (("mse", 0.1), ("mae", 0.1), ("mse", 0.0)):
             before = model.get_weights()
             model.compile(ks.CrossShard(keras.optimizers.SGD(rate)), loss)
-            found = model.fit(x, y, batch_size=len(x), verbose=0).history["loss"]
             plain = problem.model()
             plain.set_weights(before)
             plain.compile(keras.optimizers.SGD(rate), loss)
-            np.testing.assert_allclose(found, plain.evaluate(x, y, batch_size=len(x), verbose=0), rtol=1e-5)
+            expected = plain.evaluate(x, y, batch_size=len(x), verbose=0)
+            np.testing.assert_allclose(model.evaluate(x, y, batch_size=len(x), verbose=0), expected, rtol=1e-5)
+            found = model.fit(x, y, batch_size=len(x), verbose=0).history["loss"]
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
             assert any((a != b).any() for a, b in zip(before, model.get_weights())) == bool(rate)

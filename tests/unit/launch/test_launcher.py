@@ -80,6 +80,8 @@ def test_signals_are_handed_on(tmp_path, number):
     made(tmp_path, text)
     # Without the package around it, whose import takes longer than all of this.
     starts = (
+        # As in a terminal, also where the tests run without one, and such signals are ignored.
+        f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n"
         f"import importlib.util, sys, types; sys.path.insert(0, {str(PACKAGE)!r})\n"
         "parent = types.ModuleType('keras_shardopt'); parent.__path__ = [sys.path[0] + '/keras_shardopt']\n"
         "sys.modules['keras_shardopt'] = parent\n"

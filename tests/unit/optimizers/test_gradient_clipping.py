@@ -164,3 +164,18 @@ def test_next_values_of_float8_scales_are_no_gradients():
 def test_a_norm_that_is_given_as_a_number(use_norm):
     clipped, _ = ks.clip_by_global_norm([keras.ops.convert_to_tensor([3.0, 4.0])], 0.5, use_norm=use_norm)
     np.testing.assert_allclose(keras.ops.convert_to_numpy(clipped[0]), [0.3, 0.4], rtol=1e-6)
+
+
+@pytest.mark.backends("torch")
+def test_clipped_tensors_can_be_differentiated():
+    import torch
+
+    with torch.inference_mode():
+        ks.clip_by_global_norm([torch.tensor([3.0, 4.0])], 1.0)
+        weight = keras.Variable(np.ones(5))
+        ks.GradientClipping(keras.optimizers.SGD(), 1.0).transform_gradients([torch.ones(5)], [weight])
+    given = torch.tensor([3.0, 4.0], requires_grad=True)
+    (clipped,), norm = ks.clip_by_global_norm([given], 1.0)
+    (found,) = torch.autograd.grad(clipped[0], given)
+    np.testing.assert_allclose(found, [0.128, -0.096], rtol=1e-5)
+    assert norm.requires_grad

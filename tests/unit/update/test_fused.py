@@ -404,6 +404,38 @@ def test_an_update_that_is_left_out_hands_nothing_on():
     np.testing.assert_array_equal(arrays([weight])[0], [-2.0, -2.0])
 
 
+def test_a_method_that_is_replaced_sees_multiplied_gradients():
+    inner, norms = o.SGD(1.0), []
+    optimizer = ks.CrossShard(ks.GradientClipping(inner, 0.5))
+    weight = keras.Variable([1.0, 1.0])
+    optimizer.build([weight])
+    real = inner.apply
+    inner.apply = lambda grads, variables=None: (norms.append(float(grads[0].norm())), real(grads, variables))
+    optimizer.apply([keras.ops.convert_to_tensor([3.0, 4.0])])
+    assert norms == [pytest.approx(0.5)]
+
+
+def test_nadam_counts_also_where_all_is_empty():
+    """As on a rank that owns nothing of what is trained for a while."""
+    found = []
+    for fused in ("auto", False):
+        inner = o.Nadam(0.1)
+        optimizer = ks.CrossShard(inner, fused=fused)
+        optimizer.build([keras.Variable(np.zeros((0,)))])
+        for _ in range(3):
+            optimizer.apply([keras.ops.zeros((0,))])
+        found.append(keras.ops.convert_to_numpy(inner._u_product).item())
+    assert found[0] == found[1] < 1
+
+
+def test_lion_takes_variables_of_one_size_and_other_shapes():
+    optimizer = ks.CrossShard(o.Lion(0.1))
+    optimizer.build([keras.Variable([[1.0, 2.0]]), keras.Variable([1.0, 2.0])])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "An output with one or more elements was resized")
+        optimizer.apply([keras.ops.ones((1, 2)), keras.ops.ones((2,))])
+
+
 @pytest.mark.parametrize("wrong", [True, None, "always", 0, 1])
 def test_other_values_are_refused(wrong):
     with pytest.raises(ValueError, match='`fused` must be "auto" or False. Received: fused='):
