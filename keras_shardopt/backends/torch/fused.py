@@ -141,7 +141,7 @@ def _looks_at_gradients(optimizer: Any) -> bool:
 
 
 def _is_changed(optimizer: Any) -> bool:
-    """Whether a method of this optimizer alone is replaced, which may read gradients, other than by a stand-in."""
+    """Whether a method of this one optimizer is replaced, which may read gradients, other than by a stand-in."""
     kind = type(optimizer)
     own = {name for name, value in vars(optimizer).items() if callable(value) and callable(getattr(kind, name, None))}
     return not own <= {step_of(kind), _DECAY}
