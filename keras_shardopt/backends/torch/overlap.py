@@ -40,7 +40,7 @@ from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
 from keras_shardopt.backends.torch.coded_bucket import CALL, CodedBucket, coded
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.flat_bucket import FlatBucket, laid_out
-from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
+from keras_shardopt.backends.torch.process_group import exchanges_statistics, explaining_failures, wait_for
 from keras_shardopt.backends.torch.sliced_bucket import SlicedBucket, Slices, cut_up
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, ReduceOp, Tensor, Variable, dtype_of
@@ -173,8 +173,10 @@ class Buckets:
             self._listen_to(parameters, trainable)
         if any(parameter.grad is not None for parameter in parameters):
             return  # somebody adds gradients up
-        if not self._can_resend and self._others_listen():
-            return  # who are to find gradients where they were
+        if not self._can_resend and (self._others_listen() or exchanges_statistics()):
+            # Who are to find gradients where they were. And a bucket waits here for the one before it to come from all
+            # ranks, of which one that sends at the end may wait in a layer for this one.
+            return
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.places)
         self._rewind()

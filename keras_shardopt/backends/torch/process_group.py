@@ -114,7 +114,8 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 def statistics_group() -> Any:
     """A process group of all ranks in which layers exchange statistics; all ranks make the first call together.
 
-    A group of its own: which of its collectives come before which gradients is each rank's own affair then.
+    A group of its own: which of its collectives come before which gradients is each rank's own affair then, unless
+    one gradient waits for another.
     """
     global _statistics
     group = None if _statistics is None else _statistics()
@@ -124,6 +125,11 @@ def statistics_group() -> Any:
             group = dist.new_group(**limit)
         _statistics = weakref.ref(group)
     return group
+
+
+def exchanges_statistics() -> bool:
+    """Whether layers do so: equal on all ranks."""
+    return _statistics is not None and _statistics() is not None
 
 
 def close_group() -> None:
