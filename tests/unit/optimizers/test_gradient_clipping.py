@@ -81,6 +81,10 @@ def test_norms_of_half_precision_do_not_overflow():
     result, norm = ks.clip_by_global_norm(grads, 1.0)
     assert float(norm) == pytest.approx(np.sqrt(4 * 300.0**2 + 2 * 100.0**2), rel=1e-3)
     assert [keras.backend.standardize_dtype(g.dtype) for g in result] == ["float16", "bfloat16"]
+    weights = [keras.Variable(np.zeros(grad.shape), dtype=grad.dtype) for grad in grads]
+    inside = ks.GradientClipping(keras.optimizers.SGD(), 1.0).transform_gradients(grads, weights)
+    for one, other in zip(inside, result):
+        np.testing.assert_allclose(ops.cast(one, "float32"), ops.cast(other, "float32"), rtol=1e-2)
 
 
 def after_one_update(optimizer, grads):
