@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.traffic import note
@@ -99,6 +100,11 @@ def _as_bits(move: Callable[[Any], Any], tensor: Tensor) -> Tensor:
     if tensor.dtype not in ("float16", "bfloat16"):
         return move(tensor)
     return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(tensor, "uint16")), tensor.dtype)
+
+
+def seed_offset(replica_id: Tensor) -> Tensor:
+    """What a replica adds to the states of seed generators, or its dropout masks would be those of the others."""
+    return jax.numpy.array([1, 0], "uint32") * replica_id.astype("uint32") * np.uint32(0x9E3779B1)
 
 
 def spans_processes(num_replicas: int) -> bool:

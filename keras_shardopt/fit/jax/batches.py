@@ -156,11 +156,25 @@ def _filled_up(data: Any, distribution: Any) -> Any:
     if not is_by_row or len(leaves) != len(jax.tree.leaves(data)):  # a sparse array is several to JAX
         return _on_all_devices(data, distribution)
 
-    def filled(leaf: Any) -> np.ndarray:
-        leaf = np.asarray(leaf)
-        return np.concatenate([leaf, np.repeat(leaf[:1], num_missing, axis=0)])
+    return FilledUp(_laid_out(padded(data, num_missing, np), distribution, divided), rows)
 
-    return FilledUp(_laid_out(jax.tree.map(filled, data), distribution, divided), rows)
+
+def padded(data: Any, num_missing: int, numpy: Any = jax.numpy) -> Any:
+    """The batch with its first row repeated at the end: a row of zeros may be outside of what the model can take.
+
+    Args:
+        data: the batch.
+        num_missing: how many rows are added.
+        numpy: what concatenates: `jax.numpy` within a step, NumPy before one.
+    """
+    if not num_missing:
+        return data
+
+    def filled(leaf: Any) -> Any:
+        leaf = numpy.asarray(leaf)
+        return numpy.concatenate([leaf, numpy.repeat(leaf[:1], num_missing, axis=0)])
+
+    return jax.tree.map(filled, data)
 
 
 def _laid_out(data: Any, distribution: Any, layout: PartitionSpec) -> Any:

@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 import keras
-import numpy as np
 from jax.sharding import PartitionSpec
 
-from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.models import has_built_in_step, override_method
 from keras_shardopt.fit.overrides import num_rows, resume_apart, watch_looks
 from keras_shardopt.update.losses import share_losses
@@ -98,8 +97,7 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
         own = {key: row[0] for key, row in zip(of, rows)}
         values = dict(zip(shared_at, shared))
         index = jax.lax.axis_index(axis)
-        # Another seed on each replica, or their dropout masks would be the same.
-        other = jax.numpy.array([1, 0], "uint32") * index.astype("uint32") * np.uint32(0x9E3779B1)
+        other = seed_offset(index)
         mine = rows_of(index, all_rows, size)
         before = [own[id(v)] for v in model.trainable_variables]
         inputs = [

@@ -10,16 +10,17 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import keras
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.scopes import assigning_nothing
+from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.step import Step
@@ -46,24 +47,17 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
 
     iterations = [v is model.optimizer.iterations for v in model.optimizer.variables].index(True)
     weights, others, optimizer_state, metrics = state
-    # What is divided by a layout would come together here, on every device; `scale_loss` does not look at it.
-    optimizer_state = [
-        None if reducer.shard_state and len(variable.shape) else value
-        for value, variable in zip(optimizer_state, model.optimizer.variables)
-    ]
+    optimizer_state = without_own(reducer, model.optimizer.variables, optimizer_state)
 
     def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, data: Any) -> Any:
-        optimizer_state = [
-            jax.numpy.zeros(variable.shape, variable.dtype) if value is None else value
-            for value, variable in zip(optimizer_state, model.optimizer.variables)
-        ]
+        optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
         replicas = MappedAxis(axis)
         first = replicas.replica_id * each
         step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
 
         def of_part(index: Tensor, own: Any) -> Any:
             mine = jax.numpy.clip(all_rows - index * rows, 0, rows) if num_missing else rows
-            other = jax.numpy.array([1, 0], "uint32") * index.astype("uint32") * np.uint32(0x9E3779B1)
+            other = seed_offset(index)
             inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
             part = PartOfBatch(index, num_parts, is_first=True, is_last=True)
             share = BatchShare(mine, all_rows, part, ends_early=bool(num_missing), rows_here=rows)
@@ -151,10 +145,18 @@ def on_every_device(values: Any, distribution: Any) -> Any:
     return jax.tree.map(lambda value: jax.lax.with_sharding_constraint(value, layout), values)
 
 
-def padded(data: Any, num_missing: int) -> Any:
-    """The batch with its first row repeated at the end. A row of zeros may be outside of what the model can take."""
-    if not num_missing:
-        return data
-    return jax.tree.map(
-        lambda leaf: jax.numpy.concatenate([leaf, jax.numpy.repeat(leaf[:1], num_missing, axis=0)]), data
-    )
+def without_own(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+    """The state of an optimizer for a `shard_map`: None where each replica, or device, has its own.
+
+    What differs between replicas stays where it is, and what is divided by a layout would come together here, on every
+    device: `scale_loss`, for which the state is there, looks at neither. What stages have is there, as they read it.
+    """
+    apart = {id(v) for v in reducer.pipeline.replica_state}
+    of_stages = {id(v) for v in reducer._variables}
+    is_divided = [reducer.shard_state and len(v.shape) > 0 and id(v) not in of_stages for v in variables]
+    return [None if id(v) in apart or divided else value for v, divided, value in zip(variables, is_divided, state)]
+
+
+def with_zeros(variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+    """What `without_own` returns, within the `shard_map`: every variable of the optimizer must have some value."""
+    return [jax.numpy.zeros(v.shape, v.dtype) if value is None else value for v, value in zip(variables, state)]

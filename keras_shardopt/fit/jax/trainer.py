@@ -25,12 +25,11 @@ from typing import Any
 
 import jax
 import keras
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
-from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.jax.placement import assigning_alone, let_assign_alone, placement
 from keras_shardopt.backends.jax.processes import predicting_together, tell
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
@@ -44,13 +43,14 @@ from keras_shardopt.fit.jax.batches import (
     EpochIterator,
     FilledUp,
     is_together,
+    padded,
     rows_that_count,
     state_of,
     take_uneven,
     takes_uneven,
     watch_batches,
 )
-from keras_shardopt.fit.jax.parts import in_parts, on_every_device, padded
+from keras_shardopt.fit.jax.parts import in_parts, on_every_device, with_zeros, without_own
 from keras_shardopt.fit.overrides import call_silently, num_rows, reducers_in, refuse_groups
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 from keras_shardopt.fit.virtual_replicas import num_parts_of
@@ -280,25 +280,15 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     variables = model.trainable_variables
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
-    # What differs between replicas stays where it is: `scale_loss`, for which the state is here, does not look at it.
-    apart = {id(v) for v in reducer.pipeline.replica_state}
-    # What is divided by a layout would come together here, on every device. Not what stages have, which read it.
-    own = {id(v) for v in reducer._variables}
-    is_divided = [reducer.shard_state and len(v.shape) > 0 and id(v) not in own for v in model.optimizer.variables]
-    is_apart = [id(v) in apart or divided for v, divided in zip(model.optimizer.variables, is_divided)]
     weights, others, optimizer_state, metrics = state
     residuals = reducer.pipeline.residuals_in(model.optimizer.variables, optimizer_state)
-    optimizer_state = [None if skip else value for value, skip in zip(optimizer_state, is_apart)]
+    optimizer_state = without_own(reducer, model.optimizer.variables, optimizer_state)
 
     def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, residuals: Any, data: Any) -> Any:
-        optimizer_state = [
-            jax.numpy.zeros(v.shape, v.dtype) if value is None else value
-            for value, v in zip(optimizer_state, model.optimizer.variables)
-        ]
+        optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
         index = jax.lax.axis_index(axis)
         mine = _rows_of(index, all_rows, num_replicas)
-        # Another seed on each replica, or their dropout masks would be the same.
-        other = jax.numpy.array([1, 0], "uint32") * index.astype("uint32") * np.uint32(0x9E3779B1)
+        other = seed_offset(index)
         inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
         part = BatchShare(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))
         step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
