@@ -334,6 +334,44 @@ def test_each_device_has_its_rows_of_an_uneven_batch():
     replicas.close()
 
 
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("call", ["predict", "predict_on_batch", "test_on_batch", "train_on_batch"])
+def test_each_device_computes_its_rows_of_an_uneven_batch_only(call, monkeypatch):
+    from keras.src.backend.jax import trainer
+
+    programs, jit = [], trainer.jit
+
+    def noting(function, **options):
+        compiled = jit(function, **options)
+
+        def run(state, data):
+            programs.append(compiled.lower(state, data).compile().as_text())
+            return compiled(state, data)
+
+        return run
+
+    x, y = problem.data(1)
+    data = [x[:13]] if "predict" in call else [x[:13], y[:13]]
+
+    def result_of(model):
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+        return [getattr(model, call)(*data, **({"verbose": 0} if call == "predict" else {})), *model.get_weights()]
+
+    def model():
+        keras.utils.set_random_seed(3)
+        return keras.Sequential([keras.Input((x.shape[1],)), keras.layers.Dense(37), keras.layers.Dense(y.shape[1])])
+
+    expected = result_of(model())
+    with ks.data_parallel(4) as replicas:
+        monkeypatch.setattr(trainer, "jit", noting)
+        found = result_of(model())
+    replicas.close()
+    for got, wanted in zip(found, expected):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    (program,) = programs
+    assert "f32[4,37]" in program and "f32[13,37]" not in program and "f32[16,37]" not in program
+
+
 @pytest.mark.backends("jax", "tensorflow")
 def test_a_short_last_batch_is_traced_once():
     traced, at_end = [], []

@@ -565,6 +565,7 @@ def test_names_in_the_jax_trainer():
     assert (adapter.batch_size, adapter.num_batches) == (8, 2)
     for method in ("train_on_batch", "test_on_batch"):
         assert "_distribute_data(" in inspect.getsource(getattr(keras.Model, method))
+    assert "y=" in inspect.getsource(keras.Model.evaluate) and "y=" not in inspect.getsource(keras.Model.predict)
     given = inspect.signature(keras.Model.compute_loss_and_updates).parameters
     assert list(given)[1:7] == [
         "trainable_variables",

@@ -14,6 +14,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import itertools
 import zlib
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from keras_shardopt.backends.jax.communicator import batch_size_of
 from keras_shardopt.backends.jax.placement import placement
 from keras_shardopt.backends.jax.processes import MADE_HERE, gather_objects, tell
 from keras_shardopt.backends.keras_callers import caller_instance
-from keras_shardopt.backends.models import is_prepared, optimizers_of
+from keras_shardopt.backends.models import is_prepared, layers_of, optimizers_of
 from keras_shardopt.data.own_parts import is_own_part, is_surely_divided
 from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
 from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows
@@ -111,13 +112,42 @@ class FilledUp:
         return cls(*data, num_rows)
 
 
+def is_filled_up(data: Any) -> bool:
+    """Whether a batch, or a part of it, is."""
+    return any(isinstance(leaf, FilledUp) for leaf in jax.tree.leaves(data, is_leaf=_is_filled_up))
+
+
 def rows_that_count(data: Any) -> Any:
     """A batch as a step has it, without what fills it up."""
-    return data.rows() if isinstance(data, FilledUp) else data
+    return jax.tree.map(lambda leaf: leaf.rows() if _is_filled_up(leaf) else leaf, data, is_leaf=_is_filled_up)
 
 
-def _distribute_data(data: Any, *args: Any, fills_up: bool = False, **kwargs: Any) -> Any:
+def _is_filled_up(leaf: Any) -> bool:
+    return isinstance(leaf, FilledUp)
+
+
+_fills_up: contextvars.ContextVar[bool] = contextvars.ContextVar("fills_up", default=False)
+
+
+@contextlib.contextmanager
+def filling_up() -> Iterator[None]:
+    """Within it batches that Keras puts on the devices itself are filled up."""
+    token = _fills_up.set(True)
+    try:
+        yield
+    finally:
+        _fills_up.reset(token)
+
+
+def on_devices(data: Any) -> Any:
+    """A batch with which each device gets its rows, if devices divide batches here; on one process."""
+    divides = jax.process_count() == 1 and takes_uneven(keras.distribution.distribution())
+    return _distribute_data(data, fills_up=True) if divides else data
+
+
+def _distribute_data(data: Any, *args: Any, fills_up: bool | None = None, **kwargs: Any) -> Any:
     """Stands in for Keras' function of that name. `data` is None where this process has no batch left."""
+    fills_up = _fills_up.get() if fills_up is None else fills_up
     distribution = keras.distribution.distribution()
     if not takes_uneven(distribution):
         # Of several batches that Keras 3.16 has stacked the first dimension counts the batches.
@@ -197,9 +227,9 @@ def _joined(data: Any, num_rows: int) -> Any:
 class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
     """Ends on all processes together: one without a batch left goes on with the rows of the others."""
 
-    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, x: Any, *args: Any, **kwargs: Any) -> None:
         self._model = model = caller_instance()  # Keras does not say for which one this is
-        data = (x, y, sample_weight)
+        data = (x, kwargs.get("y"), kwargs.get("sample_weight"))
         self._is_together = is_together()
         self._trains = "class_weight" in kwargs  # or None, which Keras gives where it trains and nowhere else
         self._is_whole = self._is_together and _takes_whole(model, *data)
@@ -210,7 +240,10 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
             is_meant = self._is_whole or not self._trains or model is None or sharing_of(model).auto_shard
             self._check_kind(data, is_meant or is_surely_divided(*data))
         with self._drawing() if hasattr(x, "__next__") else contextlib.nullcontext():
-            super().__init__(*data, *args, **kwargs)  # Keras looks at the first batches of a generator
+            super().__init__(x, *args, **kwargs)  # Keras looks at the first batches of a generator
+        # Keras may build a model from the first batch, and then there is a `reset`. In `predict`, which gives no `y`,
+        # there are both only where the model is not built.
+        self._fills_up = "y" not in kwargs and self._can_fill_up and all(layer.built for layer in layers_of(model))
         if self._is_whole:
             draw_before_going_on(self.data_adapter)
         self._has_arrays = isinstance(self.data_adapter, ArrayDataAdapter)  # which draw when a batch is taken
@@ -250,14 +283,18 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         if adapter.num_batches > adapter.has_partial_batch:
             _check_divides(adapter.batch_size)
 
+    @property
+    def _can_fill_up(self) -> bool:
+        # Keras may stack several batches (3.16 and later).
+        is_single = self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList")
+        return is_single and self._model is not None and is_prepared(self._model)
+
     def reset(self) -> None:
         """Starts anew, with batches drawn alike in all processes."""
         with contextlib.nullcontext() if self._has_arrays else self._drawing():
             super().reset()
         self._agree_on_length()
-        # Not before: Keras builds a model from the first batch. And it may stack several (3.16 and later).
-        is_single = self.steps_per_execution == 1 or not hasattr(data_adapter_utils, "PartialBatchList")
-        self._fills_up = is_single and self._model is not None and is_prepared(self._model)
+        self._fills_up = self._can_fill_up
 
     def _agree_on_length(self) -> None:
         if self._is_together and not self._is_whole:

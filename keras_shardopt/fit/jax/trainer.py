@@ -11,8 +11,8 @@ each feeds rows of its own, where its data is a part already. They exchange thei
 batch: processes with different numbers of rows, or of batches, would otherwise wait for each other for ever.
 
 Private names of Keras touched here (a test holds each of them):
-    `Model._maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16 on) - builds the model from the
-        first batch of this process; whether anything is to be built.
+    `Model._symbolic_build` (until 3.15), `_maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16
+        on) - builds the model from the first batch of this process; whether anything is to be built.
     `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
 """
 
@@ -41,8 +41,10 @@ from keras_shardopt.fit.jax import local_sgd
 from keras_shardopt.fit.jax.batches import (
     SPLITS_OWN_PART,
     EpochIterator,
-    FilledUp,
+    filling_up,
+    is_filled_up,
     is_together,
+    on_devices,
     padded,
     rows_that_count,
     state_of,
@@ -81,12 +83,17 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "reset_metrics", _reset_metrics)
     override_method(model, "predict", _predict)
     override_method(model, "predict_step", _predict_step)
+    for name in ("train_on_batch", "test_on_batch"):
+        override_method(model, name, _on_batch)
+    override_method(model, "predict_on_batch", _predict_on_batch)
     override_method(model, "make_train_function", _make_train_function)
     override_method(model, "make_test_function", _make_test_function)
     override_method(model, "load_weights", _load_weights)
     _let_assign_alone(model)
     if hasattr(model, "_maybe_symbolic_build"):
         override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+    else:
+        override_method(model, "_symbolic_build", _symbolic_build)
     # Those that were made before do not know of all this.
     model.train_function = model.test_function = model.predict_function = None
 
@@ -160,6 +167,17 @@ def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return real(*args, **kwargs)
 
 
+def _on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    del model
+    with filling_up():
+        return real(*args, **kwargs)
+
+
+def _predict_on_batch(model: Any, real: Callable[[Any], Any], x: Any) -> Any:
+    is_built = all(layer.built for layer in layers_of(model))  # else Keras builds it from these rows
+    return real(on_devices(x) if is_built else x)
+
+
 def _test_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
     del model
     return real(state, rows_that_count(data))
@@ -168,7 +186,7 @@ def _test_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> A
 def _predict_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
     del model
     outputs, others = real(state, rows_that_count(data))
-    if is_together() or isinstance(data, FilledUp):
+    if is_together() or is_filled_up(data):
         everywhere = NamedSharding(keras.distribution.distribution().device_mesh.backend_mesh, PartitionSpec())
         outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
     return outputs, others
@@ -180,6 +198,13 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
         if not any(model._get_unbuilt_components()):
             return
         data_batch = next(iterator.parts() if iterator._is_whole else iterator.batches(), None)
+    _symbolic_build(model, real, iterator, data_batch)
+
+
+def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
+    """Builds from the shapes of the rows that count."""
+    del model
+    data_batch = jax.eval_shape(rows_that_count, data_batch) if is_filled_up(data_batch) else data_batch
     real(iterator=iterator, data_batch=data_batch)
 
 
