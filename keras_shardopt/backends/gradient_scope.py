@@ -18,6 +18,7 @@ class GradientScope:
         """The scope that the `CrossShard` is in itself."""
         self._group_axis = group_axis
         self._holds_slices = False
+        self._trains_apart = False
         self._num_inside = 0
 
     @property
@@ -33,6 +34,15 @@ class GradientScope:
     @holds_slices.setter
     def holds_slices(self, value: bool) -> None:
         self._holds_slices = value
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether gradients are each replica's own, so that replicas may decide differently what becomes of them."""
+        return self._trains_apart or (self.outer is not None and self.outer.trains_apart)
+
+    @trains_apart.setter
+    def trains_apart(self, value: bool) -> None:
+        self._trains_apart = value
 
     @property
     def is_reduced(self) -> bool:

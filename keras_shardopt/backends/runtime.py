@@ -59,13 +59,15 @@ class Runtime:
         grads: Sequence[Any],
         variables: Sequence[Variable],
         communicates: bool = True,
+        apart: bool = False,
     ) -> None:
         """Calls `update(grads)` where `condition`, a bool or a scalar bool tensor, is true.
 
         `update` assigns `variables` only. If it `communicates` it may reduce over replicas; then the condition is equal
-        on all of them, and `grads` are all that it reads of this replica's own tensors.
+        on all of them, and `grads` are all that it reads of this replica's own tensors. With `apart` it is an optimizer
+        that updates, and reduces nothing: the condition is this replica's own.
         """
-        del variables, communicates
+        del variables, communicates, apart
         # Not `bool(condition)`, which costs torch.compile one more break of its graph.
         if condition:
             update(grads)

@@ -171,6 +171,7 @@ class ScaledUpdate(OptimizerWrapper):
             lambda grads: self._update_unscaled(grads, variables),
             unscaled,
             [*self._trainable_variables, *self.variables],
+            apart=self._scope.trains_apart,
         )
 
     def _checked(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> tuple[Tensor, Tensor]:

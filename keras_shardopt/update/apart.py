@@ -47,15 +47,19 @@ class Copies:
         weights, trained = self._stage.weights(), self._optimizer._trainable_variables
         variables = [*[weights[i] for i in positions], *self._stage.averages(positions)]
         variables += self._stage.statistics_apart()
-        if not variables:
+        counters = [] if replicas_are_processes() or not self._stage.skips else _counters(self._stage)
+        if not variables and not counters:
             return
         own = [placement.replica_values(variable) for variable in variables]
-        means = self._means(variables, own)
+        means = self._means(variables, own) if variables else []
         for i, mean in zip(positions, list(means)):
             if trained[i] is not weights[i]:  # the mean, rounded, and not the mean of rounded ones
                 variables.append(trained[i])
                 own.append(placement.replica_values(trained[i]))
                 means.append(mean.astype(own[-1][0].dtype))
+        variables += counters
+        own += [placement.replica_values(counter) for counter in counters]
+        means += [largest(np.stack(copies)) for copies in own[len(own) - len(counters) :]]
         for variable, mean in zip(variables, means):
             placement.assign_replica_values(variable, [mean])
         self._shown, self._count = list(zip(variables, own, means)), self._stage.num_updates
@@ -73,7 +77,8 @@ class Copies:
         shown, was_shown = self._shown, self.is_shown
         self.forget()
         if was_shown:
-            statistics = set(map(id, self._stage.statistics))
+            # Which may be set without a new round.
+            statistics = {id(v) for v in [*self._stage.statistics, *_counters(self._stage)]}
             left = [_is_same(placement.replica_values(v)[0], mean) for v, _, mean in shown]
             is_anew = not all(is_left for (v, *_), is_left in zip(shown, left) if id(v) not in statistics)
             for (variable, own, _), is_left in zip(shown, left):
@@ -127,8 +132,12 @@ class Copies:
 
 def _variables_of(stage: Any, optimizer: Any) -> list[Variable]:
     """Those that replicas may have different values of, in the order of files."""
-    kinds = [*optimizer._trainable_variables, *stage.private, *stage.statistics]
+    kinds = [*optimizer._trainable_variables, *stage.private, *stage.statistics, *stage.put_back]
     return list({id(variable): variable for variable in kinds}.values())
+
+
+def _counters(stage: Any) -> list[Variable]:
+    return [v for v in stage.private if not keras.backend.is_float_dtype(v.dtype)]
 
 
 class Rows:
@@ -148,9 +157,12 @@ class Rows:
         self._stage = stage
         self._optimizer = optimizer
         trained, statistics = list(optimizer._trainable_variables), stage.statistics
-        # Counters are all replicas' alike.
-        counters = {id(v) for v in stage.private if not keras.backend.is_float_dtype(v.dtype)}
-        self.of: list[Variable] = [v for v in _variables_of(stage, optimizer) if id(v) not in counters]
+        # Counters are all replicas' alike, unless each may leave out updates.
+        counters = set(map(id, _counters(stage)))
+        window = [] if optimizer.accumulation is None else optimizer.accumulation.replica_state
+        of_each = [v for v in _variables_of(stage, optimizer) if stage.skips or id(v) not in counters]
+        self._counters = counters
+        self.of: list[Variable] = [*of_each, *window]
         """The variables of which there are rows, in their order."""
         averages = [*stage.weights(), *stage.averages(range(len(trained))), *trained, *statistics]
         self._averaged = {id(v) for v in averages}
@@ -166,8 +178,8 @@ class Rows:
         self._has_anchors = False  # whether steps have left the anchors in the model, and nobody has looked since
 
     def show(self) -> None:
-        """Gives variables the mean of their rows, or of state that has no mean the first replica's."""
-        if self._seen is None:
+        """Gives variables the mean of their rows; of counters the largest, of other state the first replica's."""
+        if self._seen is None or not self._has_anchors:  # it is shown, unless somebody has set other weights since
             return
         positions = self._stage.apart()
         trained = self._optimizer._trainable_variables
@@ -175,7 +187,8 @@ class Rows:
         for variable, rows in zip(self.of, self.stacked):
             if id(variable) not in joined:
                 array = ops.convert_to_numpy(rows)
-                variable.assign(_mean(array) if id(variable) in self._averaged else array[0])
+                is_count, is_mean = id(variable) in self._counters, id(variable) in self._averaged
+                variable.assign(_mean(array) if is_mean else largest(array) if is_count else array[0])
         weights = self._stage.weights()
         for i in positions:
             if trained[i] is not weights[i]:  # the mean, rounded, and not the mean of rounded ones
@@ -244,6 +257,12 @@ def statistics_of(variables: Sequence[Variable]) -> list[Variable]:
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether bits are equal: also of NaN."""
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def largest(rows: np.ndarray) -> np.ndarray:
+    """The row of ints that is largest: of counters, or of a replica and a position, which are -1 where unknown."""
+    found: np.ndarray = max(rows, key=lambda row: row.ravel().tolist())
+    return found
 
 
 def _mean(rows: np.ndarray) -> np.ndarray:

@@ -24,7 +24,8 @@ from keras import ops
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
-from keras_shardopt.numerics import Tensor, Variable, dtype_of, map_values, overwrites_variable
+from keras_shardopt.backends.models import models_with
+from keras_shardopt.numerics import UNKNOWN, Tensor, Variable, dtype_of, map_values, overwrites_variable
 from keras_shardopt.update.apart import Copies, Rows, replicas_are_processes, statistics_of
 from keras_shardopt.update.coding import Coding
 from keras_shardopt.update.nonfinite import check_reduced
@@ -34,7 +35,7 @@ from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
-from keras_shardopt.wrapping.rollback import leaves_out_updates
+from keras_shardopt.wrapping.rollback import leaves_out_updates, stamp
 from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -50,6 +51,7 @@ class LocalUpdates(Stage):
     def __init__(self, options: CrossShardOptions, optimizer: Any) -> None:
         self._options = options
         self._optimizer = optimizer
+        optimizer.scope_inside.trains_apart = True
         self._every: Callable[[Any], Any] = options.updates_per_round
         self.num_fragments = options.sync_fragments
         outer = options.outer_optimizer
@@ -135,15 +137,28 @@ class LocalUpdates(Stage):
                 "Leave `sync_every` out, or use PyTorch."
             )
 
-    def _check_skips(self) -> None:
-        # Not in `build`: master weights in bfloat16 skip nothing, which they know when they are made.
-        skips = [part for part in [self._optimizer, *descendants(self._optimizer)] if leaves_out_updates(part)]
-        if skips and not replicas_are_processes():
+        theirs = [p for p in descendants(self._optimizer) if isinstance(p, keras.optimizers.LossScaleOptimizer)]
+        if theirs and not replicas_are_processes():
             raise ValueError(
-                "With `sync_every` each replica skips updates by itself, which it can where replicas are processes. "
-                f"Received: {skips[0]!r}, on replicas of one program. Leave out `on_nonfinite` and dynamic loss "
-                "scaling (bfloat16 needs none), or use ranks of PyTorch."
+                "With `sync_every` each replica skips updates by itself, and Keras' loss scaling takes one decision "
+                f"for all replicas of a program. Received: {theirs[0]!r}. Use `keras_shardopt.LossScaling` instead."
             )
+
+    @property
+    def skips(self) -> bool:
+        """Whether a replica may leave out updates of its own, and so has counters of its own."""
+        # Master weights in bfloat16 leave out none, which they know when they are made.
+        return any(map(leaves_out_updates, [self._optimizer, *descendants(self._optimizer)]))
+
+    @property
+    def put_back(self) -> list[Variable]:
+        """What of the models a replica that leaves out an update puts back, and is no moving statistic: seeds."""
+        rollback = self._optimizer._rollback
+        if rollback is None:
+            return []
+        models = models_with(self._optimizer._trainable_variables)
+        known = {id(v) for model in models for v in model.non_trainable_variables} - set(map(id, self.statistics))
+        return [v for v in rollback.variables if id(v) in known]
 
     @property
     def lasting(self) -> list[Variable]:
@@ -226,13 +241,13 @@ class LocalUpdates(Stage):
             runtime.no_compile(self._commit, step, proceed)
 
     def _commit(self, step: Step, proceed: Proceed) -> None:
-        self._check_skips()
         before = self._counted()
         if isinstance(before, int):
             if not before:
                 self.anchor_all()
         else:
             runtime.cond(ops.equal(before, 0), lambda _: self.anchor_all(), [], self.anchors, communicates=False)
+        updates = stamp(self._optimizer.iterations) if self._joined_statistics and self.skips else None
         proceed(step)
         count = before + 1
         self._set_count(count)
@@ -248,6 +263,9 @@ class LocalUpdates(Stage):
             written = [*self._optimizer._written(), *self._joined_statistics]
             # An operand: replicas of one program go through the condition together, with a share of their own each.
             shares = [ops.cast(step.row_share, "float32")] if self._joined_statistics and number == 0 else []
+            if shares and updates is not None:  # of an update that is left out nothing counts
+                is_made = ops.not_equal(updates, stamp(self._optimizer.iterations))
+                shares = [shares[0] * ops.cast(is_made, "float32")]
             runtime.cond(is_due, functools.partial(self._round, number, count), shares, written)
 
     def _counted(self) -> Any:
@@ -297,6 +315,8 @@ class LocalUpdates(Stage):
         state = [] if not self.outers else self.outers[number].variables
         with self._optimizer.scope_inside.reduced():  # nobody reduces what is the mean of all
             runtime.cond(is_finite, lambda moved: self._move(number, anchors, moved), moved, [*anchors, *state])
+        if statistics and replicas_are_processes() and not shares[0] > 0:
+            statistics = []  # it keeps its own, which an update that is left out puts back
         for variable, mean in zip([*averages, *statistics], means):
             variable.assign(mean)
         for i, anchor in zip(positions, anchors):
@@ -447,6 +467,16 @@ class LocalUpdates(Stage):
         self._has_trained = True
         self.seen.take_states(stacked)
 
+    def settled(self, model: Any, state: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """What one replica's step has made of variables that are not trained, and of the optimizer's.
+
+        Where it has left out its update they are as they were, but for counters. Both nests are those of Keras' step.
+        """
+        rollback = self._optimizer._rollback
+        if rollback is not None:
+            _, result = rollback.settled(model, state, (None, result))
+        return result[1], result[2]
+
     def _report(self) -> None:
         """Warns of rounds that were left out since the last time."""
         left_out = int(ops.convert_to_numpy(self.left_out))
@@ -454,7 +484,7 @@ class LocalUpdates(Stage):
             warnings.warn(
                 "A round whose mean is NaN or infinite is left out, and all replicas go on from the weights before it. "
                 f"Received: {left_out - self._num_reported} of them. Lower the learning rate, clip gradients, or use "
-                '`on_nonfinite="skip"` (on PyTorch).',
+                '`on_nonfinite="skip"`.',
                 stacklevel=2,
             )
         self._num_reported = left_out
@@ -492,10 +522,13 @@ class OwnGradients(AllReduce):
         if step.gradient_state is GradientState.LOCAL_PRESCALED:
             number = comm.num_replicas
             grads = [None if g is None else map_values(lambda value: ops.multiply(value, number), g) for g in grads]
+        own = step.found_inf
         step = step.replace(grads=grads)
         if not self._checks_finite:
             return step
         found = check_reduced(grads, step.variables)
+        if own is not None and not isinstance(own, tuple):  # before they were clipped, which makes all NaN
+            found = ops.where(own > 0, ops.stack([own, ops.full_like(own, UNKNOWN), own - 1]), found)
         who = ops.where(found[0] > 0, ops.cast(comm.replica_id, "int32"), found[1])
         return step.replace(found_inf=ops.stack([found[0], who, found[2]]))
 

@@ -77,7 +77,8 @@ class SkipNonFinite(Stage):
             proceed(step)
             return
         self.skipped.assign(self.skipped + ops.cast(is_bad, self.skipped.dtype))
-        proceed_if(ops.logical_not(is_bad), proceed, step, self._optimizer._written())
+        apart = self._optimizer.scope_inside.trains_apart
+        proceed_if(ops.logical_not(is_bad), proceed, step, self._optimizer._written(), apart)
 
     # -- what is told of it ------------------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class CrossShardOptions:
                 raise ValueError(
                     "With `sync_every` each replica updates all weights with its own gradients, and takes part in the "
                     f"mean of the weights. Received: {name}. Leave one of them out."
-                    + (' Use `on_nonfinite="skip"` on PyTorch.' if "nonfinite" in name else "")
+                    + (' Use `on_nonfinite="skip"`.' if "nonfinite" in name else "")
                 )
         if self.outer_optimizer is None:
             return

@@ -171,7 +171,9 @@ class Stage:
         return cls(**config)
 
 
-def proceed_if(condition: Tensor, proceed: Proceed, step: Step, variables: Sequence[Variable]) -> None:
+def proceed_if(
+    condition: Tensor, proceed: Proceed, step: Step, variables: Sequence[Variable], apart: bool = False
+) -> None:
     """Proceeds where a scalar bool tensor, equal on all replicas, is true.
 
     Args:
@@ -179,10 +181,11 @@ def proceed_if(condition: Tensor, proceed: Proceed, step: Step, variables: Seque
         proceed: the rest of the way.
         step: what goes on; its gradients and notes go through the branch as operands.
         variables: all that the rest of the way reads or assigns.
+        apart: whether the scalar is this replica's own, and nothing further on reduces.
     """
     count, names = len(step.grads), list(step.notes)
 
     def inside(tensors: Sequence[Any]) -> None:
         proceed(step.replace(grads=list(tensors[:count]), notes=dict(zip(names, tensors[count:])), found_inf=None))
 
-    runtime.cond(condition, inside, [*step.grads, *step.notes.values()], variables)
+    runtime.cond(condition, inside, [*step.grads, *step.notes.values()], variables, apart=apart)

@@ -79,13 +79,13 @@ class Rollback:
     def begin(self, optimizer: Any) -> Any:
         """To be called before `optimizer` updates; returns what `settle` takes."""
         note_assignments()
-        return _Stamp(_stamp(optimizer._iterations))
+        return _Stamp(stamp(optimizer._iterations))
 
     def settle(self, optimizer: Any, before: _Stamp) -> None:
         """To be called when `optimizer` has updated, or skipped the update, or added to a window."""
         if optimizer._collects or _more_comes.get():
             return
-        after, window = _stamp(optimizer._iterations), self.accumulators
+        after, window = stamp(optimizer._iterations), self.accumulators
         if isinstance(after, int):
             self._within_window = window is not None and not window.is_complete
             if not self._within_window:
@@ -111,7 +111,9 @@ class Rollback:
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
-        runtime.cond(skipped, put_back, [value for _, value in noted], variables)
+        chain = [optimizer, *descendants(optimizer)]
+        apart = any(getattr(part, "local_updates", None) is not None for part in chain)
+        runtime.cond(skipped, put_back, [value for _, value in noted], variables, communicates=not apart)
 
     def _noted(self) -> list[tuple[Variable, Tensor]]:
         found = []
@@ -166,7 +168,7 @@ class Rollback:
         _notes.values.update(self._entries)
 
     def settled(self, model: Any, state: Any, result: Any) -> Any:
-        """The result of a stateless `train_step`, with what it should have left as it was."""
+        """The result of a stateless `train_step`, of one replica perhaps, with what it should have left as it was."""
         optimizer = model.optimizer
         if not _is_step_of_keras(model, state, result):
             self._warn("Received: a `train_step` that does not take and return the four parts of Keras' own.")
@@ -246,7 +248,7 @@ class _Stamp:
         self.value = value
 
 
-def _stamp(counter: Variable) -> Any:
+def stamp(counter: Variable) -> Any:
     """What changes with a counter: an int if that is known now, else its value."""
     version = runtime.version(counter)
     return ops.copy(ops.convert_to_tensor(counter)) if version is None else version
@@ -303,6 +305,9 @@ def _of(optimizer: Any) -> Rollback | None:
 def _stateless_train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
     result = real(state, data)
     rollback = _of(model.optimizer)
+    local = getattr(model.optimizer, "local_updates", None)
+    if local is not None and local.stacked:  # each replica has seen to it
+        return result
     if rollback is not None:
         return rollback.settled(model, state, result)
     for optimizer in optimizers_of(model):

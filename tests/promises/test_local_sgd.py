@@ -6,7 +6,6 @@ import functools
 import keras
 import numpy as np
 import pytest
-from conftest import BACKEND
 from promises.problems import apart, uneven
 from support import problem
 from support.suites import some
@@ -101,15 +100,35 @@ def test_a_round_that_is_not_finite_is_left_out(world):
     assert not np.allclose(found["weights"][0], problem.start_weights()[0], atol=1e-3)
 
 
-NONFINITE = ("ignore", "skip", "scaling") if BACKEND == "torch" else ("ignore",)
+NONFINITE = ("ignore", "skip", "scaling")
 
 
-@pytest.mark.backends("torch")
 @pytest.mark.parametrize("name", ["skip", "scaling"])
-def test_each_rank_skips_its_own_updates(world, name):
+def test_each_replica_skips_its_own_updates(world, name):
     found = world.run(apart.with_nan, 2, name, of=NONFINITE)
     assert (found["skipped"], found["left_out"], found["count"]) == (1, 0, 4)
     assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
+
+
+@pytest.mark.parametrize("name", some(apart.SKIPPING, ("averages", "scaling and accumulation"), "tensorflow", "jax"))
+def test_replicas_that_leave_out_updates_are_twins(world, name):
+    """One of which has a NaN, or both: weights, moving statistics, counters and scales are as if each were alone."""
+    found = world.run(apart.skipping, 2, name, of=apart.SKIPPING)
+    expected = apart.skipping_twins(name)
+    assert found["iterations"] == expected["iterations"]
+    assert found["skipped"] == expected["skipped"] and sum(found["skipped"]) >= 2
+    assert found["scale"] is None or (found["scale"] == expected["scale"] and len(set(found["scale"])) == 2)
+    # Where one program runs all replicas, the largest count of any; else each rank's own.
+    assert max(found["counted"]) == max(found["skipped"])
+    movement = max(np.max(np.abs(a - b)) for a, b in zip(expected["weights"], found["start"]))
+    for weight, theirs in zip(found["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(weight, theirs, atol=1e-5 * movement)
+    assert found["differ"] == 0
+
+
+def test_seeds_of_updates_that_are_left_out_are_drawn_again(world):
+    first, second = world.run(apart.seeds, 2, "")
+    assert (first[1], second[1]) == (4, 3)
 
 
 @pytest.mark.parametrize("every", some(apart.NORMALIZED, ("2",)))

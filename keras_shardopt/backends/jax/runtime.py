@@ -78,6 +78,7 @@ class JaxRuntime(Runtime):
         grads: Sequence[Any],
         variables: Sequence[Variable],
         communicates: bool = True,
+        apart: bool = False,
     ) -> None:
         if not isinstance(condition, jax.core.Tracer):
             super().cond(condition, update, grads, variables)

@@ -35,6 +35,38 @@ def _cond(condition: Any, action: Callable[[], Any], otherwise: Callable[[], Any
     tf.cond(condition, functools.partial(acting, action), functools.partial(acting, otherwise))
 
 
+def _put_back_unless(condition: Any, update: Callable[[], None], variables: Sequence[Variable]) -> None:
+    """Updates, and where this replica's condition is false gives its copies their values again.
+
+    Replicas assign the weights together, which none of them can do inside a condition.
+    """
+    before = [tf.identity(keras.ops.convert_to_tensor(variable)) for variable in variables]
+    update()
+    # What Keras' optimizers count becomes that of the first replica on all of them.
+    is_own = [getattr(variable, "aggregation", "none") == "none" for variable in variables]
+    own = [pair for pair, alone in zip(zip(variables, before), is_own) if alone]
+    common = [pair for pair, alone in zip(zip(variables, before), is_own) if not alone]
+
+    def put_back() -> None:
+        for variable, value in own:
+            variable.assign(value)
+
+    _cond(condition, lambda: None, put_back)
+
+    def together(strategy: tf.distribute.Strategy, condition: Any, before: Any) -> None:
+        def count(copy: Any, value: Any, condition: Any, change: Any) -> Any:
+            return copy.assign(value + tf.where(condition, change, tf.zeros_like(change)))
+
+        for (variable, _), values in zip(common, before):
+            copies = getattr(variable, "value", variable)
+            now, value = (strategy.experimental_local_results(each)[0] for each in (copies, values))
+            strategy.extended.update(copies, count, args=(values, condition, now - value))
+
+    if common:
+        context = tf.distribute.get_replica_context()
+        context.merge_call(together, args=(condition, [value for _, value in common]))
+
+
 _SCOPES = "_keras_shardopt_scopes"
 
 
@@ -100,8 +132,12 @@ class TensorFlowRuntime(Runtime):
         grads: Sequence[Any],
         variables: Sequence[Variable],
         communicates: bool = True,
+        apart: bool = False,
     ) -> None:
         grads = tuple(grads)
+        if apart and not isinstance(condition, bool):
+            _put_back_unless(condition, lambda: update(grads), variables)
+            return
         if not communicates or tf.__internal__.distribute.strategy_supports_no_merge_call():
             _cond(condition, lambda: update(grads))
             return

@@ -47,11 +47,6 @@ def _check(model: Any, reducer: Any) -> None:
             f"{rule} Received: {model.optimizer!r}, for {type(model).__name__}. Use the built-in `train_step`, and "
             "`CrossShard(..., sync_every=...)` outermost."
         )
-    if reducer.accumulation is not None:
-        raise ValueError(
-            f"{rule} Received: gradient_accumulation_steps={reducer.gradient_accumulation_steps}. Leave it out: a "
-            "larger `sync_every` communicates as rarely."
-        )
 
 
 def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -101,7 +96,7 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
         mine = rows_of(index, all_rows, size)
         before = [own[id(v)] for v in model.trainable_variables]
         inputs = [
-            value + other if seed else own.get(id(v), value)
+            own.get(id(v), value) + other if seed else own.get(id(v), value)
             for v, value, seed in zip(model.non_trainable_variables, others, is_seed)
         ]
         inside = [
@@ -113,21 +108,27 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
             (_, (loss, y_pred, changed, _)), grads = step(
                 before, inputs, metrics, *data, training=True, optimizer_variables=inside
             )
-            after, inside = optimizer.stateless_apply(inside, grads, before)
+            after, updated = optimizer.stateless_apply(inside, grads, before)
+        changed = [
+            new if id(v) not in own or seed else jax.numpy.where(mine > 0, new, old)  # none where there were no rows
+            for v, old, new, seed in zip(model.non_trainable_variables, inputs, changed, is_seed)
+        ]
+        changed, updated = local.settled(model, (before, inputs, inside, metrics), (after, changed, updated, metrics))
         own.update(zip(map(id, model.trainable_variables), after))
-        own.update({id(v): inside[i] for i, v in enumerate(optimizer.variables) if id(v) in own and id(v) in place})
+        own.update({id(v): updated[i] for i, v in enumerate(optimizer.variables) if id(v) in own and id(v) in place})
         found = []
-        for v, old, new, seed in zip(model.non_trainable_variables, inputs, changed, is_seed):
-            if id(v) in own:  # none where there were no rows
-                own[id(v)] = jax.numpy.where(mine > 0, new, old)
+        for v, new, seed in zip(model.non_trainable_variables, changed, is_seed):
             found.append(new - other if seed else new)
+            if id(v) in own:
+                own[id(v)] = found[-1]
         statistics = [own[id(v)] for v in local.statistics]
-        count, rounds = inside[place[id(local.count)]], inside[place[id(local.last_rounds)]]
+        count, rounds = updated[place[id(local.count)]], updated[place[id(local.last_rounds)]]
+        is_round = (rounds[0] == count) & (count != inside[place[id(local.count)]])  # not amid a window after it
         joined = functools.partial(local.means, MappedAxis(axis))
-        statistics = jax.lax.cond(rounds[0] == count, joined, lambda values: values, statistics)
+        statistics = jax.lax.cond(is_round, joined, lambda values: values, statistics)
         own.update(zip(map(id, local.statistics), statistics))
         loss = jax.lax.pmean(loss, axis)
-        return [own[key][None] for key in of], [inside[i] for i in shared_at], found, loss, y_pred
+        return [own[key][None] for key in of], [updated[i] for i in shared_at], found, loss, y_pred
 
     whole, divided = PartitionSpec(), PartitionSpec(axis)
     run = jax.shard_map(

@@ -70,6 +70,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     reducers = reducers_in(model, reducers_of)
     # Around it nothing may look at gradients in each micro-batch, which would then be one replica's each.
     stacks = reducers[0].accumulation is not None and reducers[0].virtual_replicas is None
+    stacks = stacks and reducers[0].local_updates is None  # where each replica adds up its own
     if stacks and reducers[0] is model.optimizer and has_built_in_step(model):
         reducers[0].accumulation.stack()
     local_sgd.prepare(model, reducers)

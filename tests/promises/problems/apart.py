@@ -15,6 +15,7 @@ from support import problem
 import keras_shardopt as ks
 from keras_shardopt.backends.active import processes
 from keras_shardopt.data.whole_batches import rows_of_parts
+from keras_shardopt.update.apart import _variables_of
 from keras_shardopt.update.local_sgd import fragments_of
 
 EPOCHS = 5
@@ -435,8 +436,6 @@ COMBINED = {
     "int4": (_sgd, {"compression": "int4"}, 0.3),
     "powersgd": (_sgd, {"compression": ks.compression.PowerSGD(rank=2, warmup_steps=0)}, 0.3),
 }
-if keras.backend.backend() == "jax":  # where `fit` refuses it
-    del COMBINED["accumulation"]
 
 
 def layered(name):
@@ -548,14 +547,133 @@ def moved(replicas, name):
     return {"kept": kept, "losses": (before, after), "differ": replicas.largest_difference(loaded)}
 
 
+def _scaling(**more):
+    return ks.LossScaling(_sgd(**more), "Backoff", {"scale_max": 1024.0, "step_window": 50})
+
+
+# What is inside `CrossShard`, and its other arguments, where replicas leave out updates.
+SKIPPING = {
+    "skip": (_sgd, {"on_nonfinite": "skip"}),
+    "scaling": (_scaling, {}),
+    "accumulation": (_sgd, {"on_nonfinite": "skip", "gradient_accumulation_steps": 2}),
+    "scaling and accumulation": (_scaling, {"on_nonfinite": "skip", "gradient_accumulation_steps": 2}),
+    "clipping": (lambda: ks.GradientClipping(_sgd(), 0.3), {"on_nonfinite": "skip"}),
+    "averages": (lambda: _sgd(use_ema=True, ema_momentum=0.5), {"on_nonfinite": "skip"}),
+    "statistics": (_sgd, {"on_nonfinite": "skip"}),
+    "statistics and accumulation": (_sgd, {"on_nonfinite": "skip", "gradient_accumulation_steps": 2}),
+    "statistics before a round": (_sgd, {"on_nonfinite": "skip"}),  # whose statistics do not count in it
+    "all replicas": (_sgd, {"on_nonfinite": "skip"}),
+}
+NUM_MICRO = 13
+BAD = ((3, 1), (6, 1), (9, 0))  # batches, none of them before a round, and replicas of which one row is NaN
+
+
+def left_out(name):
+    """A model for one of these cases, with moving statistics or uneven batches, and how many rows a batch has."""
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(problem.NUM_OUTPUTS)]
+    if "statistics" in name:
+        layers.insert(1, keras.layers.BatchNormalization(momentum=0.5))
+    return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers]), 16 if "statistics" in name else 15
+
+
+def rows_with_nan(name, size):
+    """The batches of two replicas."""
+    x, y = (array[: NUM_MICRO * size].copy() for array in problem.data(num_steps=NUM_MICRO))
+    for batch, replica in bad_in(name):
+        of = y if "before" in name else x  # statistics of the inputs are finite then
+        of[parts_of(np.arange(batch * size, (batch + 1) * size), 2)[replica][2]] = np.nan
+    return x, y
+
+
+def bad_in(name):
+    return {"all replicas": [(3, 0), (3, 1)], "statistics before a round": [(2, 1), (8, 1)]}.get(name, BAD)
+
+
+def skipping(replicas, name):
+    """The mean of weights and statistics, and each replica's counters and scale, after updates that some left out."""
+    inner, more = SKIPPING[name]
+    layers, size = left_out(name)
+    model = compiled(replicas, ks.CrossShard(inner(), sync_every=3, **more), layers)
+    x, y = rows_with_nan(name, size)
+    model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+    local = model.optimizer.local_updates
+    states = dict(zip(map(id, _variables_of(local, model.optimizer)), local.states()[2:]))
+    optimizer = model.optimizer
+    counted = int(keras.ops.convert_to_numpy(optimizer.skipped_steps))
+    return {
+        "weights": model.get_weights(),
+        "start": left_out(name)[0].get_weights(),
+        "iterations": states[id(optimizer.iterations)].tolist(),
+        "skipped": states[id(optimizer.skipped_steps)].tolist(),
+        "scale": states[id(optimizer.loss_scale)].tolist() if "scaling" in name else None,
+        "counted": processes.gather_objects(counted),
+        "differ": replicas.largest_difference(model),
+    }
+
+
+def skipping_twins(name):
+    """The same of models in one process, each with an optimizer that skips for itself, whose weights NumPy joins."""
+    inner, more = SKIPPING[name]
+    steps = more.get("gradient_accumulation_steps", 1)
+    models, (size, _) = zip(*(left_out(name) for _ in range(2)))
+    for model in models:
+        model.compile(ks.CrossShard(inner(), **more), "mse")
+    x, y = rows_with_nan(name, size)
+    for batch in range(NUM_MICRO):
+        for model, rows in zip(models, parts_of(np.arange(batch * size, (batch + 1) * size), 2)):
+            share = np.full(len(rows), len(rows) * 2 / size, "float32")
+            model.train_on_batch(x[rows], y[rows], share)
+        if (batch + 1) % (3 * steps) == 0:
+            counting = [model for i, model in enumerate(models) if (batch, i) not in bad_in(name)]
+            kinds = [_statistics(counting), zip(*map(_weights_and_averages, models))]
+            for each in [each for kind in kinds for each in kind]:
+                mean = _mean(each)
+                for variable in each:
+                    variable.assign(mean)
+    of_each = [keras.ops.convert_to_numpy(model.optimizer.iterations).item() for model in models]
+    skips = [int(keras.ops.convert_to_numpy(model.optimizer.skipped_steps)) for model in models]
+    scales = [float(keras.ops.convert_to_numpy(model.optimizer.loss_scale)) for model in models]
+    weights = [_mean(each) for each in zip(*(model.weights for model in models))]
+    if name == "averages":
+        leaves = [model.optimizer.inner for model in models]
+        for i, each in enumerate(zip(*(leaf._model_variables_moving_average for leaf in leaves))):
+            place = next(j for j, v in enumerate(models[0].weights) if v is models[0].trainable_variables[i])
+            weights[place] = _mean(each)
+    return {"weights": weights, "iterations": of_each, "skipped": skips, "scale": scales}
+
+
+def _weights_and_averages(model):
+    leaf = model.optimizer.inner
+    averages = leaf._model_variables_moving_average if getattr(leaf, "use_ema", False) else []
+    return [*model.trainable_variables, *averages]
+
+
+def _statistics(models):
+    return zip(*(model.non_trainable_variables for model in models))
+
+
+def seeds(replicas, name):
+    """Each replica's state of a dropout layer, of which one has left out an update."""
+    layers = [keras.Input((problem.NUM_FEATURES,)), keras.layers.Dropout(0.5, seed=5), keras.layers.Dense(3)]
+    optimizer = ks.CrossShard(_sgd(), sync_every=3, on_nonfinite="skip")
+    model = compiled(replicas, optimizer, keras.Sequential(layers))
+    x, y = rows_with_nan(name, 16)
+    model.fit(x[:64], y[:64], batch_size=16, shuffle=False, verbose=0)
+    local = model.optimizer.local_updates
+    names = [v.name for v in _variables_of(local, optimizer)]
+    return local.states()[2 + names.index("seed_generator_state")]
+
+
 # TensorFlow and JAX: what is inside `CrossShard`, its other arguments, and what the error says.
 REFUSED = {
-    "skipping": (_sgd, {"on_nonfinite": "skip"}, "each replica skips updates by itself"),
-    "loss scaling": (lambda: ks.LossScaling(_sgd(), "Backoff"), {}, "each replica skips updates by itself"),
+    "loss scaling of Keras": (
+        lambda: keras.optimizers.LossScaleOptimizer(_sgd()),
+        {},
+        "Use `keras_shardopt.LossScaling`",
+    ),
 }
-if keras.backend.backend() == "jax":
-    REFUSED |= {"accumulation": (_sgd, {"gradient_accumulation_steps": 2}, "a larger `sync_every`")}
-else:
+if keras.backend.backend() == "tensorflow":
     REFUSED |= {"powersgd": (_sgd, {"compression": "powersgd"}, "must have `warmup_steps=0`")}
 
 
