@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.models import models_with
 from keras_shardopt.backends.placement import Placement
-from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes, _tensor, alike_in_buckets
 from keras_shardopt.backends.torch.process_group import gather_objects, tell
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.backends.torch.runtime import runtime
@@ -61,7 +62,23 @@ class TorchPlacement(Placement):
 
 placement = TorchPlacement()
 _CHUNK = 2**16
-"""How many words of a fingerprint are computed at a time, so that what is in between stays in the CPU's cache."""
+"""How many 32-bit words are summed up at a time, so that they stay in the CPU's cache."""
+
+_CHUNKS_ON_DEVICE = 64
+"""How many chunks another device sums up at a time."""
+
+_JOINED_BYTES = 2**20
+"""Smaller tensors are joined to arrays of this size, of which a number is taken sooner than of each."""
+
+
+@torch.no_grad()
+def joint_fingerprint(tensors: Sequence[Tensor]) -> int:
+    """One number of 32 bits for all these tensors of this rank together, in their order."""
+    joined = [
+        torch.cat([tensors[i].reshape(-1) for i in indices]) if len(indices) > 1 else tensors[indices[0]]
+        for indices in alike_in_buckets(tensors, range(len(tensors)), _JOINED_BYTES)
+    ]
+    return zlib.crc32(fingerprints(joined).tobytes(), len(tensors))
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> np.ndarray:
@@ -69,37 +86,50 @@ def fingerprints(tensors: Sequence[Tensor]) -> np.ndarray:
     # The sum of all 32-bit words w_i times factors c_i, modulo 2**64. The factors are odd, so a change of w_i by
     # 2**k is never lost. They are 64 bits long although the words are not: two words that change places add
     # (c_i - c_j) * (w_j - w_i), which would be 0 for any two floats of opposite sign if 32 bits were all.
-    with torch.no_grad():
-        sums = [_fingerprint(tensor) for tensor in tensors]
-        # Together, because each number that is read would wait for the device.
-        devices = {total.device for total in sums}
-        by_device = {device: torch.stack([s for s in sums if s.device == device]).cpu() for device in devices}
-    rows = {device: iter(values.tolist()) for device, values in by_device.items()}
-    return np.array([next(rows[total.device]) for total in sums], "int64").view("uint64")
+    found = [_on_host(tensor) if tensor.device.type == "cpu" else _on_device(tensor) for tensor in tensors]
+    # Together, because each number that is read would wait for the device.
+    devices = {total.device for total in found if isinstance(total, torch.Tensor)}
+    by_device = {
+        device: iter(torch.stack([t for t in found if isinstance(t, torch.Tensor) and t.device == device]).tolist())
+        for device in devices
+    }
+    totals = [next(by_device[total.device]) if isinstance(total, torch.Tensor) else total for total in found]
+    return np.array([total % 2**64 for total in totals], "uint64")
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
-    words = _words(tensor)
-    chunk = _CHUNK if words.device.type == "cpu" else 2**22
-    factors = _odd_factors(chunk, words.device)
-    sums = [part.to(torch.int64).mul_(factors[: part.numel()]).sum() for part in words.split(chunk)]
-    if len(sums) == 1:
-        return sums[0]
-    # Each chunk by an odd factor of its own: the product of two odd factors is one.
-    over_chunks = _odd_factors(1 << len(sums).bit_length(), words.device, seed=2)
-    return torch.stack(sums).mul_(over_chunks[: len(sums)]).sum()
+def _on_host(tensor: Tensor) -> int:
+    # Two words at a time, by products of 64-bit integers, which need no arrays in between: once from the first word on,
+    # once from the second on. So the words (2i, 2i + 1) have the factors (a_i + 2**32 * b_{i-1}, b_i + 2**32 * a_i).
+    first, second, over_chunks = _factors()
+    data = _bytes(tensor).numpy()
+    total = 0
+    for number, start in enumerate(range(0, len(data), 4 * _CHUNK)):
+        part = data[start : start + 4 * _CHUNK]
+        if len(part) % 8:
+            part = np.concatenate([part, np.zeros(-len(part) % 8, "uint8")])
+        pairs, across = part.view("int64"), part[4:-4].view("int64")
+        sums = int(pairs.dot(first[: len(pairs)])) + int(across.dot(second[: len(across)]))
+        last = int(part[-4:].view("uint32")[0]) * int(second[len(across)])
+        total += (sums + last) * int(over_chunks[number % _CHUNK])
+    return total
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor in signed integers of at most 32 bits."""
-    flat = tensor.contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    size = flat.element_size()
-    return flat.view({1: torch.int8, 2: torch.int16}.get(size, torch.int32))
+def _on_device(tensor: Tensor) -> Tensor:
+    first, second, over_chunks = (torch.from_numpy(factors).to(tensor.device) for factors in _factors())
+    before = torch.cat([torch.zeros_like(second[:1]), second[:-1]])
+    factors = torch.stack([first + (before << 32), second + (first << 32)], 1).view(-1)
+    data = _bytes(tensor)
+    words = torch.nn.functional.pad(data, (0, -len(data) % (4 * _CHUNK))).view(torch.int32).view(-1, _CHUNK)
+    sums = [((part.to(torch.int64) & 0xFFFFFFFF) * factors).sum(1) for part in words.split(_CHUNKS_ON_DEVICE)]
+    places = torch.arange(len(words), device=tensor.device) % _CHUNK
+    return (torch.cat(sums) * over_chunks[places]).sum()
 
 
-@functools.lru_cache(maxsize=32)
-def _odd_factors(num_factors: int, device: Any, seed: int = 1) -> Tensor:
-    factors = np.random.default_rng(seed).integers(0, 2**64, num_factors, dtype="uint64") | np.uint64(1)
-    return torch.from_numpy(factors.view("int64")).to(device)
+@functools.lru_cache(maxsize=1)
+def _factors() -> list[np.ndarray]:
+    """Of the first and of the second word of each pair in a chunk, and of chunks. Odd, as is the product of two."""
+    random = np.random.default_rng(1)
+    return [
+        (random.integers(0, 2**64, size, dtype="uint64") | np.uint64(1)).view("int64")
+        for size in (_CHUNK // 2, _CHUNK // 2, _CHUNK)
+    ]

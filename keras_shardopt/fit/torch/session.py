@@ -29,7 +29,7 @@ from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.models import has_built_in_step, optimizers_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
-from keras_shardopt.backends.torch.placement import fingerprints
+from keras_shardopt.backends.torch.placement import fingerprints, joint_fingerprint
 from keras_shardopt.backends.torch.process_group import can_promise, gather_objects, owe_steps, tell, tell_soon
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.data.own_parts import is_own_part
@@ -184,12 +184,10 @@ class Session:
         """What is not equal on all ranks. One small message where all is."""
         values = [*[v.value for v in variables], *others]
         shapes = zlib.crc32(repr([(tuple(value.shape), value.dtype) for value in values]).encode())
-        mine = (len(variables), shapes, fingerprints(values))
-        told = tell(
-            "begins `fit` of a prepared model", shapes, zlib.crc32(np.asarray(mine[2]).tobytes(), len(variables))
-        )
+        told = tell("begins `fit` of a prepared model", shapes, joint_fingerprint(values))
         if all(each == told[0] for each in told):
             return []
+        mine = (len(variables), shapes, fingerprints(values))
         everyones = gather_objects(mine, "compares the values of a prepared model")
         if any(each[:2] != everyones[0][:2] for each in everyones):
             return ["other variables"]  # which ones, `broadcast_from_rank_0` says
