@@ -4,23 +4,28 @@
     python benchmarks/run_all.py --page      # the page alone, of the results that are there
     python benchmarks/run_all.py --quick     # whether all of them run, in minutes: no result is written, and no page
 
-The machine should do nothing else meanwhile: about an hour on two cores. What needs a package that is not installed, or
-a GPU where there is none, is left out with the reason.
+The machine should do nothing else meanwhile: about half an hour on two cores; with `--minutes 20` those that do not
+begin within 20 minutes are left out, which are the last ones, and the page has their results of before. What needs a
+package that is not installed, or a GPU where there is none, is left out with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import time
 
 HERE = pathlib.Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+ALL_SIZES = "--rounds 3 --many 8 --parameters 1e4 1e5 1e6 1e7 --variables 10 100 1000 3000"
+SOME_SIZES = "--rounds 3 --many 8 --parameters 1e4 1e6 --variables 10 100 1000"  # where ranks share cores
 COMMANDS: list[tuple[str, str, list[str]]] = [
     ("torch", "torch_fit.py", [*TORCHRUN, "2"]),
     ("torch", "torch_shards.py", [*TORCHRUN, "2"]),
@@ -30,13 +35,14 @@ COMMANDS: list[tuple[str, str, list[str]]] = [
     ("jax", "fit.py --replicas 8", []),
     ("tensorflow", "fit.py --replicas 2", []),
     ("torch", "modes.py", [*TORCHRUN, "2"]),
-    ("jax", "modes.py --replicas 8", []),
-    ("tensorflow", "modes.py --replicas 2", []),
-    *[(backend, "variables.py", []) for backend in ("jax", "tensorflow", "torch")],
+    ("jax", "modes.py --replicas 8 --rounds 7", []),
+    ("tensorflow", "modes.py --replicas 2 --rounds 7", []),
+    *[(backend, "variables.py --most 1000", []) for backend in ("jax", "tensorflow", "torch")],
+    *[("torch", f"scaling.py {ALL_SIZES}", [*TORCHRUN, ranks]) for ranks in ("1", "2")],
+    *[("torch", f"scaling.py {SOME_SIZES}", [*TORCHRUN, ranks]) for ranks in ("4", "8")],
     *[(backend, "accumulation.py", []) for backend in ("jax", "tensorflow", "torch")],
     *[(backend, "summaries.py", []) for backend in ("jax", "tensorflow", "torch")],
-    *[(backend, "machines.py", []) for backend in ("jax", "tensorflow", "torch")],
-    *[("torch", "scaling.py", [*TORCHRUN, str(ranks)]) for ranks in (1, 2, 4, 8)],
+    *[(backend, "machines.py", []) for backend in ("torch", "jax", "tensorflow")],
     *[(backend, "gpu.py", []) for backend in ("torch", "jax")],
 ]
 
@@ -48,14 +54,30 @@ them again. A bar shows the time relative to the row with 1.00 (the dashed line)
 """
 
 
-def run(backend: str, script: str, start: list[str], how: str) -> str | None:
+def run(backend: str, script: str, start: list[str], how: str, limit: float) -> str | None:
     """Runs one, and returns the last line that it printed where it failed."""
     name, *arguments = script.split()
     command = [*(start or [sys.executable]), str(HERE / name), *arguments, how]
     print(f"KERAS_BACKEND={backend} {' '.join(command)}", flush=True)
-    done = subprocess.run(command, env={**os.environ, "KERAS_BACKEND": backend}, capture_output=True, text=True)
-    print(done.stdout, flush=True)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["failed"])[-1]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "KERAS_BACKEND": backend},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks then
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=30)
+        process.kill()
+        process.communicate()
+        return f"took longer than {limit:g} s"
+    print(f"{stdout}{time.monotonic() - began:.0f} s\n", flush=True)
+    return None if process.returncode == 0 else (stderr.strip().splitlines() or ["failed"])[-1]
 
 
 def newest() -> list[str]:
@@ -117,11 +139,16 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="run nothing")
     parser.add_argument("--quick", action="store_true", help="run them on sizes that say nothing")
     parser.add_argument("--only", nargs="*", default=[], help="names of scripts, without `.py`")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a benchmark is left out")
+    parser.add_argument("--minutes", type=float, default=600.0, help="after which no further benchmark begins")
     arguments = parser.parse_args()
     left_out = {}
+    last_start = time.monotonic() + 60 * arguments.minutes
     for backend, script, start in [] if arguments.page else COMMANDS:
         if not arguments.only or script.partition(".")[0] in arguments.only:
-            reason = run(backend, script, start, "--quick" if arguments.quick else "--write")
+            reason: str | None = "no time was left"
+            if time.monotonic() < last_start:
+                reason = run(backend, script, start, "--quick" if arguments.quick else "--write", arguments.limit)
             if reason is not None:
                 left_out[f"{script} on {backend}"] = reason
     if not arguments.quick:

@@ -2,15 +2,19 @@
 
     torchrun --nproc-per-node 2 benchmarks/scaling.py [--write] [--parameters 1e4 1e6 1e8] [--variables 10 3000]
 
-The model is nothing but weights, so that a step is what training adds: gradients, their reduction, Adam. Target:
-nothing grows faster than with DDP and `torch.optim.Adam(fused=True)`. More ranks than cores take turns, which is slow
-for both. `--quick` runs in seconds, on sizes that say nothing.
+The model is nothing but weights, so that a step is what training adds: gradients, their reduction, Adam. Calls of few
+and of many steps tell what each step costs from what each call does once: `fit` then compares data and weights of the
+ranks, and makes callbacks, iterators and logs. Target: a step grows no faster than with DDP and
+`torch.optim.Adam(fused=True)`. More ranks than cores take turns, which is slow for both. `--quick` runs in seconds, on
+sizes that say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
+import sys
 from collections.abc import Callable
 
 os.environ["KERAS_BACKEND"] = "torch"
@@ -44,9 +48,10 @@ class Weights(keras.layers.Layer):
         return x * ops.sum(ops.stack([ops.mean(array) for array in self.arrays]))
 
 
-def runs_of(num_parameters: int, num_variables: int, num_steps: int) -> dict[str, Callable[[], object]]:
-    """`num_steps` steps of `fit` and of a custom training loop with DDP."""
-    x = np.linspace(0, 1, num_steps, dtype="float32")[:, None]
+def runs_of(num_parameters: int, num_variables: int, few: int, many: int) -> dict[str, Callable[[], object]]:
+    """Calls of `fit`, and of a custom training loop with DDP, of few and of many steps."""
+    rank = dist.get_rank()  # each has rows of its own
+    x = np.linspace(rank, rank + 1, many, dtype="float32")[:, None]
 
     def model() -> keras.Model:
         return keras.Sequential([keras.Input((1,)), Weights(num_parameters, num_variables)])
@@ -57,13 +62,36 @@ def runs_of(num_parameters: int, num_variables: int, num_steps: int) -> dict[str
     optimizer = torch.optim.Adam(ddp.parameters(), fused=True)
     inputs = torch.from_numpy(x)
 
-    def by_hand() -> None:
-        for row in inputs:
+    def by_hand(num_steps: int) -> None:
+        for row in inputs[:num_steps]:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(ddp(row[None]), row[None]).backward()
             optimizer.step()
 
-    return {"DDP": by_hand, "fit": lambda: ours.fit(x, x, batch_size=1, verbose=0, shuffle=False)}
+    def fit(num_steps: int) -> object:
+        rows = x[:num_steps]
+        return ours.fit(rows, rows, batch_size=1, verbose=0, shuffle=False)
+
+    return {
+        f"{name}, {number}": functools.partial(run, steps)
+        for number, steps in (("few", few), ("many", many))
+        for name, run in (("DDP", by_hand), ("fit", fit))
+    }
+
+
+def row_of(seconds: dict[str, list[float]], few: int, many: int) -> tuple[str, float, float, float]:
+    """Cells of the table, and what a step costs with DDP and in `fit`, and a call of `fit`, in milliseconds."""
+    steps: dict[str, list[float]] = {}
+    calls: dict[str, list[float]] = {}
+    for name in ("DDP", "fit"):
+        pairs = list(zip(seconds[f"{name}, few"], seconds[f"{name}, many"]))
+        steps[name] = [1000 * (long - short) / (many - few) for short, long in pairs]
+        calls[name] = [1000 * short - few * step for (short, _), step in zip(pairs, steps[name])]
+    ddp, fit = (float(np.median(steps[name])) for name in ("DDP", "fit"))
+    start = float(np.median(calls["fit"]))
+    middle, low, high = timing.ratios(steps, "fit", "DDP")
+    cells = f"{ddp:.2f} | {fit:.2f} | {middle:.2f} ({low:.2f} to {high:.2f}) | {start:.1f}"
+    return cells, ddp, fit, start
 
 
 def main() -> None:
@@ -71,35 +99,47 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, nargs="*", default=[1e4, 1e5, 1e6, 1e7, 1e8])
     parser.add_argument("--variables", type=int, nargs="*", default=[10, 100, 1000, 3000])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--few", type=int, default=2, help="steps of the short calls")
+    parser.add_argument("--many", type=int, default=22, help="steps of the long calls")
     parser.add_argument("--gib", type=float, default=8.0, help="leave out what takes more memory on all ranks together")
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results/")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     if given.quick:
-        given.parameters, given.variables, given.rounds, given.steps = [1e3], [10, 20], 2, 2
+        given.parameters, given.variables, given.rounds, given.few, given.many = [1e3], [10, 20], 2, 1, 4
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with ks.data_parallel(auto_shard=False) as replicas:
         if not dist.is_initialized():  # a single rank needs no group, except in DDP
             dist.init_process_group("gloo")
-        ranks, left_out = replicas.num_replicas, []
+        ranks, notes, of_variables = replicas.num_replicas, [], []
         sizes = [(int(number), 10) for number in given.parameters]
         sizes += [(MANY, number) for number in given.variables if (MANY, number) not in sizes]
-        lines = ["| parameters | variables | ms, DDP | ms, fit | ratio |", "|---|---|---|---|---|"]
+        heads = ["parameters", "variables", "a step, DDP", "a step, fit", "fit / DDP", "once in each fit"]
+        lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for parameters, variables in sizes:
             if 2 * 20 * parameters * ranks > given.gib * 2**30:  # weights, gradients, a bucket, two slots; two models
-                left_out.append(f"Left out: {parameters:,} parameters, which take more than {given.gib:g} GiB here.")
+                notes.append(f"Left out: {parameters:,} parameters, which take more than {given.gib:g} GiB here.")
                 continue
-            seconds = timing.in_turns(runs_of(parameters, variables, given.steps), given.rounds, dist.barrier)
-            ddp, fit = (1000 * float(np.median(seconds[name])) / given.steps for name in ("DDP", "fit"))
-            middle, low, high = timing.ratios(seconds, "fit", "DDP")
-            cells = f"{parameters:,} | {variables} | {ddp:.2f} | {fit:.2f} | {middle:.2f} ({low:.2f} to {high:.2f})"
-            lines.append(f"| {cells} |")
+            runs = runs_of(parameters, variables, given.few, given.many)
+            seconds = timing.in_turns(runs, given.rounds, dist.barrier)
+            cells, *numbers = row_of(seconds, given.few, given.many)
+            lines.append(f"| {parameters:,} | {variables} | {cells} |")
+            if parameters == MANY:
+                of_variables.append((variables, *numbers))
+            del runs
+        if len(of_variables) > 1:
+            (fewest, *least), (most, *largest) = min(of_variables), max(of_variables)
+            ddp, fit, start = ((b - a) / (most - fewest) for a, b in zip(least, largest))
+            notes.append(
+                f"Each further variable of {MANY:,} parameters: {ddp:.3f} ms of a step with DDP, {fit:.3f} ms of a "
+                f"step of `fit`, {start:.3f} ms once in each `fit`."
+            )
+    shown = [argument for argument in sys.argv[1:] if argument not in ("--write", "--quick")]
     if replicas.is_chief:
         timing.report(
             f"How a step grows on {ranks} ranks of PyTorch",
-            f"torchrun --nproc-per-node {ranks} benchmarks/scaling.py",
-            "\n".join([*lines, *[f"\n{line}" for line in left_out]]),
+            " ".join([f"torchrun --nproc-per-node {ranks} benchmarks/scaling.py", *shown]),
+            "Milliseconds.\n\n" + "\n".join([*lines, *[f"\n{note}" for note in notes]]),
             {"Keras": keras.__version__, "PyTorch": f"{torch.__version__}, 1 thread on each rank, gloo"},
             given.write,
         )

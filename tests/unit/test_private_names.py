@@ -772,3 +772,18 @@ def test_logs_of_an_epoch_come_before_validation():
     variable = keras.Variable(0.0)
     optimizer._track_variable(variable)
     assert any(each is variable for each in optimizer.variables)
+
+
+@pytest.mark.backends("torch")
+def test_what_a_variable_holds_unless_a_scope_stands_in_for_it():
+    from keras.src.backend.common.stateless_scope import in_stateless_scope
+    from keras.src.backend.common.variables import get_autocast_scope
+
+    variable = keras.Variable(np.ones(2, "float32"))
+    assert type(variable) is keras.Variable
+    assert variable.value is variable._value
+    assert not in_stateless_scope() and get_autocast_scope() is None
+    with keras.StatelessScope([(variable, keras.ops.zeros(2))]):
+        assert in_stateless_scope() and variable.value is not variable._value
+    with keras.src.backend.common.variables.AutocastScope("float16"):
+        assert get_autocast_scope() is not None and variable.value is not variable._value
