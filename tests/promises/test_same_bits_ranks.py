@@ -50,8 +50,8 @@ def test_another_number_of_parts_would_change_the_bits():
     assert same_bits.digest(*model.weights) != alone(case)["weights"]
 
 
-def test_values_are_those_of_the_optimizer_without_parts():
-    case = "recurrent-SGD-plain"
+@pytest.mark.parametrize("case", ["recurrent-SGD-plain", "masked-SGD-plain", "recurrent-SGD-weighted"])
+def test_values_are_those_of_the_optimizer_without_parts(case):
     ends = []
     for num_parts in (None, same_bits.NUM_PARTS):
         with ks.data_parallel() as replicas:

@@ -59,7 +59,7 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
             with batch_shared(share), before_more(not here.is_last):
                 return _count(real, part_data) if isinstance(here, CountingPart) else real(part_data)
 
-        def counted() -> list[Any]:
+        def count() -> list[Any]:
             counts = Subtrees()
             for i, part in enumerate(own):
                 here = CountingPart(part, num_parts, is_first=not i, is_last=part == own[-1])
@@ -67,7 +67,7 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
                 counts.add(here.counts)
             return Tree(replicas, num_parts).all_reduce(counts.take(), "sum")
 
-        totals = counted() if session.counts_first else []
+        totals = count() if session.counts_first else []
         session.counts_first = bool(totals)
         for i, part in enumerate(own):
             position = {"is_first": not i, "is_last": part == own[-1]}
@@ -76,7 +76,7 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
             except NotCountedError:
                 if i or totals or (trains and not has_built_in_step(model)):
                     raise
-                totals, session.counts_first = counted(), True
+                totals, session.counts_first = count(), True
                 found = step(i, PartOfBatch(part, num_parts, **position, counted=totals))
             logs.add(found, rows[i])
             state.end(rows[i] > 0)
