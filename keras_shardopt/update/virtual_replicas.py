@@ -39,38 +39,69 @@ _SMALL = 2**14
 class PartOfBatch(Communicator):
     """One virtual replica, as the losses and stages of its part see it. It can exchange nothing.
 
+    Losses that divide by a mask, or by a sum of weights, ask for what all parts have of it. So a trainer goes through
+    the parts once before (`CountingPart`), adds up what they count, and says it to each part.
+
     Args:
         replica_id: which part of the batch this is.
         num_replicas: how many parts there are.
         is_first: whether it is the first one on its replica.
         is_last: whether it is the last one.
+        counted: what all parts have together, in the order in which losses ask for it.
     """
 
-    def __init__(self, replica_id: int, num_replicas: int, is_first: bool, is_last: bool) -> None:
+    def __init__(
+        self, replica_id: Any, num_replicas: int, is_first: bool, is_last: bool, counted: Sequence[Tensor] = ()
+    ) -> None:
         self.replica_id = replica_id
         self.num_replicas = num_replicas
         self.is_first = is_first
         self.is_last = is_last
+        self._counted = list(counted)
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         """Its own."""
         return GradientState.LOCAL
 
     def _refuse(self) -> NoReturn:
-        raise ValueError(
+        raise NotCountedError(
             "`virtual_replicas` works on the parts of a batch one after another, so that none can wait for numbers of "
-            "the others. Received: a layer or loss that does: a synchronized `BatchNormalization`, a loss with a mask "
-            'or `reduction="mean_with_sample_weight"`, or a loss function that is not one of Keras\' own. Use sample '
-            'weights in place of the mask, a loss of Keras, `reduction="sum"`, or leave `virtual_replicas` out.'
+            "the others. Received: a layer or loss that does: a synchronized `BatchNormalization`; or, in a custom "
+            '`train_step`, a loss with a mask or `reduction="mean_with_sample_weight"`, or a loss that is not '
+            "one of Keras' own. Use the built-in `train_step`, sample weights in place of the mask, a loss of Keras or "
+            '`reduction="sum"`, or leave `virtual_replicas` out.'
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Raises ValueError."""
-        self._refuse()
+        """What all parts have of these, if it was counted before; else raises ValueError."""
+        if op != "sum" or len(self._counted) < len(tensors):
+            self._refuse()
+        found, self._counted = self._counted[: len(tensors)], self._counted[len(tensors) :]
+        return found
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Raises ValueError."""
         self._refuse()
+
+
+class NotCountedError(ValueError):
+    """Raised where a loss asks for what all parts have of something that was not counted before."""
+
+
+class CountingPart(PartOfBatch):
+    """A part that is gone through for what its losses count, and for nothing else."""
+
+    def __init__(self, replica_id: Any, num_replicas: int, is_first: bool, is_last: bool) -> None:
+        super().__init__(replica_id, num_replicas, is_first, is_last)
+        self.counts: list[Tensor] = []
+        """What was to be added up, in its order."""
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+        """Notes them, and returns them as they are."""
+        if op != "sum":
+            self._refuse()
+        self.counts += tensors
+        return list(tensors)
 
 
 def current_part() -> PartOfBatch | None:

@@ -50,13 +50,16 @@ def test_another_number_of_parts_would_change_the_bits():
     assert same_bits.digest(*model.weights) != alone(case)["weights"]
 
 
-def test_values_are_those_of_the_optimizer_without_parts():
-    case = "recurrent-SGD-plain"
+@pytest.mark.parametrize("case", ["recurrent-SGD-plain", "masked-SGD-plain", "recurrent-SGD-weighted"])
+def test_values_are_those_of_the_optimizer_without_parts(case):
     ends = []
     for num_parts in (None, same_bits.NUM_PARTS):
         with ks.data_parallel() as replicas:
             model = same_bits.model_of(case, virtual_replicas=num_parts)
             history = same_bits.fit(model, case)
+        if case.startswith("masked"):
+            # Without replicas Keras' loss multiplies the mask into the weights in place, before metrics see them.
+            del history["sparse_categorical_accuracy"]
         replicas.close()
         ends.append([*map(keras.ops.convert_to_numpy, model.weights), *map(np.array, history.values())])
     for one, other in zip(*ends):

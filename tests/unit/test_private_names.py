@@ -538,6 +538,7 @@ def test_names_in_the_torch_trainer():
 
 @pytest.mark.backends("jax")
 def test_names_in_the_jax_trainer():
+    from keras.src.backend.common import masking
     from keras.src.backend.jax import trainer
     from keras.src.trainers.data_adapters import data_adapter_utils
 
@@ -575,6 +576,10 @@ def test_names_in_the_jax_trainer():
         "y",
         "sample_weight",
     ]
+    tensor = keras.ops.ones(2)
+    masking.set_keras_mask(tensor, keras.ops.zeros(2))
+    np.testing.assert_array_equal(masking.get_keras_mask(tensor), [0, 0])
+    assert masking.get_keras_mask(keras.ops.ones(2)) is None
     given = inspect.signature(keras.Model._update_metrics_variables).parameters
     assert list(given)[1:] == ["metrics_variables", "unscaled_loss", "x", "y", "y_pred", "sample_weight"]
 

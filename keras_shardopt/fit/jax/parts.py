@@ -6,16 +6,19 @@ itself. What parts do to moving statistics is added up in the tree in which grad
 
 Private names of Keras touched here (a test holds each of them):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
+    `keras.src.backend.common.masking.get_keras_mask`, `set_keras_mask` - the mask that goes with a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
@@ -23,9 +26,17 @@ from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.numerics import Tensor
+from keras_shardopt.update.losses import mean_losses
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
-from keras_shardopt.update.virtual_replicas import PartOfBatch, Tree, VirtualReplicas, first_found, parts_of_each
+from keras_shardopt.update.virtual_replicas import (
+    CountingPart,
+    PartOfBatch,
+    Tree,
+    VirtualReplicas,
+    first_found,
+    parts_of_each,
+)
 
 
 def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
@@ -33,57 +44,200 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
 
     Returns:
         The gradients of all parts together, what is found in them and notes; the loss of the whole batch; the
-        predictions of all rows; and the variables that are not trained.
+        predictions of all rows; the variables that are not trained; and those of metrics.
     """
-    axis, num_replicas = distribution.batch_dim_name, batch_size_of(distribution)
-    all_rows = num_rows(data)
-    rows = -(-all_rows // num_parts)  # of each part, those at the end with the first row as padding
-    num_missing = rows * num_parts - all_rows
-    each = parts_of_each(num_parts, num_replicas)
+    cut = _Cut(model, distribution, data, num_parts)
     stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, VirtualReplicas))
-    variables, kept = model.trainable_variables, model.non_trainable_variables
-    is_seed = [v.name == "seed_generator_state" for v in kept]
-    is_moving = [not seed and keras.backend.is_float_dtype(v.dtype) for v, seed in zip(kept, is_seed)]
-
+    variables = model.trainable_variables
     iterations = [v is model.optimizer.iterations for v in model.optimizer.variables].index(True)
     weights, others, optimizer_state, metrics = state
     optimizer_state = without_own(reducer, model.optimizer.variables, optimizer_state)
 
-    def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, data: Any) -> Any:
+    def local(weights: Any, kept: Any, optimizer_state: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
-        replicas = MappedAxis(axis)
-        first = replicas.replica_id * each
+        replicas = MappedAxis(cut.axis)
+        # A number that XLA does not know, or it would write few rounds one after another, and fuse them.
+        num_rounds = jax.numpy.where(optimizer_state[iterations] >= 0, cut.each, 0)
+        arguments = {"training": True, "optimizer_variables": optimizer_state}
+        counted = cut.counted(replicas, weights, kept, data, num_rounds, arguments)
         step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
 
         def of_part(index: Tensor, own: Any) -> Any:
-            mine = jax.numpy.clip(all_rows - index * rows, 0, rows) if num_missing else rows
-            other = seed_offset(index)
-            inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
-            part = PartOfBatch(index, num_parts, is_first=True, is_last=True)
-            share = BatchShare(mine, all_rows, part, ends_early=bool(num_missing), rows_here=rows)
-            with batch_shared(share):
-                (_, (loss, y_pred, changed, _)), grads = step(
-                    weights, inputs, metrics, *own, training=True, optimizer_variables=optimizer_state
-                )
+            part = PartOfBatch(index, num_parts, is_first=True, is_last=True, counted=counted)
+            with cut.shared(part):
+                (_, (loss, y_pred, *changed)), grads = step(weights, *cut.starts(index, kept), *own, **arguments)
                 with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
                     scale = model.optimizer.scale_loss(1.0)
                     with assigning_nothing(OWN_GRADIENTS):
                         grads, found = stage.of_part(
                             Step(grads, variables, row_share=row_share(), loss_scale=scale), part
                         )
-            counts = jax.numpy.asarray(mine > 0)
-            moved = [
-                jax.numpy.where(counts, after - before, 0)
-                for before, after, moves in zip(others, changed, is_moving)
-                if moves
-            ]
-            changed = [after - other if seed else after for after, seed in zip(changed, is_seed)]
-            return [*grads, loss, *moved], found, changed, y_pred
+            sums, last = cut.ends(index, kept, changed)
+            return [*grads, loss, *sums], found, last, y_pred
+
+        totals, found, last, y_pred = cut.over_parts(of_part, replicas, data, num_rounds)
+        grads, (loss, *sums) = totals[: len(variables)], totals[len(variables) :]
+        with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
+            scale = model.optimizer.scale_loss(1.0)
+            of_all = Step(grads, variables, loss_scale=scale, found_inf=found)
+            with assigning_nothing(OWN_GRADIENTS):
+                reduced = stage.reduced(of_all, replicas)
+        return (
+            (reduced.grads, reduced.found_inf, dict(reduced.notes)),
+            y_pred,
+            cut.joined(replicas, kept, loss, sums, last),
+        )
+
+    grads, y_pred, (loss, *kept) = cut.run(
+        local, (weights, [*others, *metrics], optimizer_state), data, (True, False, True)
+    )
+    return grads, loss, y_pred, kept[: len(others)], kept[len(others) :]
+
+
+def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
+    """Forward passes of each replica on its parts of a batch.
+
+    Returns:
+        What `in_parts` does, but gradients; of the predictions their masks, too.
+    """
+    cut = _Cut(model, distribution, data, num_parts)
+    weights, others, metrics = state
+    is_count = [v is mean_losses(model)[0].count for v in model.metrics_variables].index(True)
+    arguments = {"training": False}
+
+    def local(weights: Any, kept: Any, data: Any) -> Any:
+        replicas = MappedAxis(cut.axis)
+        num_rounds = jax.numpy.where(kept[len(others) + is_count] >= 0, cut.each, 0)
+        counted = cut.counted(replicas, weights, kept, data, num_rounds, arguments)
+
+        def of_part(index: Tensor, own: Any) -> Any:
+            with cut.shared(PartOfBatch(index, num_parts, is_first=True, is_last=True, counted=counted)):
+                _, (loss, y_pred, *changed) = model.compute_loss_and_updates(
+                    weights, *cut.starts(index, kept), *own, **arguments
+                )
+            sums, last = cut.ends(index, kept, changed)
+            masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]  # which metrics look at
+            return [loss, *sums], None, last, (y_pred, masks)
+
+        (loss, *sums), _, last, outputs = cut.over_parts(of_part, replicas, data, num_rounds)
+        return outputs, cut.joined(replicas, kept, loss, sums, last)
+
+    outputs, (loss, *kept) = cut.run(local, (weights, [*others, *metrics]), data, (False, True))
+    return loss, outputs, kept[: len(others)], kept[len(others) :]
+
+
+class _Cut:
+    """How a batch is cut into parts, and what is made of the variables that they change: of metrics, and others.
+
+    Of metrics that count, each part counts from zero, and the sum is added; moving statistics change by the mean over
+    parts that have rows; seeds and the like are those of any part.
+
+    Args:
+        model: the model.
+        distribution: the devices.
+        data: the batch.
+        num_parts: how many parts it has.
+    """
+
+    def __init__(self, model: Any, distribution: Any, data: Any, num_parts: int) -> None:
+        self.axis = distribution.batch_dim_name
+        self._model, self._distribution, self._num_parts = model, distribution, num_parts
+        self._all_rows = num_rows(data)
+        self._rows = -(-self._all_rows // num_parts)  # of each part, those at the end with the first row as padding
+        self._num_missing = self._rows * num_parts - self._all_rows
+        self.each = parts_of_each(num_parts, batch_size_of(distribution))
+        others, metrics = model.non_trainable_variables, model.metrics_variables
+        self._num_others = len(others)
+        self._is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]
+        self._is_sum = [False] * len(others) + [v.aggregation == "sum" for v in metrics]
+        # Mean losses count an equal part of the rows for each part, also for one that has none.
+        always = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
+        self._always = [id(v) in always for v in [*others, *metrics]]
+        self._is_moving = [
+            not seed and not adds and keras.backend.is_float_dtype(v.dtype)
+            for v, seed, adds in zip([*others, *metrics], self._is_seed, self._is_sum)
+        ]
+
+    def _counting(self, index: Tensor) -> Any:
+        """How many rows of a part count."""
+        if not self._num_missing:
+            return self._rows
+        return jax.numpy.clip(self._all_rows - index * self._rows, 0, self._rows)
+
+    @contextlib.contextmanager
+    def shared(self, part: PartOfBatch) -> Iterator[None]:
+        """Within it losses are those of this part."""
+        mine = self._counting(part.replica_id)
+        share = BatchShare(mine, self._all_rows, part, ends_early=bool(self._num_missing), rows_here=self._rows)
+        with batch_shared(share):
+            yield
+
+    def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:
+        """The variables with which a part begins: those that are not trained, and those of metrics."""
+        begun = [
+            value + seed_offset(index) if seed else jax.numpy.zeros_like(value) if adds else value
+            for value, seed, adds in zip(kept, self._is_seed, self._is_sum)
+        ]
+        return begun[: self._num_others], begun[self._num_others :]
+
+    def ends(self, index: Tensor, kept: Any, changed: Any) -> tuple[Any, Any]:
+        """What is added up of the variables that a part has changed, and what is taken as it is."""
+        counts = jax.numpy.asarray(self._counting(index) > 0)
+        after = [value for values in changed for value in values]
+        sums = []
+        for i, (old, new) in enumerate(zip(kept, after)):
+            if self._is_sum[i]:
+                sums.append(new if self._always[i] else jax.numpy.where(counts, new, jax.numpy.zeros_like(new)))
+            elif self._is_moving[i]:
+                sums.append(jax.numpy.where(counts, new - old, 0))
+        last = [new - seed_offset(index) if seed else new for new, seed in zip(after, self._is_seed)]
+        return sums, last
+
+    def joined(self, replicas: MappedAxis, kept: Any, loss: Tensor, sums: Any, last: Any) -> list[Tensor]:
+        """The loss of the batch, and the variables after it."""
+        loss, *totals = Tree(replicas, self._num_parts).all_reduce([loss, *sums], "sum")
+        num_counting = -(-self._all_rows // self._rows)
+        left, after = iter(totals), [loss / self._num_parts]
+        for old, new, adds, moves in zip(kept, last, self._is_sum, self._is_moving):
+            after.append(old + next(left) if adds else old + next(left) / num_counting if moves else new)
+        return after
+
+    def counted(
+        self, replicas: MappedAxis, weights: Any, kept: Any, data: Any, num_rounds: Tensor, arguments: dict[str, Any]
+    ) -> list[Tensor]:
+        """What all parts have of what losses divide by. XLA leaves out what of the model that does not need."""
+
+        def of_part(index: Tensor, own: Any) -> Any:
+            part = CountingPart(index, self._num_parts, is_first=True, is_last=True)
+            with self.shared(part):
+                self._model.compute_loss_and_updates(weights, *self.starts(index, kept), *own, **arguments)
+            return part.counts, None, [], []
+
+        if not self._shapes(of_part, data)[0]:
+            return []
+        totals, *_ = self.over_parts(of_part, replicas, data, num_rounds)
+        return Tree(replicas, self._num_parts).all_reduce(totals, "sum")
+
+    def _shapes(self, of_part: Any, data: Any) -> Any:
+        return jax.eval_shape(of_part, jax.numpy.int32(0), jax.tree.map(lambda leaf: leaf[: self._rows], data))
+
+    def over_parts(self, of_part: Any, replicas: MappedAxis, data: Any, num_rounds: Tensor) -> tuple[Any, ...]:
+        """What a replica's parts make, one after another.
+
+        Args:
+            of_part: returns for a part what is added up, where it found a gradient that is not finite, what is taken as
+                it is, and the rows of outputs.
+            replicas: the devices.
+            data: the replica's rows.
+            num_rounds: how many parts it has.
+        """
+        each, rows = self.each, self._rows
+        first = replicas.replica_id * each
 
         def add(i: Tensor, carry: Any) -> Any:
             levels, found_before, _, outputs = carry
             own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i * rows, rows), data)
-            total, found, changed, y_pred = of_part(first + i, own)
+            total, found, last, y_pred = of_part(first + i, own)
             level = jax.lax.population_count(i ^ (i + 1)) - 1  # how many digits 1 the number of parts so far ends with
             total = jax.lax.fori_loop(
                 0, level, lambda j, total: [sums[j] + more for sums, more in zip(levels, total)], total
@@ -92,11 +246,9 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
             outputs = jax.tree.map(
                 lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, i * rows, 0), outputs, y_pred
             )
-            return levels, None if found is None else first_found(found_before, found), changed, outputs
+            return levels, None if found is None else first_found(found_before, found), last, outputs
 
-        total, found, changed, y_pred = jax.eval_shape(
-            of_part, jax.numpy.int32(0), jax.tree.map(lambda leaf: leaf[:rows], data)
-        )
+        total, found, last, y_pred = self._shapes(of_part, data)
         # Two levels and two parts at least: XLA would see that a single part is the same in every round, and move what
         # only depends on it out of the loop.
         num_levels = max(2, each.bit_length())
@@ -105,38 +257,42 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
         empty = (
             [jax.numpy.zeros((num_levels, *sums.shape), sums.dtype) for sums in total],
             None if found is None else jax.numpy.zeros(found.shape, found.dtype),
-            [jax.numpy.zeros(value.shape, value.dtype) for value in changed],
+            [jax.numpy.zeros(value.shape, value.dtype) for value in last],
             jax.tree.map(lambda leaf: jax.numpy.zeros((each * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), y_pred),
         )
-        # A number that XLA does not know, or it would write few rounds one after another, and fuse them.
-        num_rounds = jax.numpy.where(optimizer_state[iterations] >= 0, each, 0)
-        levels, found, changed, y_pred = jax.lax.fori_loop(0, num_rounds, add, empty)
-        totals = [sums[each.bit_length() - 1] for sums in levels]
-        grads, (loss, *moved) = totals[: len(variables)], totals[len(variables) :]
-        with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
-            scale = model.optimizer.scale_loss(1.0)
-            of_all = Step(grads, variables, loss_scale=scale, found_inf=found)
-            with assigning_nothing(OWN_GRADIENTS):
-                reduced = stage.reduced(of_all, replicas)
-        loss, *moved = Tree(replicas, num_parts).all_reduce([loss, *moved], "sum")
-        num_counting = -(-all_rows // rows)
-        left = iter(moved)
-        joined = [
-            before + next(left) / num_counting if moves else after
-            for before, after, moves in zip(others, changed, is_moving)
-        ]
-        return (reduced.grads, reduced.found_inf, dict(reduced.notes)), loss / num_parts, y_pred, joined
+        levels, found, last, y_pred = jax.lax.fori_loop(0, num_rounds, add, empty)
+        return [sums[each.bit_length() - 1] for sums in levels], found, last, y_pred
 
-    whole, divided = PartitionSpec(), PartitionSpec(axis)
-    run = jax.shard_map(
-        local,
-        mesh=distribution.device_mesh.backend_mesh,
-        in_specs=(whole, whole, whole, whole, divided),
-        out_specs=(whole, whole, divided, whole),
-        check_vma=False,
-    )
-    grads, loss, y_pred, joined = run(weights, others, optimizer_state, metrics, padded(data, num_missing))
-    return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], y_pred), joined
+    def run(self, local: Any, state: tuple[Any, ...], data: Any, returned: tuple[bool, ...]) -> Any:
+        """Runs `local` on each device.
+
+        Args:
+            local: takes the state, and a device's rows of the batch.
+            state: which all devices have.
+            data: the batch.
+            returned: for each thing that is returned, whether all devices have it; else it has a device's rows.
+        """
+        whole, divided = PartitionSpec(), PartitionSpec(self.axis)
+        run = jax.shard_map(
+            local,
+            mesh=self._distribution.device_mesh.backend_mesh,
+            in_specs=(*[whole for _ in state], divided),
+            out_specs=tuple(whole if equal else divided for equal in returned),
+            check_vma=False,
+        )
+        found = run(*state, padded(data, self._num_missing))
+        return [
+            part if equal else jax.tree.map(lambda leaf: leaf[: self._all_rows], part)
+            for part, equal in zip(found, returned)
+        ]
+
+
+def with_masks(y_pred: Any, masks: Any) -> Any:
+    """Predictions as metrics know their masks."""
+    for leaf, mask in zip(jax.tree.leaves(y_pred), masks):
+        if mask is not None:
+            set_keras_mask(leaf, mask)
+    return y_pred
 
 
 def on_every_device(values: Any, distribution: Any) -> Any:

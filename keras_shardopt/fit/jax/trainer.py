@@ -52,7 +52,14 @@ from keras_shardopt.fit.jax.batches import (
     takes_uneven,
     watch_batches,
 )
-from keras_shardopt.fit.jax.parts import in_parts, on_every_device, with_zeros, without_own
+from keras_shardopt.fit.jax.parts import (
+    evaluated_in_parts,
+    in_parts,
+    on_every_device,
+    with_masks,
+    with_zeros,
+    without_own,
+)
 from keras_shardopt.fit.overrides import call_silently, num_rows, reducers_in, refuse_groups
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 from keras_shardopt.fit.virtual_replicas import num_parts_of
@@ -180,8 +187,18 @@ def _predict_on_batch(model: Any, real: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _test_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
-    del model
-    return real(state, rows_that_count(data))
+    """By parts where training is, so that its logs have the same bits."""
+    data, distribution = rows_that_count(data), keras.distribution.distribution()
+    num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
+    if num_parts is None or batch_size_of(distribution) == 1 or type(model).test_step is not keras.Model.test_step:
+        return real(state, data)
+    data = x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    share_losses(model)
+    _refuse_penalties_on_activities(model, num_rows(data), num_parts)
+    loss, outputs, others, metrics = evaluated_in_parts(model, distribution, state, data, num_parts)
+    y, sample_weight, outputs = on_every_device((y, sample_weight, outputs), distribution)
+    logs, metrics = model._update_metrics_variables(metrics, loss, x, y, with_masks(*outputs), sample_weight)
+    return logs, (state[0], others, metrics)
 
 
 def _predict_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
@@ -251,10 +268,13 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     arguments = (model, reducers[0], distribution, state, data)
     if num_parts is None:
         grads, loss, y_pred, new_others = _per_replica(*arguments, stacks)
+        # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
+        _, (_, _, metrics) = model.stateless_compute_loss(
+            weights, others, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+        )
     else:
-        if num_rows(data) % num_parts:
-            _refuse_penalties_on_activities(model, num_rows(data), num_parts)
-        grads, loss, y_pred, new_others = in_parts(*arguments, num_parts)
+        _refuse_penalties_on_activities(model, num_rows(data), num_parts)
+        grads, loss, y_pred, new_others, metrics = in_parts(*arguments, num_parts)
         y, sample_weight, y_pred = on_every_device((y, sample_weight, y_pred), distribution)
     if stacks:
         all_rows = num_rows(data)
@@ -274,10 +294,6 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         )
         with claim_reduction(reducers), reducers[0].pipeline.resuming(reduced):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
-    # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
-    _, (_, _, metrics) = model.stateless_compute_loss(
-        weights, others, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-    )
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
     return logs, (new_weights, new_others, optimizer_state, metrics)
 
@@ -301,8 +317,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     all_rows = num_rows(data)
     rows = -(-all_rows // num_replicas)
     num_missing = rows * num_replicas - all_rows
-    if num_missing:
-        _refuse_penalties_on_activities(model, all_rows, num_replicas)
+    _refuse_penalties_on_activities(model, all_rows, num_replicas)
     variables = model.trainable_variables
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
@@ -361,10 +376,10 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
 
 def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int) -> None:
     for layer in layers_of(model):
-        if getattr(layer, "activity_regularizer", None) is not None:
+        if num_rows % num_replicas and getattr(layer, "activity_regularizer", None) is not None:
             raise ValueError(
                 "`activity_regularizer` counts all rows that a layer sees, also those that fill up a batch which does "
                 "not divide by the number of replicas, where the optimizer needs each replica's gradients. Received: "
                 f"layer {layer.name!r}, with {num_rows} rows on {num_replicas} replicas. Use batches that divide, "
-                "or leave out `replica_clipnorm` and `replica_transform`."
+                "or leave out `replica_clipnorm`, `replica_transform` and `virtual_replicas`."
             )

@@ -3,7 +3,8 @@
 Each part is a step of Keras that begins with the state with which the batch began. What parts do to it is added up in
 the tree in which gradients are, so that after each batch all ranks have the same bits, however many there are: of
 metrics what each has counted, from zero; of moving statistics the mean of the changes of the parts that have rows. Seed
-generators advance once for each batch.
+generators advance once for each batch. Where losses divide by what all parts have (of a mask, say), each part goes
+forward once before, to count it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,22 @@ import keras
 import torch
 
 from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.torch.random_numbers import as_parts, global_seed_state
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.torch.session import Session
 from keras_shardopt.update.losses import mean_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
-from keras_shardopt.update.virtual_replicas import PartOfBatch, Subtrees, Tree, own_parts
+from keras_shardopt.update.virtual_replicas import (
+    CountingPart,
+    NotCountedError,
+    PartOfBatch,
+    Subtrees,
+    Tree,
+    current_part,
+    own_parts,
+)
 from keras_shardopt.wrapping.rollback import before_more, changed_by_forward_passes
 
 
@@ -39,15 +49,36 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
     state, logs = _State(model, trains), _Logs()
     with as_parts() as begin, _one_thread():
         batch = [int(reducer.iterations), 0 if reducer.accumulation is None else reducer.accumulation.num_taken]
-        for i, part in enumerate(own):
-            begin(part, batch)
+
+        def step(i: int, here: PartOfBatch) -> Any:
+            begin(own[i], batch)
             state.begin()
             # A step without rows needs some to go through the model with.
             part_data = _copied(part_of_batch(data, rows if mine else [1, given - 1], i if mine else 0))
-            here = PartOfBatch(part, num_parts, is_first=part == own[0], is_last=part == own[-1])
             share = BatchShare(rows[i], all_rows, here, ends_early=not rows[i], rows_here=rows[i] or 1)
             with batch_shared(share), before_more(not here.is_last):
-                logs.add(real(part_data), rows[i])
+                return _count(real, part_data) if isinstance(here, CountingPart) else real(part_data)
+
+        def count() -> list[Any]:
+            counts = Subtrees()
+            for i, part in enumerate(own):
+                here = CountingPart(part, num_parts, is_first=not i, is_last=part == own[-1])
+                step(i, here)
+                counts.add(here.counts)
+            return Tree(replicas, num_parts).all_reduce(counts.take(), "sum")
+
+        totals = count() if session.counts_first else []
+        session.counts_first = bool(totals)
+        for i, part in enumerate(own):
+            position = {"is_first": not i, "is_last": part == own[-1]}
+            try:
+                found = step(i, PartOfBatch(part, num_parts, **position, counted=totals))
+            except NotCountedError:
+                if i or totals or (trains and not has_built_in_step(model)):
+                    raise
+                totals, session.counts_first = count(), True
+                found = step(i, PartOfBatch(part, num_parts, **position, counted=totals))
+            logs.add(found, rows[i])
             state.end(rows[i] > 0)
     session.last_rows = mine
     session.confirm()
@@ -57,6 +88,22 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
     is_skipped = trains and _is_skipped(reducer, updates)
     state.settle(Tree(replicas, num_parts), sum(count > 0 for count in counted), is_skipped)
     return logs.settle(model, Tree(replicas, num_parts), sum(counted))
+
+
+class _Counted(Exception):
+    pass
+
+
+def _count(real: Callable[[Any], Any], data: Any) -> None:
+    """Goes through a step as far as its loss."""
+    with contextlib.suppress(_Counted), torch.no_grad():
+        torch.compiler.disable(real)(data)
+
+
+def end_counting() -> None:
+    """Called after a loss is computed: where it is computed to be counted, this is the end of the step."""
+    if isinstance(current_part(), CountingPart):
+        raise _Counted
 
 
 def _is_skipped(reducer: Any, updates: int | None) -> bool:

@@ -80,6 +80,8 @@ class Session:
         self._unused: list[tuple[Any, int]] = []
         """The optimizers that must not update anything, with the number of their updates."""
         self._begins_epoch = False
+        self.counts_first = False
+        """Whether losses divide by what parts of a batch must count before."""
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
         self.mine: int | None = None

@@ -42,7 +42,7 @@ from keras_shardopt.fit.sharing import (
     splits_own_part,
 )
 from keras_shardopt.fit.torch.batches import EpochIterator, KerasEpochIterator
-from keras_shardopt.fit.torch.parts import in_parts
+from keras_shardopt.fit.torch.parts import end_counting, in_parts
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses, share_losses
@@ -248,7 +248,9 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = Fals
 def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """From here on ranks exchange tensors, so all must be in the same step."""
     session_of(model).confirm()
-    return real(*args, **kwargs)
+    loss = real(*args, **kwargs)
+    end_counting()
+    return loss
 
 
 @torch.compiler.disable(recursive=False)

@@ -42,7 +42,13 @@ def recurrent():
     )
 
 
-NETS = {"normalizing": normalizing, "attending": attending, "recurrent": recurrent}
+def masked():
+    inputs = keras.Input((7,), dtype="int32")
+    x = layers.LSTM(8, return_sequences=True)(layers.Embedding(50, 8, mask_zero=True)(inputs))
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+
+NETS = {"normalizing": normalizing, "attending": attending, "recurrent": recurrent, "masked": masked}
 
 OPTIMIZERS = {
     "Adam": lambda: keras.optimizers.Adam(0.01),
@@ -56,10 +62,14 @@ OPTIONS = {
     "divided": {"shard_state": True, "fused": False},
     "summed": {"reduction": "sum"},
     "skipped": {"on_nonfinite": "skip"},
+    "weighted": {},  # by the sum of weights
 }
 
-CASES = [f"{net}-{optimizer}-plain" for net in NETS for optimizer in OPTIMIZERS] + [
-    f"normalizing-SGD-{options}" for options in OPTIONS if options != "plain"
+CASES = [
+    *[f"{net}-{optimizer}-plain" for net in NETS for optimizer in OPTIMIZERS],
+    *[f"normalizing-SGD-{options}" for options in OPTIONS if options not in ("plain", "weighted")],
+    "masked-SGD-clipped",
+    "recurrent-SGD-weighted",
 ]
 
 
@@ -68,7 +78,8 @@ def model_of(case, **more):
     net, optimizer, options = case.split("-")
     keras.utils.set_random_seed(5)
     model = NETS[net]()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    reduction = "mean_with_sample_weight" if options == "weighted" else "sum_over_batch_size"
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
     inner = OPTIMIZERS[optimizer]()
     if options == "clipped":
         inner = ks.LossScaling(ks.GradientClipping(inner, 1.0))
@@ -85,10 +96,12 @@ def data_of(case):
         "normalizing": lambda: random.randn(ROWS, 12).astype("float32"),
         "attending": lambda: random.randn(ROWS, 12, 12, 3).astype("float32"),
         "recurrent": lambda: random.randint(0, 50, (ROWS, 7)),
+        "masked": lambda: random.randint(1, 50, (ROWS, 7)) * (np.arange(7) < random.randint(1, 8, (ROWS, 1))),
     }[net]()
     if case.endswith("skipped"):
         x[30, 2] = np.nan  # in the gradients of one part
-    return x, random.randint(0, 3, ROWS), random.rand(ROWS).astype("float32") + 0.5
+    shape = (ROWS, 7) if net == "masked" else (ROWS,)
+    return x, random.randint(0, 3, shape), random.rand(*shape).astype("float32") + 0.5
 
 
 def fit(model, case, epochs=2, **more):
