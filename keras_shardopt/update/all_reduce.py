@@ -119,6 +119,11 @@ def _factor(gradient_state: GradientState, reduction: Reduction, num_replicas: i
     return 1 if reduction == "mean" else num_replicas
 
 
+def _shaped(grad: Tensor, variable: Variable) -> Tensor:
+    """A gradient of its variable's shape, of which a trace of TensorFlow may know only a part."""
+    return ops.reshape(grad, variable.shape) if ops.is_tensor(grad) and None in tuple(grad.shape) else grad
+
+
 def _reduce_some(
     grads: Gradients,
     variables: Sequence[Variable],
@@ -133,7 +138,7 @@ def _reduce_some(
         present = [i for i, grad in enumerate(grads) if grad is not None]
         result: list[Tensor | None] = [None] * len(grads)
         along = [] if flags is None else [flags]
-        sums = replicas.all_reduce([*[grads[i] for i in present], *along], op)
+        sums = replicas.all_reduce([*[_shaped(grads[i], variables[i]) for i in present], *along], op)
         for i, grad in zip(present, sums):
             result[i] = grad
         return result, None if flags is None else sums[-1]
