@@ -121,7 +121,8 @@ def _factor(gradient_state: GradientState, reduction: Reduction, num_replicas: i
 
 def _shaped(grad: Tensor, variable: Variable) -> Tensor:
     """A gradient of its variable's shape, of which a trace of TensorFlow may know only a part."""
-    return ops.reshape(grad, variable.shape) if ops.is_tensor(grad) and None in tuple(grad.shape) else grad
+    is_dense = hasattr(grad, "dtype") and not hasattr(grad, "indices")
+    return ops.reshape(grad, variable.shape) if is_dense and None in tuple(grad.shape) else grad
 
 
 def _reduce_some(

@@ -109,7 +109,7 @@ def test_eager_and_compiled_steps_skip_too(arguments):
 
 def test_a_skip_that_is_left_out_is_noticed(monkeypatch):
     """The tests above can fail."""
-    monkeypatch.setattr(type(runtime), "cond", lambda self, condition, update, grads, variables: update(grads))
+    monkeypatch.setattr(type(runtime), "cond", lambda self, condition, update, grads, variables, **_: update(grads))
     weight = keras.Variable([1.0])
     optimizer = ks.LossScaling(o.SGD(1.0))
     optimizer.apply([ops.convert_to_tensor([np.inf])], [weight])
