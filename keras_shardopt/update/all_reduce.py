@@ -15,7 +15,16 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.side_channel import SideChannel
-from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype_of, map_values, overwrites_variable
+from keras_shardopt.numerics import (
+    Gradients,
+    ReduceOp,
+    Tensor,
+    Variable,
+    dtype_of,
+    is_sparse,
+    map_values,
+    overwrites_variable,
+)
 
 Reduction = Literal["mean", "sum"]
 
@@ -121,8 +130,7 @@ def _factor(gradient_state: GradientState, reduction: Reduction, num_replicas: i
 
 def _shaped(grad: Tensor, variable: Variable) -> Tensor:
     """A gradient of its variable's shape, of which a trace of TensorFlow may know only a part."""
-    is_dense = hasattr(grad, "dtype") and not hasattr(grad, "indices")
-    return ops.reshape(grad, variable.shape) if is_dense and None in tuple(grad.shape) else grad
+    return grad if is_sparse(grad) or None not in tuple(grad.shape) else ops.reshape(grad, variable.shape)
 
 
 def _reduce_some(
