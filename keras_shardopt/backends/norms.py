@@ -12,6 +12,8 @@ from keras_shardopt.numerics import Tensor, cast, in_float32
 
 # Where small tensors take longer through Keras than their arithmetic does.
 _direct = for_backend({"torch": "keras_shardopt.backends.torch.norms"})
+# Where masks as large as a gradient are slow to make.
+_looks = for_backend({"torch": "keras_shardopt.backends.torch.nonfinite"})
 
 
 def global_norm(values: Sequence[Tensor | None]) -> Tensor:
@@ -34,9 +36,9 @@ def norms(values: Sequence[Tensor], dtype: str) -> Tensor:
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
     """For each tensor, whether all elements are finite: a vector of bools."""
-    if _direct is None or not _direct.are_plain(values) or any(0 in value.shape for value in values):
+    if _direct is None or _looks is None or not _direct.are_plain(values) or any(0 in value.shape for value in values):
         return ops.stack([ops.all(ops.isfinite(value)) for value in values])
-    found: Tensor = _direct.are_finite(values)
+    found: Tensor = _looks.are_finite(values)
     return found
 
 
@@ -45,8 +47,8 @@ def largest(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
     Of tensors with elements, one at least.
     """
-    if _direct is not None and _direct.are_plain(values):
-        found: tuple[Tensor, Tensor] = _direct.largest(values)
+    if _direct is not None and _looks is not None and _direct.are_plain(values):
+        found: tuple[Tensor, Tensor] = _looks.largest(values)
         return found
     # In passes that only read: `isnan` and `abs` of a gradient would be as large as the gradient. A norm is NaN where
     # an element is, and only there; what the largest of elements is with a NaN among them differs between frameworks.

@@ -143,7 +143,8 @@ class Coding(Stage):
         started = [factor for factor in factors if factor is not None]
         for variable, value in [*zip(kept, reduced.unsent), *zip(started, reduced.factors)]:
             variable.assign(ops.where(is_good, value, ops.convert_to_tensor(variable)))
-        return [cast(total, dtype_of(like)) / comm.num_replicas for total, like in zip(reduced.sums, tensors)]
+        # As in a step, divided before it is cast.
+        return [cast(total / comm.num_replicas, dtype_of(like)) for total, like in zip(reduced.sums, tensors)]
 
     def _check(self) -> None:
         if isinstance(self.codec, PowerSGD) and self.codec.warmup_steps and _strategies is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keras_shardopt.backends import for_backend
@@ -10,7 +10,7 @@ from keras_shardopt.backends.active import runtime
 from keras_shardopt.numerics import Variable
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
-from keras_shardopt.wrapping.chain import base_optimizers
+from keras_shardopt.wrapping.chain import Wrapping, children
 
 # Where there are kernels that update in one pass.
 _kernels = for_backend({"torch": "keras_shardopt.backends.torch.fused"})
@@ -21,27 +21,38 @@ class FusedUpdate(Stage):
 
     Args:
         optimizer: the `CrossShard`.
-        exactly: whether to keep Keras' arithmetic, bit for bit.
     """
 
-    def __init__(self, optimizer: Any, exactly: bool) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._exactly = exactly
-        self._innermost: list[Any] = []
+        self._innermost: list[tuple[Any, bool]] = []
+        """The optimizers with an update rule, and whether to keep Keras' arithmetic, bit for bit."""
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
-        """The stage, where the options ask for it."""
-        return [] if _kernels is None else [cls(optimizer, options.fused is False)]
+        """The stage, where there are kernels."""
+        return [] if _kernels is None else [cls(optimizer)]
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Finds the optimizers with an update rule, once."""
-        self._innermost = base_optimizers(self._optimizer)
+        self._innermost = list(_leaves(self._optimizer, False))
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """The update, in one pass."""
-        compiles = self._exactly and not runtime.is_concrete(step.grads)  # which has a way of its own
-        if _kernels is not None and not compiles and any(map(_kernels.is_elementwise, self._innermost)):
-            _kernels.fused(self._innermost, self._exactly, proceed, step)
+        # Where steps are traced, those that keep Keras' arithmetic have a way of their own.
+        is_concrete = runtime.is_concrete(step.grads)
+        chosen = [(leaf, exactly) for leaf, exactly in self._innermost if is_concrete or not exactly]
+        if _kernels is not None and any(_kernels.is_elementwise(leaf) for leaf, _ in chosen):
+            _kernels.fused(chosen, proceed, step)
         else:
             proceed(step)
+
+
+def _leaves(optimizer: Any, exactly: bool) -> Iterator[tuple[Any, bool]]:
+    """Each optimizer with an update rule, and whether one around it, here or further out, has `fused=False`."""
+    exactly = exactly or (isinstance(optimizer, Wrapping) and getattr(optimizer, "fused", "auto") is False)
+    inside = children(optimizer)
+    if not inside:
+        yield optimizer, exactly
+    for part in inside:
+        yield from _leaves(part, exactly)

@@ -201,7 +201,10 @@ class Overlapped:
         if found_inf not in (None, ALL_FINITE):
             found_inf = ops.convert_to_tensor(found_inf, "int32")
         step = step.replace(grads=grads, found_inf=found_inf)
-        return step if buckets.coded is None else buckets.coded.kept(step, all_decide=False)
+        if buckets.coded is not None:
+            step = buckets.coded.kept(step, all_decide=False)
+        buckets.release()
+        return step
 
     @property
     def has_finished(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from keras_shardopt.backends.communicator import largest_bucket
 from keras_shardopt.backends.torch.communicator import alike_in_buckets
-from keras_shardopt.backends.torch.flat_bucket import sum_of_squares
+from keras_shardopt.backends.torch.nonfinite import is_sum_finite
 from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor
@@ -49,13 +49,16 @@ class CodedBucket:
         self.flags = flags
         self._op: ReduceOp = op
         self.num_missing = 0
+        self.failure = ""
+        """The error that coding has ended with, after which other ranks wait for what was to be sent."""
         self.step: Any = None
         """Codes the gradients of this step: `legs_of(places, grads, along, op)` yields collectives."""
         self.sent: list[tuple[Kind, Sequence[Tensor]]] = []
-        """The collectives of the last reduction, and what they were given."""
+        """The collectives of the last reduction, and what they were given, until `release`."""
         self.results: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
+        self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the collective that is to begin
         self._come: Callable[[], list[Tensor]] | None = None  # holds no collective, or connections stay open
 
     def open(self) -> None:
@@ -67,13 +70,21 @@ class CodedBucket:
         if grad is not None:
             self._grads[i] = grad if weight == 1 else grad * weight
 
-    def send(self) -> Any:
-        """Begins the reduction, and returns what to wait for."""
+    def encode(self) -> None:
+        """Codes the gradients. What is raised here is no failure of a collective."""
         grads, self._grads = [self._grads.get(i) for i in self.places], {}
         self.sent = []
         along = [self.flags] if self.flags.numel() else []
         self._legs = self.step.legs_of(self.places, grads, along, self._op)
-        return self._next(None)
+        self._code(None)
+
+    def send(self) -> Any:
+        """Begins the reduction, and returns what to wait for."""
+        assert self._next is not None
+        (kind, tensors), self._next = self._next, None
+        self.sent.append((kind, tensors))
+        work, self._come = self._ranks.begin(kind, tensors)
+        return work
 
     def receive(self, adds: bool = False) -> None:
         """Begins the next collective, now that the first one has ended."""
@@ -87,25 +98,31 @@ class CodedBucket:
                 wait_for(self._under_way[self._number])
             self._go_on()
 
+    def release(self) -> None:
+        """Lets go of what the last reduction has left here."""
+        self.sent, self.results, self._grads = [], {}, {}
+        self.step = self._legs = self._next = self._come = None
+
     def _go_on(self) -> None:
         assert self._come is not None
-        with explaining_failures(self._under_way, CALL):
-            self._under_way[self._number] = self._next(self._come())
+        self._code(self._come())
+        if self._next is not None:
+            with explaining_failures(self._under_way, CALL):
+                self._under_way[self._number] = self.send()
 
-    def _next(self, come: Any) -> Any:
-        """Begins the next collective, given what has come of the last one."""
+    def _code(self, come: Any) -> None:
+        """Makes what the next collective sends, or the results, of what has come of the last one."""
         assert self._legs is not None
         try:
-            kind, tensors = self._legs.send(come)
+            self._next = self._legs.send(come)
         except StopIteration as end:
             self._legs = self._come = None
             self.results = dict(zip(self.places, end.value))
             for total in end.value[len(self.places) :]:
                 self.flags.copy_(total)
-            return None
-        self.sent.append((kind, tensors))
-        work, self._come = self._ranks.begin(kind, tensors)
-        return work
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
 
     def own_not_finite(self) -> list[int]:
         """Nothing is noted of gradients that are still there."""
@@ -113,7 +130,7 @@ class CodedBucket:
 
     def is_finite(self) -> Tensor:
         """Whether the sums of squares of `results` are: a scalar bool tensor."""
-        return torch.stack([sum_of_squares(result.reshape(-1)).isfinite() for result in self.results.values()]).all()
+        return torch.stack([is_sum_finite(result) for result in self.results.values()]).all()
 
 
 def coded(

@@ -49,21 +49,22 @@ from keras_shardopt.numerics import Tensor, Variable
 
 
 @torch.compiler.disable
-def fused(optimizers: Sequence[Any], exactly: bool, function: Callable[..., None], *args: Any) -> None:
+def fused(optimizers: Sequence[tuple[Any, bool]], function: Callable[..., None], *args: Any) -> None:
     """Calls `function(*args)`, in which these innermost optimizers update in one pass over memory.
 
     It is for Keras' own element-wise optimizers; a subclass, or one with a method replaced, keeps its own arithmetic.
 
     Args:
-        optimizers: some of them.
-        exactly: whether to keep Keras' arithmetic, bit for bit.
+        optimizers: some of them, each with whether to keep Keras' arithmetic, bit for bit.
         function: what calls their `apply`.
         args: its arguments.
     """
     # For the time of an update only, so that optimizers can be copied and saved, and used elsewhere, as they are.
-    replaced = [optimizer for optimizer in optimizers if is_elementwise(optimizer)]
-    for optimizer in replaced:
-        optimizer.__dict__.update(_StandIn(optimizer, exactly).methods())
+    replaced = []
+    for optimizer, exactly in optimizers:
+        if is_elementwise(optimizer):
+            replaced.append(optimizer)
+            optimizer.__dict__.update(_StandIn(optimizer, exactly).methods())
     try:
         function(*args)
     finally:

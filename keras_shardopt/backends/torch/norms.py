@@ -1,7 +1,6 @@
-"""Norms and extreme values on PyTorch, in few calls and passes that only read.
+"""Norms on PyTorch, in few calls and passes that only read.
 
-Through `keras.ops` each of them takes longer than the arithmetic of a small tensor, and masks as large as a gradient
-are slow to make: what is not finite shows in the largest and smallest element, as NaN is either where there is one.
+Through `keras.ops` each of them takes longer than the arithmetic of a small tensor.
 """
 
 from __future__ import annotations
@@ -66,32 +65,6 @@ def global_norm(values: Sequence[Tensor]) -> Tensor:
 def norms(values: Sequence[Tensor], dtype: str) -> Tensor:
     """That of each tensor, in one vector."""
     return torch.stack([sum_of_squares(value).sqrt().to(getattr(torch, dtype)) for value in values])
-
-
-def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """For each tensor, which has elements, whether all are finite."""
-    lows, highs = _extremes_of(values)
-    return lows.isfinite() & highs.isfinite()
-
-
-def largest(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Whether an element is NaN, and the largest absolute value."""
-    lows, highs = _extremes_of(values)
-    amax = torch.maximum(-lows, highs).amax().to(torch.float32)
-    return amax.isnan(), amax
-
-
-def _extremes_of(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    widest = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-    lows, highs = zip(*[_extremes(value.detach()) for value in values])
-    return torch.stack([low.to(widest) for low in lows]), torch.stack([high.to(widest) for high in highs])
-
-
-def _extremes(value: Tensor) -> tuple[Tensor, Tensor]:
-    if value.device.type == "cpu" and value.numel() <= _WHOLE:
-        return value.amin(), value.amax()  # faster than both in one pass, where memory is not the limit
-    low, high = torch.aminmax(value)
-    return low, high
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
 from keras_shardopt.backends.torch.coded_bucket import CALL, CodedBucket, coded
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.flat_bucket import FlatBucket, laid_out
+from keras_shardopt.backends.torch.nonfinite import first_not_finite
 from keras_shardopt.backends.torch.process_group import exchanges_statistics, explaining_failures, wait_for
 from keras_shardopt.backends.torch.sliced_bucket import SlicedBucket, Slices, cut_up
 from keras_shardopt.backends.traffic import Kind
@@ -78,7 +79,7 @@ class Buckets:
         self._ranks = ranks
         self._coding = coding
         self.coded: Any = None
-        """What has coded the gradients that `reduce` has returned last."""
+        """What has coded the gradients that `reduce` has returned last, until `release`."""
         self._checks_finite = checks_finite
         self.found_inf: tuple[int, int, int] | None = None
         """Of the gradients that `reduce` has returned last, as `Step.found_inf`; None where nobody asks."""
@@ -109,6 +110,12 @@ class Buckets:
         self._forget()
 
     def _begin(self) -> None:
+        failure = next((bucket.failure for bucket in self._buckets if bucket.failure), "")
+        if failure:
+            raise RuntimeError(
+                "Each rank must send its gradients in each step. Received: an earlier step, in which coding them has "
+                f"failed on this rank, so that others wait for them ({failure}). Start the job again."
+            )
         if self._num_sent % len(self._buckets):
             # The backward pass before has ended with an error. Others wait for the rest of its gradients, and then
             # do it all once more, along with what this rank sends next; if they still can.
@@ -319,10 +326,17 @@ class Buckets:
         """
         self._begin()
         self._reduced_at_the_end([None] * len(self._variables), True, None, trains=False)
+        self.release()
+
+    def release(self) -> None:
+        """Lets go of what the last reduction has left, which the next one does not need."""
+        self.coded, self._handed = None, []
+        for bucket in self._buckets:
+            bucket.release()
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """What is sent in each update, once unless a gradient comes late, and by which collectives."""
+        """What was sent in the last update, and by which collectives, until `release`."""
         return [sent for bucket in self._buckets for sent in bucket.sent]
 
     @property
@@ -365,6 +379,7 @@ class Buckets:
         bucket = self._buckets[self._num_sent]
         while self._num_sent - self._num_received >= bucket.num_under_way:
             self._receive()
+        bucket.encode()
         with explaining_failures(self._under_way, CALL):
             self._under_way.append(bucket.send())
         self._num_sent += 1
@@ -449,12 +464,12 @@ class Buckets:
             return self._not_finite_in_slices(found, is_finite)
         if bool(is_finite):
             return ALL_FINITE
-        place = _first_not_finite(found)
+        place = first_not_finite(found)
         if not place:
             return ALL_FINITE
         # Memory of buckets holds those of all ranks by now.
         grads = (own() if callable(own) else own) if self._counts else []
-        mine = _first_not_finite([None if self._is_kept(grad) else grad for grad in grads])
+        mine = first_not_finite([None if self._is_kept(grad) else grad for grad in grads])
         return self._source(mine, place)
 
     def _not_finite_in_slices(self, found: Gradients, is_finite: Tensor) -> tuple[int, int, int]:
@@ -465,7 +480,7 @@ class Buckets:
             dist.all_reduce(some, dist.ReduceOp.MAX)
         if not bool(some):
             return ALL_FINITE
-        mine = _first_not_finite(found)
+        mine = first_not_finite(found)
         first = torch.tensor(last - mine if mine else 0, dtype=torch.int32, device=is_finite.device)
         with explaining_failures():
             dist.all_reduce(first, dist.ReduceOp.MAX)
@@ -510,14 +525,6 @@ class _Listener:
 
 Window = Callable[[int, "Tensor | None"], "Tensor | None"]
 """`(place, grad) -> grad`."""
-
-
-def _first_not_finite(grads: Gradients) -> int:
-    """The position, counted from 1, of the first gradient that is not finite; 0 if all are."""
-    for i, grad in enumerate(grads):
-        if grad is not None and not torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all():
-            return i + 1
-    return 0
 
 
 def _let_go(heard: list[tuple[dict[int, Any], int]]) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from keras_shardopt.backends.compression import dtype_sent, factors
 from keras_shardopt.backends.torch import communicator
-from keras_shardopt.backends.torch.flat_bucket import sum_of_squares
+from keras_shardopt.backends.torch.nonfinite import is_sum_finite
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
@@ -54,6 +54,7 @@ class SlicedBucket:
     can_resend = False
     num_under_way = 1
     step: Any = None
+    failure = ""
 
     def __init__(
         self,
@@ -150,6 +151,9 @@ class SlicedBucket:
             else:
                 torch.div(grad[first:last], self._divisor, out=target)
 
+    def encode(self) -> None:
+        """Gradients are sent as they lie there."""
+
     def send(self) -> Any:
         """Begins the reduction, and returns what to wait for."""
         flat = self._flat
@@ -193,9 +197,12 @@ class SlicedBucket:
     def finish(self) -> None:
         """`receive` has filled them."""
 
+    def release(self) -> None:
+        """Its memory is kept for the next reduction."""
+
     def is_finite(self) -> Tensor:
         """Whether the sum of squares of `results` is: a scalar bool tensor."""
-        return sum_of_squares(self.wide).isfinite()
+        return is_sum_finite(self.wide)
 
     def own_not_finite(self) -> list[int]:
         """Of which variables this rank's own gradient was not finite."""

@@ -4,6 +4,7 @@ Arguments: the file to which rank 0 writes the names of the checks that passed, 
 """
 
 import contextlib
+import functools
 import gc
 import warnings
 from unittest import mock
@@ -966,6 +967,65 @@ class Whole(CodedInTwoLegs):
 
     def decode(self, sent):
         return sent[0]
+
+
+class Breaking(Whole):
+    """Raises an error in one of the two legs."""
+
+    leg, error = None, None
+
+    def encode(self, values, key=()):
+        if self.error is not None and key[-1] == self.leg:
+            raise self.error
+        return super().encode(values)
+
+
+@check
+def what_is_raised_while_coding_reaches_the_user(scope):
+    for leg in (0, 1):  # the second one begins in the hook of another gradient, or at the end
+        for error in (ValueError("too odd"), RuntimeError("too odd")):
+            for loop in (None, by_hand):
+                codec = Breaking()
+                model = trained(scope, {"bucket_mib": TINY, "compression": codec}, loop=loop)
+                codec.leg, codec.error = leg, error
+                before = model.get_weights()
+                (x, y), size = my_rows(scope, 1)
+                fit = model.train_on_batch if loop is None else functools.partial(loop, model, size=size)
+                step = functools.partial(fit, x, y)
+                refused(step, type(error), "too odd")
+                try:
+                    step()
+                except RuntimeError as again:
+                    assert f"{type(error).__name__}: too odd" in str(again), again
+                    assert "coding them has failed" in str(again), again
+                else:
+                    raise AssertionError("goes on")
+                assert all((a == b).all() for a, b in zip(before, model.get_weights()))
+                dist.barrier()  # the group is open, as nobody else has failed
+
+
+@check
+def coded_gradients_are_let_go_after_the_update(scope):
+    def held():
+        """The bytes of tensors of floats that are not small."""
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel() >= 64}
+        return sum(memory.values())
+
+    def wide():
+        sizes = (300, 300, problem.NUM_OUTPUTS)
+        return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *map(keras.layers.Dense, sizes)])
+
+    for codec in ("int8", ks.compression.PowerSGD(rank=1, warmup_steps=0), ks.compression.PowerSGD(rank=1)):
+        for loop in (None, by_hand):
+            before = held()
+            model = trained(scope, {"bucket_mib": 0.1, "compression": codec}, wide(), loop=loop)
+            model.zero_grad()
+            variables = {v.path: v for v in [*model.variables, *model.optimizer.variables]}
+            num_bytes = sum(v.value.nbytes for v in variables.values())
+            assert held() - before <= 1.1 * num_bytes, (codec, held() - before, num_bytes)
+            del model
 
 
 @check

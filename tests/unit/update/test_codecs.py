@@ -335,6 +335,23 @@ def test_of_a_skipped_update_nothing_is_left(monkeypatch, how, groups):
 
 
 @threads
+def test_means_are_divided_before_they_are_cast(monkeypatch):
+    world = FakeWorld(4, is_spmd=False).hold(monkeypatch)
+
+    def work(replicas):
+        weight = keras.Variable(np.zeros(64, "float16"), dtype="float16")
+        optimizer = ks.CrossShard("sgd", gradients="local", compression=ks.compression.BFloat16(error_feedback=True))
+        optimizer.build([weight])
+        own = ops.full((64,), 61440.0, dtype="float16")  # the sum of two does not fit
+        (mean,) = optimizer.pipeline.coding.means(replicas, [0], [own], 0)
+        assert keras.backend.standardize_dtype(mean.dtype) == "float16"
+        return ops.convert_to_numpy(mean)
+
+    for found in world.run(work):
+        np.testing.assert_array_equal(found, np.full(64, 61440.0, "float16"))
+
+
+@threads
 def test_a_window_is_compressed_once(monkeypatch):
     world = FakeWorld(2, is_spmd=False).hold(monkeypatch)
     calls = []

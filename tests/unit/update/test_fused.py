@@ -393,6 +393,29 @@ def test_what_keras_does_with_gradients_comes_after(more, monkeypatch, num_hande
     assert_equal_bits(inside, found())
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_false_holds_further_in_and_further_out(inside):
+    def nested(outer, inner):
+        made = ks.CrossShard(o.AdamW(0.01, weight_decay=0.1), fused=inner)
+        return trained(ks.CrossShard(made, fused=outer), 3)
+
+    expected = trained(ks.CrossShard(o.AdamW(0.01, weight_decay=0.1), fused=False), 3)
+    assert_equal_bits(nested("auto", False) if inside else nested(False, "auto"), expected)
+    fused = nested("auto", "auto")
+    assert any((a != b).any() for a, b in zip(fused[0], expected[0]))
+
+
+@pytest.mark.skipif(not hasattr(o, "MultiOptimizer"), reason="this Keras has none")
+def test_false_holds_for_a_part():
+    def found(first, second):
+        made = [ks.CrossShard(o.Adam(0.01), fused=first), ks.CrossShard(o.Adam(0.01), fused=second)]
+        return trained(ks.CrossShard(o.MultiOptimizer(o.OptimizerMap(made[0], {".*w3": made[1]}))), 3)[0]
+
+    exact, fused, mixed = found(False, False), found("auto", "auto"), found("auto", False)
+    assert (mixed[3] == exact[3]).all() and (mixed[3] != fused[3]).any()
+    assert (mixed[0] == fused[0]).all() and (mixed[0] != exact[0]).any()
+
+
 def test_an_update_that_is_left_out_hands_nothing_on():
     optimizer = ks.CrossShard(ks.LossScaling(o.SGD(1.0), 4.0))
     weight = keras.Variable([1.0, 1.0])
