@@ -248,8 +248,12 @@ class Rows:
 
 
 def statistics_of(variables: Sequence[Variable]) -> list[Variable]:
-    """Of the models with these weights what forward passes change and means can be taken of."""
-    models = models_with(variables)
+    """The moving statistics of the models with these weights."""
+    return statistics_in(models_with(variables))
+
+
+def statistics_in(models: Sequence[Any]) -> list[Variable]:
+    """Of these models what forward passes change and means can be taken of: moving statistics."""
     kept = {id(v) for model in models for v in model.non_trainable_variables}  # not what an RNN carries along
     return [v for v in changed_by_forward_passes(models) if id(v) in kept and keras.backend.is_float_dtype(v.dtype)]
 

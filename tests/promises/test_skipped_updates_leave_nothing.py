@@ -427,22 +427,19 @@ def test_statistics_of_uneven_parts_are_those_of_numpy_and_a_part_without_rows_s
         built.fit(x, x[:, :1], batch_size=16, shuffle=False, verbose=0)
     assert int(keras.ops.convert_to_numpy(built.optimizer.skipped_steps)) == 0
     assert int(keras.ops.convert_to_numpy(built.optimizer.iterations)) == (2 if window is None else 1)
-    own = [[np.zeros(FEATURES), np.ones(FEATURES)] for _ in range(4)]
+    expected = [np.zeros(FEATURES), np.ones(FEATURES)]
     start = 0
     for part in PARTS:
         changes = np.zeros((2, FEATURES))
-        for replica, num_rows in enumerate(part):
+        for num_rows in part:
             rows, start = x[start : start + num_rows], start + num_rows
             if num_rows:
-                change = [0.5 * (new - old) for new, old in zip(statistics_of(rows), own[replica])]
+                change = [0.5 * (new - old) for new, old in zip(statistics_of(rows), expected)]
                 changes += np.array(change) * num_rows / sum(part)
-                if BACKEND == "tensorflow":  # each replica has statistics of its own
-                    own[replica] = [old + c for old, c in zip(own[replica], change)]
-        if BACKEND == "jax":
-            own = [[old + c for old, c in zip(mine, changes)] for mine in own]
+        expected = [old + change for old, change in zip(expected, changes)]
     for i, variable in enumerate((normalize.moving_mean, normalize.moving_variance)):
-        for replica, value in enumerate(placement.replica_values(variable)):
-            np.testing.assert_allclose(value, own[replica][i], rtol=1e-5, atol=1e-6)
+        for value in placement.replica_values(variable):
+            np.testing.assert_allclose(value, expected[i], rtol=1e-5, atol=1e-6)
     replicas.close()
 
 

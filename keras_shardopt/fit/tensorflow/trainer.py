@@ -29,6 +29,7 @@ from keras_shardopt.fit.callbacks import BatchLogs, callbacks_of_call
 from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups, watch_apart
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import unpacked
+from keras_shardopt.update.apart import statistics_in
 from keras_shardopt.update.losses import own_additional_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
@@ -41,7 +42,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     if tensorflow_trainer.TFEpochIterator is _KerasEpochIterator:
         tensorflow_trainer.TFEpochIterator = _EpochIterator
-    override_method(model, "train_step", _step)
+    override_method(model, "train_step", _train_step)
     override_method(model, "test_step", _step)
     override_method(model, "compute_loss", _compute_loss)
     override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
@@ -125,11 +126,16 @@ def _copied(value: Any) -> Any:
     return tf.raw_ops.DeepCopy(x=value) if is_number else value
 
 
-def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    return _step(model, real, data, trains=True)
+
+
+def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
     strategy, data = tf.distribute.get_strategy(), unpacked(data)
     if strategy.num_replicas_in_sync == 1:
         return real(data)
-    refuse_groups(reducers_in(model, model._keras_shardopt_reducers_of))  # perhaps of another `compile`
+    reducers = reducers_in(model, model._keras_shardopt_reducers_of)
+    refuse_groups(reducers)  # perhaps of another `compile`
     share_losses(model)
     if not has_built_in_step(model):
         _log_whole_losses(model)
@@ -138,13 +144,19 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     (all_rows,) = replicas.all_reduce([mine], "sum")
     # A layer that looks at its batch (BatchNormalization) keeps a NaN from a part without rows.
     shared = synchronized_statistics(model)
-    own = [v for v in model.non_trainable_variables if id(v) not in shared]
-    floats = [v for v in own if keras.backend.is_float_dtype(v.dtype)]
-    before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in floats]
+    own = [v for v in statistics_in([model]) if id(v) not in shared]
+    before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in own]
     with batch_shared(BatchShare(mine, all_rows, replicas, losses_are_divided=True)):
         logs = real(data)
-    for variable, value in zip(floats, before):
-        variable.assign(tf.where(mine > 0, keras.ops.convert_to_tensor(variable), value))
+    after = [tf.where(mine > 0, keras.ops.convert_to_tensor(v), value) for v, value in zip(own, before)]
+    if trains and all(reducer.local_updates is None for reducer in reducers):
+        # Keras leaves each replica its own statistics, and shows those of the first one. In float64 the mean of equal
+        # ones, as after an update that was skipped, has their bits.
+        sums = [tf.cast(value, tf.float64) * tf.cast(mine, tf.float64) for value in after]
+        sums = replicas.all_reduce([tf.where(mine > 0, each, 0) for each in sums], "sum")
+        after = [tf.cast(each / tf.cast(all_rows, tf.float64), v.dtype) for each, v in zip(sums, after)]
+    for variable, value in zip(own, after):
+        variable.assign(value)
     return workers.logs_of_all(model, logs, replicas) if replicas.is_multi_process else logs
 
 

@@ -64,6 +64,11 @@ def only_normalized(**more):
     return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), BatchNormalization(momentum=0.0, **more)])
 
 
+def normalized_first(**more):
+    first = [keras.Input((problem.NUM_FEATURES,)), BatchNormalization(momentum=0.5, **more)]
+    return keras.Sequential([*first, keras.layers.Dense(problem.NUM_OUTPUTS)])
+
+
 def far_from_zero():
     x, y = uneven.data()
     return x + 3000, y[:, :1] * np.ones(problem.NUM_FEATURES, "float32")
@@ -88,6 +93,11 @@ CASES = {
     "few rows": {"rows": slice(17)},  # 16 and one
     "far from zero": {"make": only_normalized, "data": far_from_zero},
     "apart": {"converts": False},
+    "apart, few rows": {"converts": False, "make": normalized_first, "rows": slice(17)},
+    "apart, skipped update": {
+        **{"converts": False, "make": normalized_first, "data": data_with_nan},
+        "around": {"on_nonfinite": "skip"},
+    },
 }
 
 
