@@ -67,6 +67,17 @@ def test_a_call_on_one_batch_needs_no_fit_before():
     assert ends[0] == ends[1]
 
 
+def test_slices_are_updated_with_the_arithmetic_of_keras():
+    ends = []
+    for more in ({"shard_state": True}, {"fused": False}, {}):
+        with ks.data_parallel() as replicas:
+            model = same_bits.model_of("normalizing-Adam-plain", **more)
+        same_bits.fit(model, "normalizing-Adam-plain")
+        replicas.close()
+        ends.append(same_bits.digest(*model.weights))
+    assert ends[0] == ends[1] != ends[2]
+
+
 def test_neither_steps_nor_initial_weights_depend_on_the_number_of_threads():
     case = "recurrent-SGD-plain"
     ends, before = [], torch.get_num_threads()
