@@ -51,14 +51,15 @@ class _Block:
 
 
 class _Alone:
-    """A block with one replica, on which nothing is prepared."""
+    """A block with one replica, on which only models are prepared that have several parts of a batch."""
 
     waiting: Sequence[weakref.ref[Any]] = ()
 
     def compiled(self, model: Any) -> None:
         """Lets the same program do what it does with several."""
-        assert _steps is not None
-        if model.steps_per_execution > 1 and reducers_in(model, cross_shards):
+        if _cuts_batches(model):
+            prepare_for(model)
+        elif _steps is not None and model.steps_per_execution > 1 and reducers_in(model, cross_shards):
             _steps.step_one_by_one(model)
 
 
@@ -76,7 +77,7 @@ def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True)
         auto_shard: what `prepare` is given for them, now or later.
         are_several: whether there are several replicas.
     """
-    if not are_several and (_steps is None or not wanted):
+    if not are_several and not wanted:
         yield
         return
     before, block = Trainer.compile, _Block(wanted, auto_shard) if are_several else _Alone()
@@ -140,7 +141,7 @@ def _fit(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         return model.fit(*args, **kwargs)
     if not is_prepared(model) and not vars(model).get(_IS_LEFT, False):
         if _cuts_batches(model) and processes.num_replicas() == 1:
-            prepare_for(model)  # not with `compile`, as nothing watches a single replica
+            prepare_for(model)  # `compile` has not, outside of a scope
             return model.fit(*args, **kwargs)
         _warn_of_unprepared(model)
     return in_keras(model, *args, **kwargs)

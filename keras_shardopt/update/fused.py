@@ -35,7 +35,9 @@ class FusedUpdate(Stage):
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Finds the optimizers with an update rule, once."""
-        self._innermost = list(_leaves(self._optimizer, False))
+        # A kernel rounds the last elements of an array otherwise, and with slices those are others.
+        varies = self._optimizer.virtual_replicas is not None and self._optimizer.shard_state
+        self._innermost = list(_leaves(self._optimizer, varies))
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """The update, in one pass."""

@@ -6,6 +6,7 @@ import json
 import keras
 import numpy as np
 import pytest
+import torch
 from promises.problems import same_bits
 from support import launch
 
@@ -50,7 +51,60 @@ def test_another_number_of_parts_would_change_the_bits():
     assert same_bits.digest(*model.weights) != alone(case)["weights"]
 
 
-@pytest.mark.parametrize("case", ["recurrent-SGD-plain", "masked-SGD-plain", "recurrent-SGD-weighted"])
+def test_a_call_on_one_batch_needs_no_fit_before():
+    case = "attending-SGD-plain"
+    x, y, weights = same_bits.data_of(case)
+    ends = []
+    for in_fit in (True, False):
+        with ks.data_parallel() as replicas:
+            model = same_bits.model_of(case)
+        if in_fit:
+            model.fit(x, y, sample_weight=weights, batch_size=len(x), shuffle=False, verbose=0)
+        else:
+            model.train_on_batch(x, y, sample_weight=weights)
+        replicas.close()
+        ends.append(same_bits.digest(*model.weights))
+    assert ends[0] == ends[1]
+
+
+def test_slices_are_updated_with_the_arithmetic_of_keras():
+    ends = []
+    for more in ({"shard_state": True}, {"fused": False}, {}):
+        with ks.data_parallel() as replicas:
+            model = same_bits.model_of("normalizing-Adam-plain", **more)
+        same_bits.fit(model, "normalizing-Adam-plain")
+        replicas.close()
+        ends.append(same_bits.digest(*model.weights))
+    assert ends[0] == ends[1] != ends[2]
+
+
+def test_neither_steps_nor_initial_weights_depend_on_the_number_of_threads():
+    case = "recurrent-SGD-plain"
+    ends, before = [], torch.get_num_threads()
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        with ks.data_parallel() as replicas:
+            matrix = keras.initializers.Orthogonal(seed=1)((64, 256))
+            found = same_bits.trained(replicas, case)
+        replicas.close()
+        ends.append((same_bits.digest(matrix), found))
+        assert torch.get_num_threads() == num_threads
+        # It could be otherwise.
+        plain = same_bits.digest(keras.initializers.Orthogonal(seed=1)((64, 256)))
+        assert (plain == ends[0][0]) == (num_threads == 1)
+    torch.set_num_threads(before)
+    assert ends[0] == ends[1] == ends[2]
+
+
+def test_ranks_with_different_numbers_of_threads(tmp_path):
+    case = "attending-SGD-plain"
+    launch.torchrun("rank_same_bits.py", 2, tmp_path / "found.json", case, environment={"THREADS_OF_RANKS": "1,3"})
+    assert json.loads((tmp_path / "found.json").read_text())[case] == alone(case)
+
+
+@pytest.mark.parametrize(
+    "case", ["recurrent-SGD-plain", "constrained-SGD-plain", "masked-SGD-plain", "recurrent-SGD-weighted"]
+)
 def test_values_are_those_of_the_optimizer_without_parts(case):
     ends = []
     for num_parts in (None, same_bits.NUM_PARTS):

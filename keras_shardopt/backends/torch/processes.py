@@ -30,6 +30,7 @@ from keras_shardopt.backends.torch.process_group import (
     open_group,
 )
 from keras_shardopt.backends.torch.runtime import runtime
+from keras_shardopt.backends.torch.threads import equal_initial_weights
 
 
 class TorchProcesses(Processes):
@@ -55,7 +56,6 @@ class TorchProcesses(Processes):
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
-        running = dist.is_available() and dist.is_initialized()
         # As of now: fewer ranks may join the second time.
         size, rank = self.process()
         if num_replicas not in (None, size):
@@ -64,9 +64,14 @@ class TorchProcesses(Processes):
                 f"Received: num_replicas={num_replicas}, with {size} process(es). "
                 f"Start the program with: torchrun --nproc-per-node {num_replicas} {sys.argv[0] or 'train.py'}"
             )
+        with equal_initial_weights():
+            yield from self._open(size, rank, timeout)
+
+    def _open(self, size: int, rank: int, timeout: datetime.timedelta | None) -> Iterator[World]:
         if size == 1:
             yield World(persists=True)
             return
+        running = dist.is_available() and dist.is_initialized()
         if running and timeout is not None:
             raise ValueError(
                 "`timeout` is that of the process group, and must be given where it is opened. "

@@ -10,7 +10,7 @@ forward once before, to count it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +19,7 @@ import torch
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.torch.random_numbers import as_parts, global_seed_state
+from keras_shardopt.backends.torch.threads import one_thread
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.torch.session import Session
@@ -46,8 +47,10 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
     rows = rows_of_parts(mine, len(own))
     reducer = session.reducer
     updates = runtime.version(reducer.iterations)
-    state, logs = _State(model, trains), _Logs()
-    with as_parts() as begin, _one_thread():
+    changed = session.changed_weights if session.changed_weights is not None else model.trainable_variables
+    state, logs = _State(model, trains, changed if trains else []), _Logs()
+    session.sees_loss = state.note_changed if trains and session.changed_weights is None else None
+    with as_parts() as begin, one_thread():
         batch = [int(reducer.iterations), 0 if reducer.accumulation is None else reducer.accumulation.num_taken]
 
         def step(i: int, here: PartOfBatch) -> Any:
@@ -80,6 +83,8 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
                 found = step(i, PartOfBatch(part, num_parts, **position, counted=totals))
             logs.add(found, rows[i])
             state.end(rows[i] > 0)
+    if trains:
+        session.changed_weights, session.sees_loss = state.changed_weights, None
     session.last_rows = mine
     session.confirm()
     session.shares_logs = False  # they are those of all ranks in any case
@@ -100,8 +105,11 @@ def _count(real: Callable[[Any], Any], data: Any) -> None:
         torch.compiler.disable(real)(data)
 
 
-def end_counting() -> None:
+def after_loss(session: Session) -> None:
     """Called after a loss is computed: where it is computed to be counted, this is the end of the step."""
+    if session.sees_loss is not None:
+        session.sees_loss()
+        session.sees_loss = None
     if isinstance(current_part(), CountingPart):
         raise _Counted
 
@@ -117,24 +125,18 @@ def _copied(data: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """With one thread, as ranks that torchrun has started: kernels add up in another order with others."""
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class _State:
-    """What steps change besides weights."""
+    """What steps change besides weights; and weights that layers change by themselves, in the same way in each part.
 
-    def __init__(self, model: Any, trains: bool) -> None:
+    Args:
+        model: the model.
+        trains: whether these are training steps.
+        weights: the weights that its layers may change when they are called.
+    """
+
+    def __init__(self, model: Any, trains: bool, weights: Sequence[Any]) -> None:
+        self.changed_weights = list(weights)
+        self._weights = [v.value.clone() for v in weights]
         metrics = model.metrics_variables
         counted = {id(v) for v in metrics if v.aggregation == "sum"}
         self._sums = [v.value for v in metrics if id(v) in counted]
@@ -152,10 +154,19 @@ class _State:
     def begin(self) -> None:
         """Gives a part the state with which the batch began, and metrics that have counted nothing."""
         size = len(self._sums)
+        for variable, start in zip(self.changed_weights, self._weights):
+            variable.value.copy_(start)
         for tensor in self._sums:
             tensor.zero_()
         for tensor, start in zip([*self._moving, *self._same], self._start[size:]):
             tensor.copy_(start)
+
+    @torch.no_grad()
+    def note_changed(self) -> None:
+        """Finds the weights that the forward pass has changed, as `SpectralNormalization` does."""
+        pairs = list(zip(self.changed_weights, self._weights))
+        pairs = [(variable, start) for variable, start in pairs if not torch.equal(variable.value, start)]
+        self.changed_weights, self._weights = [v for v, _ in pairs], [start for _, start in pairs]
 
     @torch.no_grad()
     def end(self, counts: bool) -> None:

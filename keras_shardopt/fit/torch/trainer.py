@@ -42,7 +42,7 @@ from keras_shardopt.fit.sharing import (
     splits_own_part,
 )
 from keras_shardopt.fit.torch.batches import EpochIterator, KerasEpochIterator
-from keras_shardopt.fit.torch.parts import end_counting, in_parts
+from keras_shardopt.fit.torch.parts import after_loss, in_parts
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses, share_losses
@@ -137,6 +137,7 @@ def _print_on_chief(session: Session, real: Callable[..., Any], *args: Any, **kw
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(model)
     session.has_started, session.logs.is_fitting = False, True
+    session.changed_weights = None
     session.splits_own_part = splits_own_part(args, kwargs)
     try:
         with joining_uneven_inputs():
@@ -247,9 +248,10 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = Fals
 
 def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """From here on ranks exchange tensors, so all must be in the same step."""
-    session_of(model).confirm()
+    session = session_of(model)
+    session.confirm()
     loss = real(*args, **kwargs)
-    end_counting()
+    after_loss(session)
     return loss
 
 

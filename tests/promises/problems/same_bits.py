@@ -48,7 +48,18 @@ def masked():
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
-NETS = {"normalizing": normalizing, "attending": attending, "recurrent": recurrent, "masked": masked}
+def constrained():
+    """Whose first layer changes its weights in the forward pass."""
+    return keras.Sequential([keras.Input((12,)), layers.SpectralNormalization(layers.Dense(32)), layers.Dense(3)])
+
+
+NETS = {
+    "normalizing": normalizing,
+    "attending": attending,
+    "recurrent": recurrent,
+    "masked": masked,
+    "constrained": constrained,
+}
 
 OPTIMIZERS = {
     "Adam": lambda: keras.optimizers.Adam(0.01),
@@ -59,15 +70,17 @@ OPTIONS = {
     "plain": {},
     "clipped": {"replica_clipnorm": 0.1, "on_nonfinite": "skip"},
     "accumulated": {"gradient_accumulation_steps": 2, "on_nonfinite": "skip"},
-    "divided": {"shard_state": True, "fused": False},
+    "divided": {"shard_state": True},
     "summed": {"reduction": "sum"},
     "skipped": {"on_nonfinite": "skip"},
     "weighted": {},  # by the sum of weights
 }
 
 CASES = [
-    *[f"{net}-{optimizer}-plain" for net in NETS for optimizer in OPTIMIZERS],
+    *[f"{net}-{optimizer}-plain" for net in NETS for optimizer in OPTIMIZERS if net != "constrained"],
+    "constrained-SGD-plain",
     *[f"normalizing-SGD-{options}" for options in OPTIONS if options not in ("plain", "weighted")],
+    "normalizing-Adam-divided",
     "masked-SGD-clipped",
     "recurrent-SGD-weighted",
 ]
@@ -94,6 +107,7 @@ def data_of(case):
     random = np.random.RandomState(3)
     x = {
         "normalizing": lambda: random.randn(ROWS, 12).astype("float32"),
+        "constrained": lambda: random.randn(ROWS, 12).astype("float32"),
         "attending": lambda: random.randn(ROWS, 12, 12, 3).astype("float32"),
         "recurrent": lambda: random.randint(0, 50, (ROWS, 7)),
         "masked": lambda: random.randint(1, 50, (ROWS, 7)) * (np.arange(7) < random.randint(1, 8, (ROWS, 1))),

@@ -1,18 +1,23 @@
 """Trains cases of `problems/same_bits.py` on ranks of PyTorch.
 
-Arguments: the file for what rank 0 finds, and cases; or a folder, a case and the step in which to stop, or -1.
+Arguments: the file for what rank 0 finds, and cases; or a folder, a case and the step in which to stop, or -1. The
+variable `THREADS_OF_RANKS` says with how many threads each rank begins.
 """
 
 import json
+import os
 import pathlib
 import sys
 import warnings
 
+import torch
 from promises.problems import same_bits
 
 import keras_shardopt as ks
 
 warnings.filterwarnings("ignore")
+if "THREADS_OF_RANKS" in os.environ:
+    torch.set_num_threads(int(os.environ["THREADS_OF_RANKS"].split(",")[int(os.environ["RANK"])]))
 
 
 def main():
