@@ -181,7 +181,7 @@ class data_parallel:
         """The largest absolute difference between any two replicas' copies of the model's trainable weights.
 
         It should be exactly 0. Weights that are not trained do not count: the moving statistics of a
-        `BatchNormalization` are each replica's own on TensorFlow and PyTorch. All processes must call it together.
+        `BatchNormalization` are each rank's own on PyTorch, within an epoch. All processes must call it together.
         """
         return largest_difference(model.trainable_weights)
 

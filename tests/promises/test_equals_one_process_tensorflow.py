@@ -176,3 +176,29 @@ def test_means_that_a_custom_step_keeps_of_its_losses_are_those_of_one_process()
     assert found[1].keys() == {"loss", "sum", "y"}
     for name, values in found[1].items():
         np.testing.assert_allclose(found[2][name], values, rtol=1e-5, err_msg=name)
+
+
+# -- logs of a custom training step ----------------------------------------------------------------------------------
+
+
+class WithoutMetrics(keras.Sequential):
+    """Returns its loss, and keeps no metric of that name."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_logs_of_a_step_that_updates_no_metric_are_what_it_returns():
+    seen = []
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(float(logs["loss"])))
+    x, y = problem.data(num_steps=2)
+    with ks.data_parallel(2) as scope:
+        model = WithoutMetrics(problem.model().layers)
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+        model.fit(x, y, batch_size=len(x) // 2, verbose=0, callbacks=[callback])
+    scope.close()
+    assert len(seen) == 2 and min(seen) > 0

@@ -93,6 +93,9 @@ def _with_logs_of_all(model: Any, trains: bool, function: Callable[[Any], Any], 
     metrics = model.get_metrics_result()  # outside of a step a variable is that of all replicas
     if not isinstance(found, dict) or metrics.keys() != found.keys():
         return found
+    means = [metric for metric in model.metrics if isinstance(metric, keras.metrics.Mean)]
+    if any(not float(keras.ops.convert_to_numpy(mean.count)) for mean in means):
+        return found  # a step of the model's own that returns its losses and keeps no metric
     logs.show(trains, metrics)
     return metrics
 
