@@ -93,11 +93,14 @@ def test_rounds_begin_from_weights_that_somebody_has_set(world):
 
 def test_a_round_that_is_not_finite_is_left_out(world):
     found = world.run(apart.with_nan, 2, "ignore", of=NONFINITE)
-    assert (found["left_out"], found["count"]) == (1, 4)
+    assert (found["left_out"], found["count"]) == (1, 8)
     assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
     assert len(found["warned"]) == 1 and "1 of them" in found["warned"][0]
     # The first round was made, and the weights are no longer those of the start.
     assert not np.allclose(found["weights"][0], problem.start_weights()[0], atol=1e-3)
+    # On no replica is anything left of it, so that the next rounds are made.
+    assert found["left_out_later"] == 1 and found["differ"] == 0
+    assert not any(np.array_equal(*both) for both in zip(found["weights"], found["later"]))
 
 
 NONFINITE = ("ignore", "skip", "scaling")
@@ -106,11 +109,14 @@ NONFINITE = ("ignore", "skip", "scaling")
 @pytest.mark.parametrize("name", ["skip", "scaling"])
 def test_each_replica_skips_its_own_updates(world, name):
     found = world.run(apart.with_nan, 2, name, of=NONFINITE)
-    assert (found["skipped"], found["left_out"], found["count"]) == (1, 0, 4)
+    assert (found["skipped"], found["left_out"], found["count"]) == (1, 0, 8)
     assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
 
 
-@pytest.mark.parametrize("name", some(apart.SKIPPING, ("averages", "scaling and accumulation"), "tensorflow", "jax"))
+SKIPPING = ("averages", "scaling and accumulation", "statistics and accumulation", "statistics before a round")
+
+
+@pytest.mark.parametrize("name", some(apart.SKIPPING, SKIPPING, "tensorflow", "jax"))
 def test_replicas_that_leave_out_updates_are_twins(world, name):
     """One of which has a NaN, or both: weights, moving statistics, counters and scales are as if each were alone."""
     found = world.run(apart.skipping, 2, name, of=apart.SKIPPING)

@@ -270,12 +270,18 @@ def with_nan(replicas, name):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(x, y, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
-    optimizer = model.optimizer
+    optimizer, weights = model.optimizer, model.get_weights()
+    clean, rows = uneven.data()
+    left_out = int(keras.ops.convert_to_numpy(optimizer.local_updates.left_out))
+    model.fit(clean, rows, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
     return {
-        "weights": model.get_weights(),
-        "left_out": int(keras.ops.convert_to_numpy(optimizer.local_updates.left_out)),
+        "weights": weights,
+        "later": model.get_weights(),
+        "left_out": left_out,
+        "left_out_later": int(keras.ops.convert_to_numpy(optimizer.local_updates.left_out)),
         "skipped": int(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(optimizer.skipped_steps))),
         "count": int(keras.ops.convert_to_numpy(optimizer.local_updates.count)),
+        "differ": replicas.largest_difference(model),
         "warned": [str(each.message) for each in caught if "round" in str(each.message)],
     }
 
