@@ -156,7 +156,8 @@ def work(rank, port, arguments):
         if rank == 0:
             losses = [round(value, 4) for value in history.history["val_loss"]]
             found = {"task": arguments.task, "way": name, "updates": updates, "every": steps, "mbit": arguments.mbit}
-            found |= {"seed": arguments.seed, "weights": model.count_params(), **sent, "losses": losses, "seconds": clock.seconds}
+            found |= {"seed": arguments.seed, "weights": model.count_params(), **sent}
+            found |= {"losses": losses, "seconds": clock.seconds}
             line = json.dumps(found)
             print(line, flush=True)
             if arguments.to:
