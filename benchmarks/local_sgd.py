@@ -136,7 +136,7 @@ def work(rank, port, arguments):
         if arguments.only and name not in arguments.only:
             continue
         with ks.data_parallel() as replicas:
-            keras.utils.set_random_seed(1)
+            keras.utils.set_random_seed(arguments.seed)
             model = model_of()
             model.compile(ks.CrossShard(keras.optimizers.Adam(rate), **how), loss)
         sent.update(bytes=0, reductions=0)
@@ -156,7 +156,8 @@ def work(rank, port, arguments):
         if rank == 0:
             losses = [round(value, 4) for value in history.history["val_loss"]]
             found = {"task": arguments.task, "way": name, "updates": updates, "every": steps, "mbit": arguments.mbit}
-            found |= {"weights": model.count_params(), **sent, "losses": losses, "seconds": clock.seconds}
+            found |= {"seed": arguments.seed, "weights": model.count_params(), **sent}
+            found |= {"losses": losses, "seconds": clock.seconds}
             line = json.dumps(found)
             print(line, flush=True)
             if arguments.to:
@@ -170,6 +171,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--updates", type=int, default=2400)
+    parser.add_argument("--seed", type=int, default=1, help="of the weights that training begins with")
     parser.add_argument("--mbit", type=float, help="of the links, in Mbit/s")
     parser.add_argument("--only", nargs="*", help="names of ways")
     parser.add_argument("--to", help="a file that lines are added to")

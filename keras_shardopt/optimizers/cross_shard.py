@@ -19,9 +19,10 @@ from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.update import stages_of
 from keras_shardopt.update.accumulation import Accumulation, refuse_accumulation_inside
 from keras_shardopt.update.gradient_state import GradientStateFinder, refuse_local_gradients_inside
-from keras_shardopt.update.local_sgd import LocalUpdates, OwnGradients
+from keras_shardopt.update.local_sgd import LocalUpdates
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
+from keras_shardopt.update.own_gradients import OwnGradients
 from keras_shardopt.update.peers import Peers
 from keras_shardopt.update.pipeline import Pipeline
 from keras_shardopt.update.reducers import reducer_of

@@ -12,9 +12,10 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -22,16 +23,14 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt.backends.active import processes, runtime
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.compression import Compressed
 from keras_shardopt.backends.models import models_with
-from keras_shardopt.numerics import UNKNOWN, Tensor, Variable, dtype_of, map_values, overwrites_variable
+from keras_shardopt.backends.traffic import Collective, recording
+from keras_shardopt.numerics import Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.update.apart import Copies, Rows, replicas_are_processes, statistics_of
 from keras_shardopt.update.coding import Coding
-from keras_shardopt.update.nonfinite import check_reduced
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.reducers import AllReduce
-from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
@@ -80,7 +79,10 @@ class LocalUpdates(Stage):
         self._version: int | None = None
         self.seen: Copies | Rows = Copies(self, optimizer)
         """What is seen of the weights between rounds."""
-        self._num_reported = 0
+        self._reported: Variable = None
+        """Of how many of these there was a warning. In files, too, which are read at different times."""
+        self._sent: dict[Any, list[Collective]] = {}
+        # By number what the last round of a fragment has sent, or what one does where steps are compiled; and more.
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_version": None}  # versions of a copy's count are others
@@ -106,7 +108,8 @@ class LocalUpdates(Stage):
         for i, variable in enumerate(variables):
             anchor = add_variable(variable.shape, "zeros", dtype=_wide(variable), name=f"anchor_{i}")
             self.anchors.append(anchor)
-        self._own = [self.count, self.last_rounds, self.left_out, *self.anchors]
+        self._reported = add_variable((), "zeros", dtype="int", name="reported_rounds")
+        self._own = [self.count, self.last_rounds, self.left_out, self._reported, *self.anchors]
         if self._coding is not None:
             self._coding.build(variables, add_variable)
         for outer, positions in zip(self.outers, self.fragments):
@@ -134,9 +137,8 @@ class LocalUpdates(Stage):
             raise ValueError(
                 "With `sync_every` replicas are the devices of one process, or ranks of PyTorch. "
                 f"Received: {processes.process()[0]} processes, of which each has some of the replicas. "
-                "Leave `sync_every` out, or use PyTorch."
+                "Use the devices of one process, or PyTorch, or leave `sync_every` out."
             )
-
         theirs = [p for p in descendants(self._optimizer) if isinstance(p, keras.optimizers.LossScaleOptimizer)]
         if theirs and not replicas_are_processes():
             raise ValueError(
@@ -259,14 +261,14 @@ class LocalUpdates(Stage):
         last = self.last_rounds if not isinstance(count, int) else ops.convert_to_numpy(self.last_rounds)
         for number in range(self.num_fragments):
             since = int(last[number]) if isinstance(count, int) else ops.convert_to_tensor(last)[number]
-            is_due = count - since >= self._every(since)
+            is_due = count - since >= self._length(since)
             written = [*self._optimizer._written(), *self._joined_statistics]
             # An operand: replicas of one program go through the condition together, with a share of their own each.
             shares = [ops.cast(step.row_share, "float32")] if self._joined_statistics and number == 0 else []
             if shares and updates is not None:  # of an update that is left out nothing counts
                 is_made = ops.not_equal(updates, stamp(self._optimizer.iterations))
                 shares = [shares[0] * ops.cast(is_made, "float32")]
-            runtime.cond(is_due, functools.partial(self._round, number, count), shares, written)
+            runtime.cond(is_due, functools.partial(self._recorded_round, number, count), shares, written)
 
     def _counted(self) -> Any:
         """The count, an int where Python runs in each update."""
@@ -290,6 +292,11 @@ class LocalUpdates(Stage):
         firsts = [count + (i + 1) * every // number - every for i in range(number)]
         self.last_rounds.assign(ops.stack([ops.cast(first, self.last_rounds.dtype) for first in firsts]))
 
+    def _length(self, since: Any) -> Any:
+        """How many updates a round takes that begins at a count: fragments' first ones, before there is any update."""
+        start = self._options.warmup_steps
+        return self._every(max(since, start) if isinstance(since, int) else ops.maximum(since, start))
+
     def anchor_all(self) -> None:
         """Lets the anchors be the weights."""
         for anchor, weight in zip(self.anchors, self.weights()):
@@ -297,6 +304,10 @@ class LocalUpdates(Stage):
             anchor.assign(ops.copy(ops.cast(ops.convert_to_tensor(weight), anchor.dtype)))
 
     # -- rounds --------------------------------------------------------------------------------------------------
+
+    def _recorded_round(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
+        with recording() as self._sent[number]:
+            self._round(number, count, shares)
 
     def _round(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
         """Joins the weights of a fragment. All replicas come to it in the same update, with shares of its rows."""
@@ -351,6 +362,30 @@ class LocalUpdates(Stage):
         codec = self._options.codec
         sends = comm if codec is None else Compressed(comm, str(codec.sum_dtype), divides=True)
         return sends.all_reduce(list(moved), "mean")
+
+    def join_statistics(self, comm: Communicator, values: Sequence[Tensor]) -> list[Tensor]:
+        """For a trainer with rows: the means of moving statistics at a round."""
+        with recording() as self._sent["statistics"]:
+            return self.means(comm, values)
+
+    @contextlib.contextmanager
+    def recording_together(self) -> Iterator[None]:
+        """Records what is sent for an update with the gradients of all replicas."""
+        with recording() as self._sent[_TOGETHER]:
+            yield
+
+    def sent(self, each: Sequence[Collective]) -> tuple[list[Collective], int]:
+        """What was sent in the updates of a round, and how many they are; in a warm-up, what was in one update.
+
+        Args:
+            each: what is sent in every update.
+        """
+        count = 0 if self.count is None else self.num_updates
+        if count <= self._options.warmup_steps:
+            return [*each, *self._sent.get(_TOGETHER, ())] if count else [], 1
+        length = int(self._length(int(max(ops.convert_to_numpy(self.last_rounds)))))
+        rounds = [found for key, found in self._sent.items() if key != _TOGETHER]
+        return [*each] * length + [collective for found in rounds for collective in found], length
 
     @staticmethod
     def means(comm: Communicator, values: Sequence[Tensor], row_share: Any = 1) -> list[Tensor]:
@@ -479,62 +514,28 @@ class LocalUpdates(Stage):
 
     def _report(self) -> None:
         """Warns of rounds that were left out since the last time."""
-        left_out = int(ops.convert_to_numpy(self.left_out))
-        if left_out > self._num_reported:
+        left_out, reported = (int(ops.convert_to_numpy(v)) for v in (self.left_out, self._reported))
+        if left_out > reported:
+            self._reported.assign(left_out)
             warnings.warn(
                 "A round whose mean is NaN or infinite is left out, and all replicas go on from the weights before it. "
-                f"Received: {left_out - self._num_reported} of them. Lower the learning rate, clip gradients, or use "
+                f"Received: {left_out - reported} of them. Lower the learning rate, clip gradients, or use "
                 '`on_nonfinite="skip"`.',
                 stacklevel=2,
             )
-        self._num_reported = left_out
 
     def reset(self) -> None:
         """State was loaded: what files lack begins anew."""
         self._has_trained = False
         self.seen.forget()
         if self.count is not None:
-            self._num_reported = int(ops.convert_to_numpy(self.left_out))
             self.count.assign(0)
             self._start_rounds(0)
             if self._coding is not None:
                 self._coding.reset()
 
 
-class OwnGradients(AllReduce):
-    """Leaves each replica its own gradients, weighed by its rows; in a warm-up every replica gets the mean.
-
-    Args:
-        optimizer: the `CrossShard`.
-        stage: says which of both.
-    """
-
-    def __init__(self, optimizer: Any, stage: LocalUpdates) -> None:
-        super().__init__(optimizer)
-        self._stage = stage
-
-    def reduce(self, step: Step, comm: Communicator) -> Step:
-        """In units of the replica's mean loss, times its rows in units of an equal part."""
-        if self._stage.is_together or not step.is_local:
-            return super().reduce(step, comm)
-        step = weighted_by_rows(step)
-        grads = list(step.grads)
-        if step.gradient_state is GradientState.LOCAL_PRESCALED:
-            number = comm.num_replicas
-            grads = [None if g is None else map_values(lambda value: ops.multiply(value, number), g) for g in grads]
-        own = step.found_inf
-        step = step.replace(grads=grads)
-        if not self._checks_finite:
-            return step
-        found = check_reduced(grads, step.variables)
-        if own is not None and not isinstance(own, tuple):  # before they were clipped, which makes all NaN
-            found = ops.where(own > 0, ops.stack([own, ops.full_like(own, UNKNOWN), own - 1]), found)
-        who = ops.where(found[0] > 0, ops.cast(comm.replica_id, "int32"), found[1])
-        return step.replace(found_inf=ops.stack([found[0], who, found[2]]))
-
-    def finish(self, comm: Communicator) -> None:
-        """Shows the mean."""
-        self._stage.show()
+_TOGETHER = "together"
 
 
 def fragments_of(sizes: Sequence[int], number: int) -> list[list[int]]:

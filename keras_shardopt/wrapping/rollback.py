@@ -111,8 +111,9 @@ class Rollback:
             for variable, value in zip(variables, values):
                 variable.assign(value)
 
-        chain = [optimizer, *descendants(optimizer)]
-        apart = any(getattr(part, "local_updates", None) is not None for part in chain)
+        # Of what is inside this optimizer, as the counter is one replica's own where any part in there trains apart.
+        scopes = [part.scope_inside for part in (optimizer, *descendants(optimizer)) if hasattr(part, "scope_inside")]
+        apart = any(scope.trains_apart for scope in scopes)
         runtime.cond(skipped, put_back, [value for _, value in noted], variables, communicates=not apart)
 
     def _noted(self) -> list[tuple[Variable, Tensor]]:

@@ -12,7 +12,7 @@ from support.suites import some
 from support.worlds import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.active import placement, processes
 
 NUM_REPLICAS = (2, 4)
 KNOWN = {}
@@ -60,9 +60,9 @@ def test_a_round_at_each_update_is_synchronous_training(world, num_replicas):
     assert problem.relative_difference(found["weights"], weights) < problem.TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["looked at", "killed", "in two calls"])
+@pytest.mark.parametrize("name", ["looked at", "killed", "in two calls", "interrupted"])
 def test_training_is_the_same_bit_for_bit_whoever_looks_at_it(world, name):
-    undisturbed = "without averages" if name == "in two calls" else "whole"
+    undisturbed = "without averages" if name in ("in two calls", "interrupted") else "whole"
     whole = run(world, apart.lived, 2, undisturbed, of=apart.LIVES)
     found = run(world, apart.lived, 2, name, of=apart.LIVES)
     if name == "looked at":
@@ -93,11 +93,14 @@ def test_rounds_begin_from_weights_that_somebody_has_set(world):
 
 def test_a_round_that_is_not_finite_is_left_out(world):
     found = world.run(apart.with_nan, 2, "ignore", of=NONFINITE)
-    assert (found["left_out"], found["count"]) == (1, 4)
+    assert (found["left_out"], found["count"]) == (1, 8)
     assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
     assert len(found["warned"]) == 1 and "1 of them" in found["warned"][0]
     # The first round was made, and the weights are no longer those of the start.
     assert not np.allclose(found["weights"][0], problem.start_weights()[0], atol=1e-3)
+    # On no replica is anything left of it, so that the next rounds are made.
+    assert found["left_out_later"] == 1 and found["differ"] == 0
+    assert not any(np.array_equal(*both) for both in zip(found["weights"], found["later"]))
 
 
 NONFINITE = ("ignore", "skip", "scaling")
@@ -106,11 +109,14 @@ NONFINITE = ("ignore", "skip", "scaling")
 @pytest.mark.parametrize("name", ["skip", "scaling"])
 def test_each_replica_skips_its_own_updates(world, name):
     found = world.run(apart.with_nan, 2, name, of=NONFINITE)
-    assert (found["skipped"], found["left_out"], found["count"]) == (1, 0, 4)
+    assert (found["skipped"], found["left_out"], found["count"]) == (1, 0, 8)
     assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
 
 
-@pytest.mark.parametrize("name", some(apart.SKIPPING, ("averages", "scaling and accumulation"), "tensorflow", "jax"))
+SKIPPING = ("averages", "scaling and accumulation", "statistics and accumulation", "statistics before a round")
+
+
+@pytest.mark.parametrize("name", some(apart.SKIPPING, SKIPPING, "tensorflow", "jax"))
 def test_replicas_that_leave_out_updates_are_twins(world, name):
     """One of which has a NaN, or both: weights, moving statistics, counters and scales are as if each were alone."""
     found = world.run(apart.skipping, 2, name, of=apart.SKIPPING)
@@ -212,6 +218,18 @@ def test_a_compiled_step_sends_something_in_a_round_only(world):
     assert sum(always) + num_bytes / 5 <= 1.02 / 5 * sum(whole)
 
 
+@pytest.mark.parametrize("name", some(apart.REPORTED, ("every 5", "fragments", "warm-up"), "tensorflow", "jax"))
+def test_the_report_counts_a_round_once(world, name):
+    """And not in each update, where steps are compiled; in a warm-up it counts gradients."""
+    found = world.run(apart.reported, 2, name, of=apart.REPORTED)
+    arguments, ratio = apart.REPORTED[name]
+    # What says whose gradients they are travels along in a warm-up; statistics have a count for each variable.
+    assert 0.999 * ratio <= found["ratio"] <= 1.02 * ratio
+    assert found["updates"] == {"fragments": 4, "longer and longer": 6, "warm-up": 1}.get(name, 5)
+    if name not in ("averages", "warm-up"):
+        assert found["number"] == arguments.get("sync_fragments", 1)
+
+
 def test_with_one_replica_nothing_changes():
     def trained(**more):
         model = problem.model()
@@ -261,6 +279,25 @@ def test_arguments_are_those_of_a_file():
     assert not {"sync_every", "outer_optimizer"} & ks.CrossShard("adam").get_config().keys()
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_rounds_that_were_left_out_before_a_file_was_written_are_warned_of_once(is_new, tmp_path):
+    model = problem.model()
+    model.compile(ks.CrossShard("sgd", sync_every=2), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.local_updates.left_out.assign(3)
+    with pytest.warns(UserWarning, match="Received: 3 of them"):
+        ks.save_model(model, tmp_path / "model.keras")
+    if is_new:
+        model = keras.saving.load_model(tmp_path / "model.keras")
+    local = model.optimizer.local_updates
+    assert int(keras.ops.convert_to_numpy(local.left_out)) == 3
+    local.show()  # warnings are errors
+    local.left_out.assign(4)
+    with pytest.warns(UserWarning, match="Received: 1 of them"):
+        local.show()
+    local.show()
+
+
 @pytest.mark.backends("torch")
 def test_rounds_may_become_longer(monkeypatch):
     """On threads: `sync_every` as a function of the number of updates."""
@@ -279,6 +316,30 @@ def test_rounds_may_become_longer(monkeypatch):
     first, second = world.run(work)
     assert [a == b for a, b in zip(first, second)] == [True, True, False, False, True, False, False, True]
     assert first[-1] == -4
+
+
+@pytest.mark.backends("torch")
+def test_a_function_is_asked_for_rounds_that_begin_after_the_start(monkeypatch):
+    """Fragments' first rounds are shorter, as if they had begun before."""
+    world = FakeWorld(2).hold(monkeypatch)
+
+    def every(count):
+        assert count >= 0
+        return 4
+
+    def work(replicas):
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=every, sync_fragments=2)
+        weights = [keras.Variable([0.0]), keras.Variable([0.0])]
+        optimizer.build(weights)
+        seen = []
+        for _ in range(6):
+            grad = keras.ops.convert_to_tensor([float(replicas.replica_id)])
+            optimizer.apply([grad, grad], weights)
+            seen.append([float(keras.ops.convert_to_numpy(weight)[0]) for weight in weights])
+        return np.array(seen)
+
+    first, second = world.run(work)
+    np.testing.assert_array_equal(first == second, [[i in (1, 5), i == 3] for i in range(6)])
 
 
 @pytest.mark.neutral
@@ -302,6 +363,23 @@ def test_variables_that_cannot_take_part_are_refused(made, shape, words):
 def test_what_needs_ranks_is_refused_elsewhere(name):
     with ks.data_parallel(2) as replicas, pytest.raises(ValueError, match=apart.REFUSED[name][2]):
         apart.refused(replicas, name)
+
+
+@pytest.mark.backends("tensorflow", "jax")
+def test_several_processes_are_refused(monkeypatch):
+    """Both where the optimizer is built and where JAX' `fit` is prepared."""
+    model = problem.model()
+    model.compile(ks.CrossShard("sgd", sync_every=2), "mse")
+    if keras.backend.backend() == "jax":
+        from keras_shardopt.fit.jax import local_sgd
+
+        monkeypatch.setattr(local_sgd.jax, "process_count", lambda: 2)
+        with pytest.raises(ValueError, match="2 processes. Use the devices of one process"):
+            local_sgd.prepare(model, [model.optimizer])
+        monkeypatch.undo()
+    monkeypatch.setattr(type(processes), "process", lambda self: (2, 0))
+    with pytest.raises(ValueError, match="2 processes.*Use the devices of one process"):
+        model.optimizer.build(model.trainable_variables)
 
 
 @pytest.mark.backends("torch")

@@ -40,7 +40,8 @@ def _check(model: Any, reducer: Any) -> None:
     rule = "With `sync_every` JAX's `fit` runs each replica's whole step by itself."
     if jax.process_count() > 1:
         raise ValueError(
-            f"{rule} Received: {jax.process_count()} processes. Use the devices of one process, or PyTorch."
+            f"{rule} Received: {jax.process_count()} processes. Use the devices of one process, or PyTorch, or "
+            "leave `sync_every` out."
         )
     if model.optimizer is not reducer or not has_built_in_step(model):
         raise ValueError(
@@ -124,7 +125,7 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
         statistics = [own[id(v)] for v in local.statistics]
         count, rounds = updated[place[id(local.count)]], updated[place[id(local.last_rounds)]]
         is_round = (rounds[0] == count) & (count != inside[place[id(local.count)]])  # not amid a window after it
-        joined = functools.partial(local.means, MappedAxis(axis))
+        joined = functools.partial(local.join_statistics, MappedAxis(axis))
         statistics = jax.lax.cond(is_round, joined, lambda values: values, statistics)
         own.update(zip(map(id, local.statistics), statistics))
         loss = jax.lax.pmean(loss, axis)

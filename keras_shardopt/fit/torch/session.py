@@ -173,6 +173,9 @@ class Session:
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
+        if differing and self._stopped_alike(reducers):  # by an error in a `fit` before, perhaps
+            self.show_mean(self)
+            differing = self._differing([*trained, *shared], others)
         if differing:
             if self.ranks.replica_id == 0:
                 warn_of_unequal_start(differing)
@@ -185,6 +188,12 @@ class Session:
             # Not once more after the first forward pass, whose moving statistics would become rank 0's.
             reducer.peers.started = self.ranks
         self.has_started = self._begins_epoch = True
+
+    def _stopped_alike(self, reducers: Sequence[Any]) -> bool:
+        """Whether ranks train apart and all have come as far, so that each can go on from its own weights."""
+        found = [(r.local_updates.num_updates, r.local_updates.are_apart) for r in reducers if r.local_updates]
+        everyones = gather_objects(found, "compares how far replicas that train apart are")
+        return any(is_apart for _, is_apart in found) and all(each == everyones[0] for each in everyones)
 
     def _differing(self, variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:
         """What is not equal on all ranks. One small message where all is."""

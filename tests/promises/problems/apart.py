@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
 import tempfile
@@ -213,6 +214,16 @@ def lived(replicas, name):
         x, y = uneven.data()
         model.fit(x, y, batch_size=uneven.BATCH_SIZE, epochs=EPOCHS - 2, shuffle=False, verbose=0)
         return state_of_all(model)
+    if name == "interrupted":  # in the third epoch, within a round, and nobody looks before the next call
+        keras.utils.set_random_seed(3)
+        model = compiled(replicas, with_everything(use_ema=False), normalizing())
+        (x, y), begin = uneven.data(), 2 * uneven.BATCH_SIZE
+        arguments = {"batch_size": uneven.BATCH_SIZE, "shuffle": False, "verbose": 0}
+        with contextlib.suppress(InterruptedError):
+            model.fit(x, y, epochs=EPOCHS, callbacks=[Interrupting()], **arguments)
+        model.fit(x[begin:], y[begin:], **arguments)
+        model.fit(x, y, epochs=EPOCHS - 3, **arguments)
+        return state_of_all(model)
     if name == "from a file":
         model = fitted(replicas, epochs=3)  # ends within a round
         ks.save_model(model, f"{folder}/model.keras")
@@ -236,7 +247,16 @@ def lived(replicas, name):
     return [keras.ops.convert_to_numpy(v) for v in [*local.anchors, *fresh.trainable_variables]]
 
 
-LIVES = ("whole", "without averages", "looked at", "killed", "in two calls", "from a file", "with other weights")
+LIVES = (
+    "whole",
+    "without averages",
+    "looked at",
+    "killed",
+    "in two calls",
+    "interrupted",
+    "from a file",
+    "with other weights",
+)
 
 
 def with_nan(replicas, name):
@@ -250,12 +270,18 @@ def with_nan(replicas, name):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(x, y, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
-    optimizer = model.optimizer
+    optimizer, weights = model.optimizer, model.get_weights()
+    clean, rows = uneven.data()
+    left_out = int(keras.ops.convert_to_numpy(optimizer.local_updates.left_out))
+    model.fit(clean, rows, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
     return {
-        "weights": model.get_weights(),
-        "left_out": int(keras.ops.convert_to_numpy(optimizer.local_updates.left_out)),
+        "weights": weights,
+        "later": model.get_weights(),
+        "left_out": left_out,
+        "left_out_later": int(keras.ops.convert_to_numpy(optimizer.local_updates.left_out)),
         "skipped": int(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(optimizer.skipped_steps))),
         "count": int(keras.ops.convert_to_numpy(optimizer.local_updates.count)),
+        "differ": replicas.largest_difference(model),
         "warned": [str(each.message) for each in caught if "round" in str(each.message)],
     }
 
@@ -333,6 +359,28 @@ def sent(replicas, name):
     model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[counting])
     sizes = counting.sizes
     return {"reductions": [size for size in sizes if size > 1000], "bytes": sum(sizes)}
+
+
+# Arguments of `CrossShard`, and of what part of one all-reduce of float32 an update's mean share is.
+REPORTED = {
+    "every 5": ({"sync_every": 5}, 1 / 5),
+    "fragments": ({"sync_every": 4, "sync_fragments": 2}, 1 / 4),
+    "longer and longer": ({"sync_every": lambda count: 2 + count // 2, "sync_warmup": 2}, 1 / 6),
+    "in bfloat16": ({"sync_every": 5, "compression": "bfloat16"}, 1 / 10),
+    "averages": ({"sync_every": 5}, 2 / 5),
+    "warm-up": ({"sync_every": 5, "sync_warmup": 50}, 1),
+}
+
+
+def reported(replicas, name):
+    """What `communication_report` says after ten updates."""
+    inner = keras.optimizers.SGD(RATE, use_ema=name == "averages")
+    layers = [keras.Input((100,)), keras.layers.Dense(100), keras.layers.Dense(3)]
+    model = compiled(replicas, ks.CrossShard(inner, **REPORTED[name][0]), keras.Sequential(layers))
+    x, y = np.full((160, 100), 0.01, "float32"), np.ones((160, 3), "float32")
+    model.fit(x, y, batch_size=16, verbose=0)
+    report = model.optimizer.communication_report()
+    return {"ratio": report.ratio, "number": len(report.collectives), "updates": report.num_updates}
 
 
 def compiled_collectives(name):

@@ -1,0 +1,55 @@
+"""Gradients of replicas that train apart: each updates with its own.
+
+Hides by what such a gradient is weighed, so that uneven batches count as in synchronous training, and who is looked at
+where one is not finite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras import ops
+
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import UNKNOWN, map_values
+from keras_shardopt.update.nonfinite import check_reduced
+from keras_shardopt.update.reducers import AllReduce
+from keras_shardopt.update.row_weights import weighted_by_rows
+from keras_shardopt.update.step import Step
+
+
+class OwnGradients(AllReduce):
+    """Leaves each replica its own gradients, weighed by its rows; in a warm-up every replica gets the mean.
+
+    Args:
+        optimizer: the `CrossShard`.
+        stage: the `LocalUpdates`, which says which of both.
+    """
+
+    def __init__(self, optimizer: Any, stage: Any) -> None:
+        super().__init__(optimizer)
+        self._stage = stage
+
+    def reduce(self, step: Step, comm: Communicator) -> Step:
+        """In units of the replica's mean loss, times its rows in units of an equal part."""
+        if self._stage.is_together or not step.is_local:
+            with self._stage.recording_together():
+                return super().reduce(step, comm)
+        step = weighted_by_rows(step)
+        grads = list(step.grads)
+        if step.gradient_state is GradientState.LOCAL_PRESCALED:
+            number = comm.num_replicas
+            grads = [None if g is None else map_values(lambda value: ops.multiply(value, number), g) for g in grads]
+        own = step.found_inf
+        step = step.replace(grads=grads)
+        if not self._checks_finite:
+            return step
+        found = check_reduced(grads, step.variables)
+        if own is not None and not isinstance(own, tuple):  # before they were clipped, which makes all NaN
+            found = ops.where(own > 0, ops.stack([own, ops.full_like(own, UNKNOWN), own - 1]), found)
+        who = ops.where(found[0] > 0, ops.cast(comm.replica_id, "int32"), found[1])
+        return step.replace(found_inf=ops.stack([found[0], who, found[2]]))
+
+    def finish(self, comm: Communicator) -> None:
+        """Shows the mean."""
+        self._stage.show()
