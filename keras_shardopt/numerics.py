@@ -48,7 +48,9 @@ def dense(grad: Tensor, variable: Variable) -> Tensor:
 
 def values_of(grad: Tensor) -> Tensor:
     """The elements of a gradient, or of the listed rows of a sparse one."""
-    return grad.values if is_sparse(grad) else ops.convert_to_tensor(grad)
+    if is_sparse(grad):
+        return grad.values
+    return grad if ops.is_tensor(grad) else ops.convert_to_tensor(grad)
 
 
 def map_values(function: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
@@ -72,8 +74,15 @@ def add(first: Tensor, second: Tensor, variable: Variable) -> Tensor:
 
 def dtype_of(value: Any) -> str:
     """The name of the dtype of a tensor or variable."""
-    name: str = keras.backend.standardize_dtype(value.dtype)
+    dtype = value.dtype
+    name = _NAMES.get(dtype)
+    if name is None:
+        name = _NAMES[dtype] = keras.backend.standardize_dtype(dtype)
     return name
+
+
+_NAMES: dict[Any, str] = {}
+"""Of dtypes. Keras takes longer to find them than small tensors take to be added."""
 
 
 def cast(value: Tensor, dtype: str) -> Tensor:
@@ -83,7 +92,7 @@ def cast(value: Tensor, dtype: str) -> Tensor:
 
 def in_float32(value: Tensor) -> Tensor:
     """`value` in float32, unless it is float64. Half precision overflows on squares of 256."""
-    value = ops.convert_to_tensor(value)
+    value = value if ops.is_tensor(value) else ops.convert_to_tensor(value)
     return value if dtype_of(value) == "float64" else cast(value, "float32")
 
 

@@ -27,11 +27,36 @@ def global_norm(values: Sequence[Tensor | None]) -> Tensor:
 
 def norms(values: Sequence[Tensor], dtype: str) -> Tensor:
     """The norm of each tensor as `numerics.norm` finds it, in one vector of this dtype."""
-    values = [ops.stop_gradient(value) for value in values]  # nobody differentiates an update
+    if _direct is not None:
+        values = _direct.values_of(values)
     if _direct is None or not _direct.are_plain(values):
+        values = [ops.stop_gradient(value) for value in values]  # nobody differentiates an update
         return ops.stack([cast(numerics.norm(value), dtype) for value in values])
     found: Tensor = _direct.norms(values, dtype)
     return found
+
+
+def bounded(values: Tensor, low: float, high: float | None) -> Tensor:
+    """Not below `low`, nor above `high`; NaN stays NaN."""
+    if _direct is not None:
+        found: Tensor = values.clamp(low, high)
+        return found
+    # Bounds as tensors, which have the dtype.
+    values = ops.maximum(values, ops.full_like(values, low))
+    return values if high is None else ops.minimum(values, ops.full_like(values, high))
+
+
+def ones_where(chosen: Tensor, values: Tensor) -> Tensor:
+    """1 where a bool is true, and the value elsewhere."""
+    if _direct is not None:
+        found: Tensor = values.masked_fill(chosen, 1)
+        return found
+    return ops.where(chosen, ops.ones_like(values), values)
+
+
+def unstacked(vector: Tensor, length: int) -> list[Tensor]:
+    """Its elements as scalars."""
+    return list(ops.unstack(vector, length) if _direct is None else vector.unbind())
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
@@ -40,6 +65,11 @@ def are_finite(values: Sequence[Tensor]) -> Tensor:
         return ops.stack([ops.all(ops.isfinite(value)) for value in values])
     found: Tensor = _looks.are_finite(values)
     return found
+
+
+def are_surely_finite(values: Sequence[Tensor]) -> bool:
+    """Whether all elements are known to be finite, in one pass; False also where that is not known so soon."""
+    return _looks is not None and _direct is not None and _direct.are_plain(values) and _looks.are_surely_finite(values)
 
 
 def largest(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

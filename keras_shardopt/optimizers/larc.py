@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends.norms import norms
+from keras_shardopt.backends.norms import bounded, norms, ones_where, unstacked
 from keras_shardopt.numerics import (
     LARGEST_FLOAT16,
     Gradients,
@@ -133,7 +133,7 @@ class LARC(OptimizerWrapper):
         for dtype in dict.fromkeys(map(dtype_of, wide)):
             members = [i for i, grad in enumerate(wide) if dtype_of(grad) == dtype]
             vector = self._ratio([wide[i] for i in members], [variables[i] for i in members], dtype)
-            for i, factor in zip(members, ops.unstack(vector, len(members))):
+            for i, factor in zip(members, unstacked(vector, len(members))):
                 factors[i] = factor
         return factors
 
@@ -143,12 +143,9 @@ class LARC(OptimizerWrapper):
         divisor = gradient_norm + self.epsilon
         if self.larc_mode == "clip":
             divisor = divisor * self._rates(variables, dtype)
-        # Bounds as tensors: with a number Keras takes a float64's maximum in float32 on PyTorch.
         factor = self.larc_eta * variable_norm / divisor
-        factor = ops.maximum(factor, ops.full_like(factor, self.min_update))
-        if self.larc_mode == "clip":
-            factor = ops.minimum(factor, ops.ones_like(factor))
-        return factor if self.faithful else ops.where(variable_norm == 0, ops.ones_like(factor), factor)
+        factor = bounded(factor, self.min_update, 1.0 if self.larc_mode == "clip" else None)
+        return factor if self.faithful else ones_where(variable_norm == 0, factor)
 
     def _rates(self, variables: Sequence[Variable], dtype: str) -> Tensor:
         """The learning rate of each variable, or of all."""

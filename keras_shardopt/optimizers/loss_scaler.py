@@ -224,6 +224,14 @@ class AutomaticLossScaler:
         known = runtime.is_cheap_to_read(ops.convert_to_tensor(counter))
         return known and not has_nan and float(amax) < float("inf") and int(counter) + 1 < self.params["step_window"]
 
+    def look(self, grads: Gradients) -> tuple[Tensor, Tensor]:
+        """As `check_grads`; where the scale does not depend on it, a good step's largest value may be any number."""
+        if self.algorithm == "Backoff" and type(self) is AutomaticLossScaler:
+            given = [grad for grad in grads if grad is not None]
+            if given and runtime.is_cheap_to_read(given[0]) and norms.are_surely_finite(given):
+                return _nothing_found()
+        return self.check_grads(grads)
+
     def check_grads(self, grads: Gradients) -> tuple[Tensor, Tensor]:
         """Whether any gradient has a NaN, and the largest absolute value (undefined where there is a NaN).
 
@@ -261,9 +269,13 @@ def check_grads(grads: Gradients) -> tuple[Tensor, Tensor]:
     return norms.largest(values)
 
 
+def _nothing_found() -> tuple[Tensor, Tensor]:
+    return ops.convert_to_tensor(False, "bool"), ops.convert_to_tensor(0.0, "float32")
+
+
 def overflow(has_nan: Tensor, amax: Tensor) -> Tensor:
     """Whether what `check_grads` found forbids an update."""
-    return ops.logical_or(has_nan, ops.isinf(ops.maximum(amax, ops.zeros_like(amax))))
+    return ops.logical_or(has_nan, amax == float("inf"))
 
 
 def _variable(name: str, start: float, dtype: str) -> Variable:

@@ -137,8 +137,10 @@ class ScaledUpdate(OptimizerWrapper):
         """The gradients, no longer scaled; or these themselves, where the update divides them."""
         plain = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
         if self._unscales_alike:
-            divisors = {dtype: ops.cast(scale, dtype) for dtype in {dtype_of(variables[i]) for i in plain}}
-            by_place = {i: divisors[dtype_of(variables[i])] for i in plain}
+            # As wide as `_unscaled` divides: a scale of 1.001 in bfloat16 would be 1.
+            wide = ["float64" if dtype_of(variables[i]) == "float64" else "float32" for i in plain]
+            divisors = {dtype: ops.cast(scale, dtype) for dtype in set(wide)}
+            by_place = {i: divisors[dtype] for i, dtype in zip(plain, wide)}
             if self._hands_over(grads, variables, [by_place.get(i) for i in range(len(grads))], divides=True):
                 return grads
         result = list(grads)
@@ -165,7 +167,9 @@ class ScaledUpdate(OptimizerWrapper):
         if self._scaler is not None:
             self._scaler.update(has_nan, amax)
         overflows = overflow(has_nan, amax)
-        skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
+        is_known = runtime.version(skipped) is not None and runtime.is_cheap_to_read(overflows)
+        if not is_known or overflows:
+            skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
         runtime.cond(
             ops.logical_not(overflows),
             lambda grads: self._update_unscaled(grads, variables),
@@ -177,7 +181,7 @@ class ScaledUpdate(OptimizerWrapper):
     def _checked(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> tuple[Tensor, Tensor]:
         """What `check_grads` finds in the gradients of all replicas, unscaled."""
         seen = [grad for grad, variable in zip(grads, variables) if not overwrites_variable(variable)]
-        has_nan, amax = check_grads(seen)
+        has_nan, amax = check_grads(seen) if self._scaler is None else self._scaler.look(seen)
         amax = amax / scale
         if self._scope.holds_slices:
             return largest_of_all(has_nan, amax, runtime.communicator("batch"))

@@ -343,7 +343,7 @@ FAULTS = [
     ),
     fault(
         "optimizers/larc.py",
-        "return factor if self.faithful else ops.where(variable_norm == 0, ops.ones_like(factor), factor)",
+        "return factor if self.faithful else ones_where(variable_norm == 0, factor)",
         "return factor",
         "unit/optimizers/test_larc.py::test_a_variable_of_norm_zero_keeps_its_gradient",
     ),

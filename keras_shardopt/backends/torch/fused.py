@@ -20,6 +20,7 @@ Private names of PyTorch: `torch._fused_adam_`, `torch._fused_adamw_`, `torch._f
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ from keras_shardopt.backends.torch.pieces import (
     slot_names,
     step_of,
     update_in_pieces,
+    values_of,
 )
 from keras_shardopt.backends.torch.runtime import runtime
 from keras_shardopt.numerics import Tensor, Variable
@@ -120,7 +122,8 @@ def hand_over(
         Whether it does; else nothing has changed.
     """
     changed = [i for i, grad in enumerate(grads) if grad is not None and factors[i] is not None]
-    if not all(torch.is_tensor(grads[i]) and grads[i].dtype == variables[i].value.dtype for i in changed):
+    weights = values_of([variables[i] for i in changed])
+    if not all(torch.is_tensor(grads[i]) and grads[i].dtype == w.dtype for i, w in zip(changed, weights)):
         return False
     # With a factor of 1 there is nothing to do, for any optimizer.
     first = factors[changed[0]] if changed else None
@@ -131,8 +134,24 @@ def hand_over(
         return False
     if not all(grads[i].layout == torch.strided and grads[i].dtype in DTYPES for i in changed):
         return False
-    step.factors, step.divides = {id(variables[i]): factors[i].to(grads[i].dtype) for i in changed}, divides
+    if divides and all(factors[i] is first for i in changed) and _is_power_of_two(first):
+        # Then a product has the same bits as the quotient, in half of its time.
+        inverse = first.reciprocal()
+        factors, divides = [inverse] * len(grads), False
+    step.factors, step.divides = {id(variables[i]): _like(factors[i], grads[i]) for i in changed}, divides
     return True
+
+
+def _is_power_of_two(factor: Tensor) -> bool:
+    """Whether that is known without waiting for a device; and its inverse is a normal number, which has all digits."""
+    if not runtime.is_cheap_to_read(factor):
+        return False
+    mantissa, exponent = math.frexp(float(factor))
+    return mantissa == 0.5 and abs(exponent) < 100
+
+
+def _like(factor: Tensor, grad: Tensor) -> Tensor:
+    return factor if factor.dtype == grad.dtype else factor.to(grad.dtype)
 
 
 def _looks_at_gradients(optimizer: Any) -> bool:

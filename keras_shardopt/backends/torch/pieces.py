@@ -178,32 +178,60 @@ class Columns:
     def groups(self) -> Iterator[list[tuple[Tensor, ...]]]:
         """The pieces, of large tensors one at a time, of small ones several."""
         group: list[tuple[Tensor, ...]] = []
+        factors: list[Tensor | None] = []
         size = 0
         room = self._room()
         largest = PIECE if self.like.device.type == "cpu" else max(1, self.num_elements)
         for row, factor in zip(self.rows, self.factors):
-            for weights, grad, *slots in _cut(row, largest):
-                if group and size + grad.numel() > largest:
-                    yield group
-                    group, size = [], 0
-                if factor is not None:
-                    out = None if room is None else room[size : size + grad.numel()].view(grad.shape)
-                    grad = _scaled(grad, factor, self.divides, out)
-                group.append((weights, grad, *slots))
-                size += grad.numel()
+            for piece in _cut(row, largest):
+                length = piece[0].numel()
+                length = 0 if _is_small(piece[0]) else length
+                if group and length and size + length > largest:
+                    yield self._scaled(group, factors, room)
+                    group, factors, size = [], [], 0
+                group.append(piece)
+                factors.append(factor)
+                size += length
         if group:
-            yield group
+            yield self._scaled(group, factors, room)
+
+    def _scaled(
+        self, group: list[tuple[Tensor, ...]], factors: list[Tensor | None], room: Tensor | None
+    ) -> list[tuple[Tensor, ...]]:
+        """With gradients that are multiplied: large ones in `room`, all small ones by one call."""
+        chosen = [i for i, factor in enumerate(factors) if factor is not None]
+        if not chosen:
+            return group
+        few = [i for i in chosen if room is None or _is_small(group[i][1])]
+        run = torch._foreach_div if self.divides else torch._foreach_mul
+        made = dict(zip(few, run([group[i][1] for i in few], [factors[i] for i in few]) if few else []))
+        start = 0
+        for i in chosen:
+            if i not in made:
+                grad = group[i][1]
+                assert room is not None
+                out = room[start : start + grad.numel()].view(grad.shape)
+                made[i] = _scaled(grad, factors[i], self.divides, out)
+                start += grad.numel()
+        return [(row[0], made[i], *row[2:]) if i in made else row for i, row in enumerate(group)]
 
     def _room(self) -> Tensor | None:
         """Where the products of one group lie, on a CPU, whose system gives out memory slowly."""
         if self.like.device.type != "cpu" or all(factor is None for factor in self.factors):
             return None
+        if all(_is_small(row[0]) for row in self.rows):
+            return None
         return torch.empty(min(PIECE, self.num_elements), dtype=self.like.dtype, device=self.like.device)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether it travels with others: where calls take longer than their arithmetic."""
+    return tensor.numel() <= PIECE // 32
 
 
 def _cut(row: tuple[Tensor, ...], length: int) -> Iterator[tuple[Tensor, ...]]:
     if row[0].numel() <= length:
-        return iter([tuple(tensor.detach() for tensor in row)])
+        return iter([row])
     return zip(*[tensor.detach().view(-1).split(length) for tensor in row])
 
 
@@ -223,13 +251,13 @@ def columns_of(
 ) -> Columns:
     """For each variable its weights, its gradient and its slots."""
     places = [optimizer._get_variable_index(variable) for variable in variables]
-    slots = [_values([getattr(optimizer, name)[i] for i in places]) for name in names]
+    slots = [values_of([getattr(optimizer, name)[i] for i in places]) for name in names]
     grads = [g.contiguous() if torch.is_tensor(g) and not g.is_sparse else g for g in grads]
-    rows = list(zip(_values(variables), grads, *slots))
+    rows = list(zip(values_of(variables), grads, *slots))
     return Columns(rows, [factors.get(id(variable)) for variable in variables], divides)
 
 
-def _values(variables: Sequence[Variable]) -> list[Tensor]:
+def values_of(variables: Sequence[Variable]) -> list[Tensor]:
     """The value of each. Keras' property asks each time for scopes, which takes longer than its part of an update."""
     if in_stateless_scope() or get_autocast_scope() is not None:
         return [variable.value for variable in variables]

@@ -326,6 +326,7 @@ def test_false_is_kerass_own_arithmetic_in_half_precision(num_pieces):
 SCALED = {
     "LossScaling": lambda inner: ks.LossScaling(inner, "Backoff", {"scale_max": 6.0, "step_factor": 3.0}),
     "LossScaling, 3": lambda inner: ks.LossScaling(inner, 3.0),
+    "LossScaling, 8": lambda inner: ks.LossScaling(inner, 8.0),
     "LARC": lambda inner: ks.LARC(inner, 0.01),
     "LARC, scale": lambda inner: ks.LARC(inner, 0.01, "scale"),
     "GradientClipping": lambda inner: ks.GradientClipping(inner, 0.5),
@@ -391,6 +392,71 @@ def test_what_keras_does_with_gradients_comes_after(more, monkeypatch, num_hande
     assert num_handed_over == [0]
     monkeypatch.setattr(wrapping, "_kernels", None)
     assert_equal_bits(inside, found())
+
+
+def test_a_scale_that_bfloat16_rounds_to_one_is_one_to_divide_by():
+    weight = keras.Variable([0.0, 0.0], dtype="bfloat16")
+    optimizer = ks.CrossShard(ks.LossScaling(o.SGD(1.0), 1.003))
+    optimizer.build([weight])
+    grad = keras.ops.cast([1.0, 3.0], "bfloat16")
+    optimizer.apply([grad])
+    expected = keras.ops.cast(-(keras.ops.cast(grad, "float32") / 1.003), "bfloat16")
+    np.testing.assert_array_equal(arrays([weight])[0], keras.ops.convert_to_numpy(keras.ops.cast(expected, "float64")))
+    assert arrays([weight])[0][1] != -3.0
+
+
+@pytest.mark.parametrize("scale", [2.0**-90, 0.5, 2.0**15, 2.0**90, 2.0**120, 3.0])
+def test_a_product_takes_the_place_of_a_quotient_with_its_bits(scale):
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    grad = torch.randn(4096, generator=random) * 2.0 ** torch.randint(-149, 127, (4096,), generator=random)
+    weights = keras.Variable(np.zeros(4096)), keras.Variable(np.zeros(4096))
+    for weight, wrapped in zip(weights, (True, False)):
+        inner = o.SGD(1.0)
+        optimizer = ks.CrossShard(ks.LossScaling(inner, scale) if wrapped else inner)
+        optimizer.build([weight])
+        optimizer.apply([grad.clone() if wrapped else grad / torch.tensor(scale)])
+    assert_equal_bits(*([arrays([weight]), []] for weight in weights))
+
+
+def test_quick_norms_and_factors_have_the_bits_of_the_general_ones(monkeypatch):
+    import torch
+
+    from keras_shardopt.backends import norms as general
+    from keras_shardopt.backends.torch import norms
+
+    values = [v.value for v in weights()] + [torch.randn(33, 7).T, torch.randn(64, 64).double()]
+    for value in values:
+        wide = value if value.dtype == torch.float64 else value.float()
+        assert norms.sum_of_squares(value).equal(torch.square(wide).sum()), value.shape
+    ratios = torch.tensor([0.0, 1e-9, 0.5, 2.0, float("inf"), float("nan")])
+    quick = [general.bounded(ratios, 1e-7, high) for high in (None, 1.0)]
+    quick.append(general.ones_where(ratios == 0, ratios))
+    monkeypatch.setattr(general, "_direct", None)
+    slow = [general.bounded(ratios, 1e-7, high) for high in (None, 1.0)]
+    slow.append(general.ones_where(ratios == 0, ratios))
+    for a, b in zip(quick, slow, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+@pytest.mark.parametrize("worst", [1.0, 1e30, float("inf"), float("-inf"), float("nan")])
+def test_a_look_at_sums_decides_as_one_at_elements(monkeypatch, worst):
+    """1e30 overflows when it is squared, and is finite."""
+    from keras_shardopt.backends import norms
+
+    def found():
+        weight = keras.Variable(np.zeros(5))
+        optimizer = ks.CrossShard(ks.LossScaling(o.SGD(1.0), "Backoff", {"scale_max": 8.0}))
+        optimizer.build([weight])
+        for value in (1.0, worst, 2.0):
+            optimizer.apply([keras.ops.convert_to_tensor([0.0, value, 1.0, 1.0, 1.0])])
+        return arrays([weight]), arrays(optimizer.variables)
+
+    quick, skipped = found(), int(not np.isfinite(worst))
+    assert sum(skipped == v for v in quick[1][-3:]) and quick[1][0] == 3 - skipped
+    monkeypatch.setattr(norms, "are_surely_finite", lambda _: False)
+    assert_equal_bits(quick, found())
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
