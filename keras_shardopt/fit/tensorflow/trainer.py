@@ -146,10 +146,11 @@ class _Dividing:
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
         num_parts = num_parts_of_call()
+        divides = num_parts is not None or self._strategy.num_replicas_in_sync > 1
+        if divides and not isinstance(self._iterator.data_adapter, ArrayDataAdapter):
+            dataset = dataset.map(lambda *batch: tf.nest.map_structure(_copied, batch))
         if num_parts is not None:
             return cut_dataset(self._strategy, dataset, num_parts)
-        if self._strategy.num_replicas_in_sync > 1 and not isinstance(self._iterator.data_adapter, ArrayDataAdapter):
-            dataset = dataset.map(lambda *batch: tf.nest.map_structure(_copied, batch))
         return self._strategy.experimental_distribute_dataset(dataset)
 
 
