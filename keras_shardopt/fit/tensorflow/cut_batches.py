@@ -49,7 +49,7 @@ class Rows:
     """How many the whole batch has."""
 
     def of_replica(self, num_parts: int) -> Any:
-        """The rows of this replica alone, none where it has none."""
+        """The rows of this replica, none where it has none."""
         context = tf.distribute.get_replica_context()
         replica, each = context.replica_id_in_sync_group, num_parts // context.num_replicas_in_sync
         start, stop = (start_of_part(self.all_rows, num_parts, (replica + i) * each) for i in (0, 1))

@@ -73,7 +73,7 @@ def num_parts_on(model: Any) -> int | None:
         raise ValueError(
             "`virtual_replicas` needs Keras' own `train_step` on TensorFlow, which is taken apart for the parts of a "
             f"batch. Received: {type(model).__name__}.train_step, virtual_replicas={num_parts}. Use the built-in "
-            "`train_step`, perhaps with a `compute_loss` of your own, or leave `virtual_replicas` out."
+            "`train_step`, perhaps with a custom `compute_loss`, or leave `virtual_replicas` out."
         )
     if model.run_eagerly:
         raise ValueError(
