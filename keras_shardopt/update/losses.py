@@ -88,7 +88,7 @@ def _reduce_weighted_values(
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
         # A loss that chooses its values has perhaps as many as there are rows on some replicas only.
-        is_by_row = part.rows_here is not None and part.rows_here == values.shape[0] and _is_of_keras(caller_instance())
+        is_by_row = _has_known_rows(values, part) and _is_of_keras(caller_instance())
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part, is_by_row)
     return _dividing.note_divided(loss, adds_up) if part.losses_are_divided and _dividing is not None else loss
 
@@ -143,7 +143,7 @@ def _loss_of_whole_batch(
     elif reduction == "mean_with_sample_weight":
         counts = counts[:1]
     elif is_by_row and mask is None:
-        size = part.global_batch_size * math.prod(values.shape[1:])
+        size = _size_of_batch(values, part, wide)
         return ops.cast(ops.cast(total, wide) * _factor(part) / size, dtype)
     (counts,) = part.replicas.all_reduce([ops.stop_gradient(ops.stack(counts))], "sum")
     divisor = counts[0] if counts.shape[0] == 1 else counts[0] * ops.divide_no_nan(counts[1], counts[2])
@@ -165,6 +165,19 @@ def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
     if part.ends_early:
         shape = (part.local_batch_size, *shape[1:])
     return functools.reduce(ops.multiply, [ops.cast(size, dtype) for size in shape])
+
+
+def _has_known_rows(values: Tensor, part: BatchShare) -> bool:
+    """Whether it is known how many of the values each row has, if all rows have as many."""
+    rows = part.rows_here
+    return rows is not None and (not isinstance(rows, int) or rows == values.shape[0])
+
+
+def _size_of_batch(values: Tensor, part: BatchShare, dtype: str) -> Any:
+    """How many values all parts have together, where each row has as many."""
+    if isinstance(part.rows_here, int):
+        return part.global_batch_size * math.prod(values.shape[1:])
+    return ops.cast(part.global_batch_size, dtype) * (_size(values, part, dtype) / ops.cast(part.rows_here, dtype))
 
 
 def _counted_by_rows(loss: Tensor, part: BatchShare) -> Tensor:
@@ -225,6 +238,8 @@ def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
             )
         loss = next(losses)
     loss = type(model)._aggregate_additional_loss(model, loss)
+    if part is not None and not part.losses_are_divided and _dividing is not None:
+        loss = _dividing.undivided(loss)
     return loss if part is None else _counted_by_rows(loss, part)
 
 

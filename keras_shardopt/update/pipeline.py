@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +17,11 @@ from keras_shardopt.backends.traffic import Collective, recording
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.coding import Coding
 from keras_shardopt.update.step import Proceed, Stage, Step
+
+_NOTHING_KNOWN = Step((), ())
+# Each replica's own: those of TensorFlow are threads that take turns in the middle of an update.
+_resumed: contextvars.ContextVar[Step] = contextvars.ContextVar("resumed", default=_NOTHING_KNOWN)
+_resumed_lock = threading.Lock()
 
 
 class Reducer(Protocol):
@@ -72,8 +79,7 @@ class Pipeline:
         """What keeps what replicas have not sent, where gradients are coded."""
         self._reducing: list[Collective] = []
         self._committing: list[Collective] = []
-        self.resumed = Step((), ())
-        """What is known of gradients that come reduced."""
+        self._num_resumed = 0
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Builds the stages."""
@@ -132,11 +138,23 @@ class Pipeline:
     @contextlib.contextmanager
     def resuming(self, step: Step) -> Iterator[None]:
         """For trainers: the gradients that come during the block are of this step, which `reduce` has returned."""
-        before, self.resumed = self.resumed, step
+        self._count_resumed(1)
+        token = _resumed.set(step)
         try:
             yield
         finally:
-            self.resumed = before
+            _resumed.reset(token)
+            self._count_resumed(-1)
+
+    def _count_resumed(self, change: int) -> None:
+        with _resumed_lock:
+            self._num_resumed += change
+
+    @property
+    def resumed(self) -> Step:
+        """What is known of gradients that come reduced."""
+        # Not asked for nothing: torch.compile breaks a step apart at every look into a context variable.
+        return _resumed.get() if self._num_resumed else _NOTHING_KNOWN
 
     def residuals_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
         """Of the values of an optimizer's variables, those of what replicas have not sent."""

@@ -33,8 +33,8 @@ class BatchShare:
     ends_early: bool = False
     """Whether rows beyond `local_batch_size` may be there too, as padding that must not count."""
 
-    rows_here: int | None = None
-    """How many rows the batch here has, with padding; None where this replica's program does not know."""
+    rows_here: Any = None
+    """How many rows the batch here has, with padding: an int, a scalar tensor, or None where that is not known."""
 
     @property
     def global_batch_size(self) -> Any:

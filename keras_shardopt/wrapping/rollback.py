@@ -400,3 +400,9 @@ def _assign(variable: Variable, value: Any) -> Tensor:
     if not variable.trainable and (_graphs is not None or runtime.is_concrete(value)):
         _notes.see(variable)
     return _assign_in_keras(variable, value)
+
+
+def assign_noted(variable: Variable, value: Any) -> None:
+    """Assigns what a forward pass has made of a variable without assigning it; what it was before is noted."""
+    note_before_assignment(variable)
+    _assign_in_keras(variable, value)

@@ -593,6 +593,27 @@ def test_the_tensorflow_trainer_builds_from_a_batch():
     assert list(given) == ["self", "iterator", "data_batch"]
 
 
+@pytest.mark.backends("tensorflow")
+def test_what_a_step_in_parts_takes_of_keras_and_of_tensorflow():
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    model = problem.model()
+    model.compile("sgd", "mse")
+    arguments = ["x", "y", "y_pred", "sample_weight", "training"]
+    assert list(inspect.signature(model._compute_loss).parameters) == arguments
+    source = inspect.getsource(keras.Model.train_step)
+    assert "self._compute_loss(" in source and "self._loss_tracker.update_state(" in source
+    assert list(inspect.signature(model._symbolic_build).parameters) == ["iterator", "data_batch"]
+    context = context.context()
+    before = context._optimizer_experimental_options
+    context._optimizer_experimental_options = {**before, "arithmetic_optimization": False}
+    calls, context.function_call_options = context.function_call_options, None
+    assert tf.config.optimizer.get_experimental_options()["arithmetic_optimization"] is False
+    assert context.function_call_options is not calls
+    context._optimizer_experimental_options, context.function_call_options = before, calls
+
+
 def test_where_fit_begins():
     model = problem.model()
     model.compile("sgd", "mse")

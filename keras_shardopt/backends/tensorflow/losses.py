@@ -90,6 +90,11 @@ def note_divided(loss: Any, adds_up: bool = False) -> Any:
     return loss
 
 
+def undivided(loss: Any) -> Any:
+    """A loss that Keras has divided by the number of replicas as it was before."""
+    return loss * _num_replicas.fget(tf.distribute.get_strategy())
+
+
 def logged(loss: Any) -> Any:
     """What a metric is to hold of a loss: where it adds up losses that Keras has divided, as if that were not so."""
     context = tf.distribute.get_replica_context()

@@ -11,6 +11,9 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -23,6 +26,8 @@ except ImportError:  # from Keras 3.16 on
 
 _BETWEEN_REPLICAS = 0x9E3779B1
 
+_part: contextvars.ContextVar[Any] = contextvars.ContextVar("part", default=None)
+
 _draw_seed_in_keras = tf_random.draw_seed
 
 
@@ -31,11 +36,24 @@ def draw_apart() -> None:
     tf_random.draw_seed = tf_image.draw_seed = _draw_seed
 
 
+@contextlib.contextmanager
+def as_part(number: Any) -> Iterator[None]:
+    """For the time of the block, what is drawn depends on this number, a scalar, in place of the replica's."""
+    token = _part.set(number)
+    try:
+        yield
+    finally:
+        _part.reset(token)
+
+
 def _draw_seed(seed: Any) -> Any:
     """Stands in for Keras' function of that name."""
     drawn = _draw_seed_in_keras(seed)
-    replica = tf.distribute.get_replica_context()
-    if isinstance(seed, int) or replica is None or replica.num_replicas_in_sync == 1:
+    number = _part.get()
+    if number is None:
+        replica = tf.distribute.get_replica_context()
+        number = 0 if replica is None or replica.num_replicas_in_sync == 1 else replica.replica_id_in_sync_group
+    if isinstance(seed, int) or (isinstance(number, int) and number == 0):
         return drawn
-    other = tf.cast(replica.replica_id_in_sync_group, "int64") * _BETWEEN_REPLICAS
+    other = tf.cast(number, "int64") * _BETWEEN_REPLICAS
     return drawn + tf.cast(tf.stack([other, tf.zeros_like(other)]), drawn.dtype)

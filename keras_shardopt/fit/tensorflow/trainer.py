@@ -9,6 +9,7 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -29,6 +30,21 @@ from keras_shardopt.fit.callbacks import BatchLogs, callbacks_of_call
 from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups, watch_apart
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import unpacked
+from keras_shardopt.fit.tensorflow.cut_batches import (
+    cut_batch,
+    cut_dataset,
+    cutting,
+    is_cut,
+    num_parts_of_call,
+    rows_of,
+)
+from keras_shardopt.fit.tensorflow.parts import (
+    in_parts,
+    num_parts_on,
+    refuse_divided,
+    without_rewriting,
+    without_xla,
+)
 from keras_shardopt.update.apart import statistics_in
 from keras_shardopt.update.losses import own_additional_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
@@ -43,12 +59,12 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     if tensorflow_trainer.TFEpochIterator is _KerasEpochIterator:
         tensorflow_trainer.TFEpochIterator = _EpochIterator
     override_method(model, "train_step", _train_step)
-    override_method(model, "test_step", _step)
+    override_method(model, "test_step", _test_step)
     override_method(model, "compute_loss", _compute_loss)
     override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
     override_method(model, "_make_function", _make_function)
-    for name in ("evaluate", "predict"):
-        override_method(model, name, _with_callbacks)
+    override_method(model, "evaluate", _evaluate)
+    override_method(model, "predict", _predict)
     override_method(model, "fit", _fit)
     override_method(model, "reset_metrics", _reset_metrics)
     object.__setattr__(model, _LOGS, BatchLogs(model))
@@ -69,11 +85,21 @@ def _with_callbacks(model: Any, real: Callable[..., Any], *args: Any, **kwargs: 
         return real(*args, **kwargs)
 
 
+def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with cutting(num_parts_on(model)):
+        return _with_callbacks(model, real, *args, **kwargs)
+
+
+def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with cutting(None):
+        return _with_callbacks(model, real, *args, **kwargs)
+
+
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     logs = vars(model)[_LOGS]
     logs.is_fitting = True
     try:
-        return _with_callbacks(model, real, *args, **kwargs)
+        return _evaluate(model, real, *args, **kwargs)
     finally:
         logs.is_fitting = False
 
@@ -119,8 +145,12 @@ class _Dividing:
         self._iterator, self._strategy = iterator, strategy
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
-        if self._strategy.num_replicas_in_sync > 1 and not isinstance(self._iterator.data_adapter, ArrayDataAdapter):
+        num_parts = num_parts_of_call()
+        divides = num_parts is not None or self._strategy.num_replicas_in_sync > 1
+        if divides and not isinstance(self._iterator.data_adapter, ArrayDataAdapter):
             dataset = dataset.map(lambda *batch: tf.nest.map_structure(_copied, batch))
+        if num_parts is not None:
+            return cut_dataset(self._strategy, dataset, num_parts)
         return self._strategy.experimental_distribute_dataset(dataset)
 
 
@@ -130,7 +160,19 @@ def _copied(value: Any) -> Any:
 
 
 def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
-    return _step(model, real, data, trains=True)
+    num_parts = num_parts_on(model)
+    if num_parts is None:
+        return _step(model, real, data, trains=True)
+    return in_parts(model, rows_of(data), num_parts, trains=True)
+
+
+def _test_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
+    num_parts = num_parts_on(model)
+    if num_parts is None:
+        return _step(model, real, data)
+    if type(model).test_step is keras.Model.test_step:
+        return in_parts(model, rows_of(data), num_parts, trains=False)
+    return _step(model, real, rows_of(data).of_replica(num_parts))
 
 
 def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
@@ -189,9 +231,12 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
     strategy = model.distribute_strategy
     with strategy.scope():
         check_made_inside(optimizers_of(model))
-    if iterator is not None and strategy.num_replicas_in_sync > 1:
+    num_parts = num_parts_of_call()
+    if iterator is not None and (strategy.num_replicas_in_sync > 1 or num_parts is not None):
         dataset = iterator.data_adapter.get_tf_dataset()
         if isinstance(dataset, tf.distribute.DistributedDataset):
+            if num_parts is not None:
+                refuse_divided(num_parts)
             local = strategy.experimental_local_results
             data_batch = keras.tree.map_structure(lambda value: local(value)[0], next(iter(dataset)))
         else:
@@ -200,6 +245,8 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
             )
         iterator = None
     real(iterator=iterator, data_batch=data_batch)
+    if num_parts_on(model) is not None and data_batch is not None:
+        model._symbolic_build(data_batch=data_batch)  # without a strategy Keras builds where it traces the step
     if data_batch is not None and not has_built_in_step(model):
         _build_optimizers(model, data_batch)
 
@@ -252,10 +299,22 @@ def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, i
         ) from error
 
 
+def _on_parts(strategy: tf.distribute.Strategy, num_parts: int, function: Callable[[Any], Any], iterator: Any) -> Any:
+    """Calls `function(iterator)`, with batches that are cut into parts."""
+    if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+        iterator = (batch if is_cut(batch) else cut_batch(strategy, batch, num_parts) for batch in iterator)
+    with without_rewriting():
+        return function(iterator)
+
+
 def _make_function(model: Any, real: Callable[..., Any], step_function: Callable[..., Any]) -> Callable[..., Any]:
     num_replicas = model.distribute_strategy.num_replicas_in_sync
-    function = real(step_function)
-    if num_replicas == 1:
+    num_parts = num_parts_on(model)
+    with contextlib.nullcontext() if num_parts is None else without_xla(model):
+        function = real(step_function)
+    if num_parts is not None:
+        function = functools.partial(_on_parts, model.distribute_strategy, num_parts, function)
+    elif num_replicas == 1:
         return function
     function = functools.partial(_explaining_empty_parts, function, num_replicas)
     is_of_workers = workers.are_several(model)

@@ -1,0 +1,133 @@
+"""How a batch that is cut into parts reaches the replicas: as the rows of each one's parts, and how many all have.
+
+A strategy divides a batch as the size of full batches and the number of replicas make it; which rows a part has must
+not depend on the latter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_shardopt.fit.overrides import num_rows
+from keras_shardopt.fit.tensorflow.batches import rows_from, spec_of
+
+_PREFIX = "keras_shardopt parts: "
+_ALL_ROWS = "keras_shardopt rows"
+# The structures of batches, by the name that their tensors have in a dataset.
+_SPECS: dict[str, Any] = {}
+
+_num_parts: contextvars.ContextVar[int | None] = contextvars.ContextVar("num_parts", default=None)
+
+
+@contextlib.contextmanager
+def cutting(num_parts: int | None) -> Iterator[None]:
+    """A call of a model in which batches are cut into so many parts, or are not."""
+    token = _num_parts.set(num_parts)
+    try:
+        yield
+    finally:
+        _num_parts.reset(token)
+
+
+def num_parts_of_call() -> int | None:
+    """Into how many parts the call that runs cuts batches."""
+    return _num_parts.get()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of one replica's parts, of which there is one at least, to go through a model with."""
+
+    batch: Any
+    all_rows: tf.Tensor
+    """How many the whole batch has."""
+
+    def of_replica(self, num_parts: int) -> Any:
+        """The rows of this replica, none where it has none."""
+        context = tf.distribute.get_replica_context()
+        replica, each = context.replica_id_in_sync_group, num_parts // context.num_replicas_in_sync
+        start, stop = (start_of_part(self.all_rows, num_parts, (replica + i) * each) for i in (0, 1))
+        return rows_from(self.batch, 0, stop - start)
+
+
+def cut_dataset(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, num_parts: int) -> Any:
+    """Divides a dataset of whole batches among the replicas, each of which takes one element after another."""
+    num_replicas = strategy.num_replicas_in_sync
+    spec = spec_of(dataset.element_spec)
+
+    def rows(batch: Sequence[Any], replica: Any) -> Any:
+        tensors = _tensors_of(batch)
+        return _cut(_restored(spec, tensors), spec, num_parts, num_replicas, tf.cast(replica, tf.int32))
+
+    def of_replicas(*batch: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.range(num_replicas).map(lambda replica: rows(batch, replica))
+
+    if num_replicas == 1:
+        return dataset.map(lambda *batch: rows(batch, 0))
+    return strategy.distribute_datasets_from_function(lambda _: dataset.flat_map(of_replicas))
+
+
+def cut_batch(strategy: tf.distribute.Strategy, batch: Any, num_parts: int) -> Any:
+    """Divides one batch, of `train_on_batch`."""
+    batch = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), batch)
+    spec, num_replicas = spec_of(batch), strategy.num_replicas_in_sync
+    parts = [_cut(batch, spec, num_parts, num_replicas, tf.constant(i)) for i in range(num_replicas)]
+    if num_replicas == 1:
+        return parts[0]
+    return tf.nest.map_structure(
+        lambda *leaves: strategy.experimental_distribute_values_from_function(
+            lambda context: leaves[context.replica_id_in_sync_group]
+        ),
+        *parts,
+    )
+
+
+def is_cut(data: Any) -> bool:
+    """Whether this comes from here."""
+    return isinstance(data, dict) and _ALL_ROWS in data
+
+
+def rows_of(data: Any) -> Rows:
+    """What a step is given.
+
+    Raises:
+        ValueError: if it does not come from here.
+    """
+    if not is_cut(data):
+        raise ValueError(
+            "`virtual_replicas` needs `fit`, `evaluate`, `train_on_batch` or `test_on_batch` of a prepared model, "
+            "which cut each batch into parts. Received: a step that is called by itself. Leave `virtual_replicas` out."
+        )
+    ((key, tensors),) = [(key, value) for key, value in data.items() if key != _ALL_ROWS]
+    return Rows(_restored(_SPECS[key], tensors), data[_ALL_ROWS])
+
+
+def start_of_part(all_rows: tf.Tensor, num_parts: int, part: Any) -> tf.Tensor:
+    """With which row of the batch a part begins: the first parts have one more where they do not divide."""
+    return part * (all_rows // num_parts) + tf.minimum(part, all_rows % num_parts)
+
+
+def _cut(batch: Any, spec: Any, num_parts: int, num_replicas: int, replica: tf.Tensor) -> Any:
+    all_rows, each = tf.convert_to_tensor(num_rows(batch)), num_parts // num_replicas
+    start = start_of_part(all_rows, num_parts, replica * each)
+    stop = start_of_part(all_rows, num_parts, (replica + 1) * each)
+    has_rows = stop > start
+    mine = rows_from(batch, tf.where(has_rows, start, 0), tf.where(has_rows, stop, 1))
+    key = f"{_PREFIX}{spec}"
+    _SPECS[key] = spec
+    return {key: tuple(_tensors_of(mine)), _ALL_ROWS: all_rows}
+
+
+def _tensors_of(batch: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(batch) if not isinstance(leaf, (type(None), tf.experimental.Optional))]
+
+
+def _restored(spec: Any, tensors: Any) -> Any:
+    left = iter(tensors)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), spec)

@@ -1,0 +1,344 @@
+"""A step on several parts of a batch, one after another, as `CrossShard(virtual_replicas=...)` asks for.
+
+TensorFlow's optimizer of graphs rewrites arithmetic by what it finds around it, so that a part would have other last
+digits on another number of replicas. So each part is a function of its own, which is not inlined; and that rewriting
+is off while such a step is made and run. What parts do to metrics and to moving statistics is added up in the tree in
+which gradients are.
+
+Private names of Keras touched here (a test holds each of them):
+    `Trainer._compute_loss`, `Trainer._loss_tracker` - what Keras' own steps compute and keep of a loss.
+    `Model._symbolic_build` - builds a model, its metrics and its optimizer from the shapes of a batch.
+
+Of TensorFlow: `tensorflow.python.eager.context.context`, whose `_optimizer_experimental_options` and
+`function_call_options` - what functions are optimized with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.gradient_scope import claim_reduction
+from keras_shardopt.backends.models import has_built_in_step
+from keras_shardopt.backends.scopes import ScopeInScope
+from keras_shardopt.backends.tensorflow.processes import num_workers
+from keras_shardopt.backends.tensorflow.random_numbers import as_part, draw_apart
+from keras_shardopt.fit.overrides import reducers_in
+from keras_shardopt.fit.tensorflow.batches import rows_from
+from keras_shardopt.fit.tensorflow.cut_batches import Rows, start_of_part
+from keras_shardopt.fit.virtual_replicas import num_parts_of
+from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.update.losses import mean_losses, share_losses
+from keras_shardopt.update.step import Step
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
+from keras_shardopt.update.virtual_replicas import (
+    CountingPart,
+    NotCountedError,
+    PartOfBatch,
+    Subtrees,
+    Tree,
+    VirtualReplicas,
+    first_found,
+    parts_of_each,
+)
+from keras_shardopt.wrapping.rollback import assign_noted, changed_by_forward_passes
+
+
+def num_parts_on(model: Any) -> int | None:
+    """Into how many parts the batches of a prepared model are cut; None where they are not.
+
+    Raises:
+        ValueError: where parts cannot be computed one after another.
+    """
+    num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
+    if num_parts is None:
+        return None
+    strategy = model.distribute_strategy
+    is_several = strategy.num_replicas_in_sync > 1
+    if num_workers(strategy) > 1 or (is_several and not isinstance(strategy, tf.distribute.MirroredStrategy)):
+        raise ValueError(
+            "`virtual_replicas` works on TensorFlow with the devices of one machine, under a `MirroredStrategy`. "
+            f"Received: {type(strategy).__name__}, virtual_replicas={num_parts}. Leave `virtual_replicas` out."
+        )
+    if not has_built_in_step(model):
+        raise ValueError(
+            "`virtual_replicas` needs Keras' own `train_step` on TensorFlow, which is taken apart for the parts of a "
+            f"batch. Received: {type(model).__name__}.train_step, virtual_replicas={num_parts}. Use the built-in "
+            "`train_step`, perhaps with a custom `compute_loss`, or leave `virtual_replicas` out."
+        )
+    if model.run_eagerly:
+        raise ValueError(
+            "`virtual_replicas` needs steps that TensorFlow compiles to graphs, whose last digits are others. "
+            f"Received: run_eagerly=True, virtual_replicas={num_parts}. Leave one of them out."
+        )
+    parts_of_each(num_parts, strategy.num_replicas_in_sync)
+    draw_apart()
+    return num_parts
+
+
+def refuse_divided(num_parts: int) -> None:
+    """Refuses a dataset that a strategy has divided."""
+    raise ValueError(
+        "`virtual_replicas` cuts whole batches into parts. Received: a dataset that a strategy has divided already, "
+        f"virtual_replicas={num_parts}. Give `fit` the dataset itself."
+    )
+
+
+def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
+    """The logs of a batch of which this replica has the rows of its parts."""
+    share_losses(model)
+    replicas = runtime.communicator("")
+    tree, work = Tree(replicas, num_parts), _Work(model, data, num_parts, trains)
+    places = work.places(replicas)
+    try:
+        sums, found = _added_up(work.function_of_part(()), places)
+    except NotCountedError:
+        counts, _ = _added_up(work.function_that_counts(), places)
+        sums, found = _added_up(work.function_of_part(tree.all_reduce(counts, "sum")), places)
+    grads, changes = sums[: work.num_gradients], sums[work.num_gradients :]
+    logs = work.settle(tree, changes, found[-1]["same"])
+    if trains:
+        positions = [part["found_inf"] for part in found if part["found_inf"] is not None]
+        found_inf = functools.reduce(first_found, positions) if positions else None
+        scale = model.optimizer.scale_loss(1.0)
+        step = Step(grads, work.variables, loss_scale=scale, found_inf=found_inf)
+        reduced = work.stage.reduced(step, replicas)
+        with claim_reduction(work.reducers), work.reducers[0].pipeline.resuming(reduced):
+            model.optimizer.apply_gradients(zip(reduced.grads, work.variables))
+    return logs
+
+
+def _added_up(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
+    """What a function of a part returns as `sums`, added up over this replica's parts; and all that it returns."""
+    subtrees, found = Subtrees(), []
+    for place in places:
+        found.append(function(*place))
+        subtrees.add(found[-1]["sums"])
+    return subtrees.take(), found
+
+
+class _Work:
+    """What a replica does with its parts of a batch, and what is made of the variables that they change.
+
+    Of metrics that count, each part counts from zero, and the sum is added; moving statistics change by the mean over
+    parts that have rows; seeds and the like are those of any part.
+
+    Args:
+        model: the model.
+        data: the rows of these parts.
+        num_parts: how many parts the batch has.
+        trains: whether there are gradients.
+    """
+
+    def __init__(self, model: Any, data: Rows, num_parts: int, trains: bool) -> None:
+        self._model, self._data, self._num_parts, self._trains = model, data, num_parts, trains
+        self.reducers = reducers_in(model, model._keras_shardopt_reducers_of)
+        stages = self.reducers[0].pipeline.stages
+        self.stage: Any = next(stage for stage in stages if isinstance(stage, VirtualReplicas))
+        self.variables: list[Variable] = list(model.trainable_variables)
+        self.num_gradients = len(self.variables) if trains else 0
+        self._metrics = list(model.metrics_variables)
+        self._sums = [v for v in self._metrics if v.aggregation == "sum"]
+        state = changed_by_forward_passes([model]) if trains else []
+        others = {id(v): v for v in [*model.non_trainable_variables, *state, *self._metrics]}
+        for variable in self._sums:
+            others.pop(id(variable), None)
+        self._moving = [v for v in others.values() if keras.backend.is_float_dtype(v.dtype)]
+        self._same = [v for v in others.values() if not keras.backend.is_float_dtype(v.dtype)]
+        self._returned: list[str] = []
+
+    def places(self, replicas: Communicator) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each of this replica's parts its number, with which of the rows here it begins, and how many it has."""
+        each = parts_of_each(self._num_parts, replicas.num_replicas)
+        parts = [tf.convert_to_tensor(replicas.replica_id * each + i) for i in range(each + 1)]
+        starts = [start_of_part(self._data.all_rows, self._num_parts, part) for part in parts]
+        return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
+
+    def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
+        """What makes gradients, and changes of variables, of a part.
+
+        Args:
+            counted: what all parts have together of what losses ask for.
+        """
+
+        def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
+            part = PartOfBatch(index, self._num_parts, is_first=True, is_last=True, counted=counted)
+            with self._working_on(part, start, rows) as (scope, before, batch):
+                grads, found_inf, loss, y_pred = self._gradients(part, before, batch)
+                self._model._loss_tracker.update_state(loss, sample_weight=rows)
+                x, y, sample_weight = batch
+                logs = self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+                self._returned = list(logs)
+            self._check_assigned(scope)
+            changes = self._changes(scope, before, rows > 0)
+            same = [tf.identity(scope.get_current_value(v)) for v in self._same]
+            return {"sums": [*grads, *changes], "same": same, "found_inf": found_inf}
+
+        return _function(of_part)
+
+    def function_that_counts(self) -> Callable[..., Any]:
+        """What counts of a part what losses divide by. TensorFlow leaves out what of the model that does not need."""
+
+        def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
+            part = CountingPart(index, self._num_parts, is_first=True, is_last=True)
+            with self._working_on(part, start, rows) as (_, _, batch):
+                self._loss(batch)
+            return {"sums": [tf.where(rows > 0, count, tf.zeros_like(count)) for count in part.counts]}
+
+        return _function(of_part)
+
+    @contextlib.contextmanager
+    def _working_on(self, part: PartOfBatch, start: Tensor, rows: Tensor) -> Iterator[tuple[ScopeInScope, Any, Any]]:
+        """Within it variables, losses and random numbers are those of a part.
+
+        Yields:
+            The scope that takes assignments; what variables are before, by their numbers; and the rows of the part.
+            One that has none gets one, to go through the model with.
+        """
+        here = tf.maximum(rows, 1)
+        start = tf.where(rows > 0, start, 0)
+        batch = keras.utils.unpack_x_y_sample_weight(rows_from(self._data.batch, start, start + here))
+        before = {id(v): _value(v) for v in [*self.variables, *self._moving, *self._same]}
+        before.update({id(v): tf.zeros(v.shape, v.dtype) for v in self._sums})
+        mapping = [(v, before[id(v)]) for v in [*self.variables, *self._moving, *self._same, *self._sums]]
+        share = BatchShare(rows, self._data.all_rows, part, rows_here=here)
+        with batch_shared(share), as_part(part.replica_id), ScopeInScope(mapping) as scope:
+            yield scope, before, batch
+
+    def _loss(self, batch: Any) -> tuple[Any, Tensor]:
+        x, y, sample_weight = batch
+        y_pred = self._model(x, training=self._trains)
+        loss = self._model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=self._trains)
+        return y_pred, loss
+
+    def _gradients(self, part: PartOfBatch, before: Any, batch: Any) -> tuple[list[Any], Any, Tensor, Any]:
+        """The gradients of a part and what is found in them, its loss, and the outputs."""
+        if not self._trains:
+            y_pred, loss = self._loss(batch)
+            return [], None, loss, y_pred
+        weights = [before[id(v)] for v in self.variables]
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            y_pred, loss = self._loss(batch)
+            scaled = self._model.optimizer.scale_loss(loss)
+        scale = self._model.optimizer.scale_loss(1.0)
+        step = Step(tape.gradient(scaled, weights), self.variables, row_share=row_share(), loss_scale=scale)
+        grads, found_inf = self.stage.of_part(step, part)
+        return grads, found_inf, loss, y_pred
+
+    def _changes(self, scope: ScopeInScope, before: Any, counts: Tensor) -> list[Tensor]:
+        """What is added up of the variables that a part has changed; nothing where it has no rows."""
+        # Mean losses count an equal part of the rows for each part, also for one that has none.
+        always = {id(tracker.count) for tracker in mean_losses(self._model)}
+        found = []
+        for variable in [*self._sums, *self._moving]:
+            change = tf.cast(scope.get_current_value(variable), variable.dtype) - before[id(variable)]
+            found.append(change if id(variable) in always else tf.where(counts, change, tf.zeros_like(change)))
+        return found
+
+    def _check_assigned(self, scope: ScopeInScope) -> None:
+        known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
+        others = [v.path for v in scope.assigned if id(v) not in known]
+        if others:
+            raise ValueError(
+                "With `virtual_replicas` a step on a part of a batch may change metrics and variables of layers that "
+                f"are not trained. Received: a change of {', '.join(others)}. Make it a weight of a layer with "
+                "`trainable=False`; for random numbers without a seed, give the layer a `keras.random.SeedGenerator`; "
+                "or leave `virtual_replicas` out."
+            )
+
+    def settle(self, tree: Tree, changes: Sequence[Tensor], same: Sequence[Tensor]) -> Any:
+        """Gives all replicas the state that all parts have made together, and returns the logs of the batch.
+
+        Args:
+            tree: the replicas.
+            changes: what this replica's parts have added up.
+            same: what its last part has made of what is equal on all.
+        """
+        size = len(self._sums)
+        sums = tree.all_reduce([*map(_value, self._sums), *changes], "sum")
+        before, added, moved = sums[:size], sums[size : 2 * size], sums[2 * size :]
+        counted = [old + new for old, new in zip(before, added)]
+        # Outside of steps, metrics are the sum of those of all replicas.
+        is_first = tf.equal(tree.replica_id, 0)
+        for variable, total in zip(self._sums, counted):
+            variable.assign(tf.where(is_first, total, tf.zeros_like(total)))
+        num_counting = tf.minimum(self._data.all_rows, self._num_parts)
+        after = [_value(v) + total / tf.cast(num_counting, v.dtype) for v, total in zip(self._moving, moved)]
+        for variable, value in [*zip(self._moving, after), *zip(self._same, same)]:
+            assign_noted(variable, value)
+        values = {id(v): value for v, value in [*zip(self._sums, counted), *zip(self._moving, after)]}
+        with keras.StatelessScope([(v, values[id(v)]) for v in self._metrics if id(v) in values]):
+            logs = self._model.get_metrics_result()
+        if not logs.keys() >= set(self._returned):
+            raise ValueError(
+                "With `virtual_replicas` `compute_metrics` must return results of metrics, which add up over parts. "
+                f"Received: {sorted(set(self._returned) - logs.keys())}. Make each of these a `keras.metrics.Metric` "
+                "of the model, or leave `virtual_replicas` out."
+            )
+        return {name: logs[name] for name in self._returned}
+
+
+def _function(of_part: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with a graph of its own, of a part's number, its first row and how many rows it has."""
+    function = tf.function(of_part, autograph=False, experimental_attributes={"_noinline": True})
+    concrete: Callable[..., Any] = function.get_concrete_function(*[tf.TensorSpec((), tf.int32)] * 3)
+    return concrete
+
+
+def _value(variable: Variable) -> Tensor:
+    return tf.convert_to_tensor(variable.value)
+
+
+@contextlib.contextmanager
+def without_xla(model: Any) -> Iterator[None]:
+    """Within it, steps of the model are made without XLA, which gives other last digits in other surroundings."""
+    before = model.jit_compile
+    if before:
+        warnings.warn(
+            "With `virtual_replicas` TensorFlow's steps are not compiled with XLA, which gives equal operations other "
+            f"last digits. Received: jit_compile=True, for the model `{model.name}`. Use "
+            "`model.compile(..., jit_compile=False)`.",
+            stacklevel=2,
+        )
+        model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = before
+
+
+class _CallOptions:
+    """With what functions are optimized, in a thread, and with what without rewriting."""
+
+    theirs: Any = None
+    ours: Any = None
+
+
+_options = _CallOptions()
+
+
+@contextlib.contextmanager
+def without_rewriting() -> Iterator[None]:
+    """Functions that are called within it are optimized without rewriting arithmetic."""
+    context = tf_context.context()
+    options, calls = context._optimizer_experimental_options, context.function_call_options
+    if calls is not _options.theirs:
+        _options.theirs, _options.ours = calls, None
+    context._optimizer_experimental_options = {**options, "arithmetic_optimization": False}
+    context.function_call_options = _options.ours
+    try:
+        _options.ours = context.function_call_options
+        yield
+    finally:
+        context._optimizer_experimental_options = options
+        context.function_call_options = calls

@@ -1,0 +1,26 @@
+"""Trains cases of `problems/same_bits.py` on devices of TensorFlow, in one process.
+
+Arguments: the file for what is found, the number of devices, that of threads for an operation (0: as many as there are
+cores), and cases.
+"""
+
+import json
+import pathlib
+import sys
+import warnings
+
+import tensorflow as tf
+from promises.problems import same_bits
+
+import keras_shardopt as ks
+
+warnings.filterwarnings("ignore")
+
+file, num_devices, num_threads, *cases = sys.argv[1:]
+tf.config.threading.set_intra_op_parallelism_threads(int(num_threads))
+found = {}
+for case in cases:
+    with ks.data_parallel(int(num_devices)) as replicas:
+        found[case] = same_bits.trained(replicas, case)
+    replicas.close()
+pathlib.Path(file).write_text(json.dumps(found))

@@ -1,0 +1,246 @@
+"""Batches that are cut into parts on TensorFlow: where they come from, what is refused, and what stays as it was."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+
+import keras_shardopt as ks
+
+pytestmark = pytest.mark.backends("tensorflow")
+
+NUM_PARTS = 4
+RANDOM = np.random.RandomState(0)
+X = RANDOM.randn(22, 5).astype("float32")
+Y = RANDOM.randn(22, 1).astype("float32")
+
+
+class Penalized(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(keras.ops.mean(inputs**2))
+        return inputs
+
+
+def net():
+    keras.utils.set_random_seed(3)
+    layers = [
+        keras.Input((5,)),
+        keras.layers.Dense(6, kernel_regularizer=keras.regularizers.L2(0.01)),
+        Penalized(),
+        keras.layers.Dense(4, activity_regularizer=keras.regularizers.L2(0.1)),
+        keras.layers.Dense(1),
+    ]
+    return layers
+
+
+@contextlib.contextmanager
+def compiled(num_devices, kind=keras.Sequential, layers=net, num_parts=NUM_PARTS, loss="mse", options=(), **arguments):
+    with ks.data_parallel(num_devices) as replicas:
+        model = kind(layers())
+        optimizer = ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9), virtual_replicas=num_parts, **dict(options))
+        model.compile(optimizer, loss, metrics=["mae"], **arguments)
+        yield ks.prepare(model)
+    replicas.close()
+
+
+def bits(model):
+    return b"".join(keras.ops.convert_to_numpy(weight).tobytes() for weight in model.weights)
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        return X[8 * i : 8 * i + 8], Y[8 * i : 8 * i + 8]
+
+
+def _dataset():
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+
+
+SOURCES = {
+    "arrays": lambda: {"x": X, "y": Y, "batch_size": 8, "shuffle": False},
+    "dataset": lambda: {"x": _dataset(), "shuffle": False},
+    "py_dataset": lambda: {"x": Batches(), "shuffle": False},
+    "generator": lambda: {"x": (Batches()[i % 3] for i in range(9)), "steps_per_epoch": 3, "shuffle": False},
+}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_parts_of_a_batch_are_those_of_its_rows_wherever_it_comes_from(source, num_devices):
+    with compiled(1) as model:
+        expected = model.fit(**SOURCES["arrays"](), epochs=2, verbose=0).history
+        weights = bits(model)
+    with compiled(num_devices) as model:
+        assert model.fit(**SOURCES[source](), epochs=2, verbose=0).history == expected
+        assert bits(model) == weights
+
+
+def test_added_losses_and_penalties_count_as_without_parts():
+    found = []
+    for num_parts in (None, NUM_PARTS):
+        with compiled(2, num_parts=num_parts) as model:
+            history = model.fit(X, Y, batch_size=8, shuffle=False, epochs=2, verbose=0).history
+            found.append([*history.values(), *map(keras.ops.convert_to_numpy, model.weights)])
+            found[-1] += [np.array(model.evaluate(X, Y, batch_size=10, verbose=0))]
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_single_batches_are_cut_too():
+    found = []
+    for num_devices in (1, 2):
+        with compiled(num_devices) as model:
+            logs = [model.train_on_batch(X[: 7 - i], Y[: 7 - i]) for i in range(3)]
+            found.append([*np.ravel(logs), *model.test_on_batch(X, Y), bits(model)])
+    assert found[0] == found[1]
+
+
+def test_several_steps_of_an_execution_are_made_one_by_one():
+    found = []
+    for steps in (1, 2):
+        with compiled(1, steps_per_execution=steps) as model:
+            model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+            found.append(bits(model))
+    assert found[0] == found[1]
+
+
+def test_a_scalar_loss_counts_by_rows():
+    def loss(y_true, y_pred):
+        return keras.ops.mean(keras.ops.abs(y_true - y_pred))
+
+    found = []
+    for num_parts in (None, NUM_PARTS):
+        with compiled(2, num_parts=num_parts, loss=loss) as model:
+            model.fit(X[:8], Y[:8], batch_size=8, shuffle=False, verbose=0)
+            found.append([keras.ops.convert_to_numpy(weight) for weight in model.weights])
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_do_not_depend_on_parts():
+    with compiled(2) as model:
+        predicted = model.predict(X, batch_size=8, verbose=0)
+        np.testing.assert_allclose(predicted, keras.ops.convert_to_numpy(model(X)), rtol=1e-5, atol=1e-6)
+
+
+class OwnTest(keras.Sequential):
+    def test_step(self, data):
+        x, y = data
+        self.compute_loss(x, y, self(x, training=False), training=False)
+        return self.compute_metrics(x, y, self(x, training=False))
+
+
+def test_a_test_step_of_the_models_own_gets_the_rows_of_its_replica():
+    found = []
+    for kind in (keras.Sequential, OwnTest):
+        with compiled(2, kind=kind) as model:
+            found.append(model.evaluate(X, Y, batch_size=3, verbose=0, return_dict=True)["mae"])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class OwnMetrics(keras.Sequential):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {**super().compute_metrics(x, y, y_pred, sample_weight), "largest": keras.ops.max(y_pred)}
+
+
+class Counting(keras.layers.Layer):
+    elsewhere = None
+
+    def call(self, inputs):
+        type(self).elsewhere.assign(type(self).elsewhere + 1.0)
+        return inputs
+
+
+class Undrawn(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs + keras.random.normal(keras.ops.shape(inputs))
+
+
+def _counting():
+    Counting.elsewhere = keras.Variable(0.0, trainable=False)
+    return [keras.Input((5,)), Counting(), keras.layers.Dense(1)]
+
+
+def _constrained():
+    return [keras.Input((5,)), keras.layers.SpectralNormalization(keras.layers.Dense(1))]
+
+
+def _synchronized():
+    return [keras.Input((5,)), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"kind": OwnStep}, "Keras' own `train_step`"),
+        ({"run_eagerly": True}, "run_eagerly=True"),
+        ({"kind": OwnMetrics}, r"\['largest'\]"),
+        ({"layers": _counting}, "a change of variable"),
+        ({"layers": lambda: [keras.Input((5,)), Undrawn(), keras.layers.Dense(1)]}, "without a seed"),
+        ({"layers": _constrained}, "a change of .*kernel"),
+        ({"layers": _synchronized}, "synchronized"),
+        ({"num_parts": 1}, "virtual_replicas=1, with 2 replicas"),
+    ],
+)
+def test_what_would_not_be_right_is_refused_before_anything_is_changed(arguments, words):
+    with compiled(2, **arguments) as model:
+        before = bits(model)
+        with pytest.raises(ValueError, match=words):
+            model.fit(X, Y, batch_size=8, verbose=0)
+        assert bits(model) == before
+
+
+def test_a_dataset_that_is_divided_already_is_refused():
+    with compiled(2) as model:
+        divided = model.distribute_strategy.experimental_distribute_dataset(_dataset())
+        with pytest.raises(ValueError, match="divided already"):
+            model.fit(divided, steps_per_epoch=2, shuffle=False, verbose=0)
+
+
+def test_several_workers_are_refused(monkeypatch):
+    from keras_shardopt.fit.tensorflow import parts
+
+    with compiled(2) as model:
+        monkeypatch.setattr(parts, "num_workers", lambda strategy: 2)
+        with pytest.raises(ValueError, match="one machine"):
+            model.fit(X, Y, verbose=0)
+
+
+def test_a_step_that_is_called_by_itself_is_refused():
+    with compiled(2) as model, pytest.raises(ValueError, match="called by itself"):
+        model.distribute_strategy.run(model.train_step, args=((X, Y),))
+
+
+# -- what stays as it was ----------------------------------------------------------------------------------------------
+
+
+def test_xla_is_left_out_with_a_warning():
+    with compiled(1, jit_compile=True) as model:
+        with pytest.warns(UserWarning, match="not compiled with XLA"):
+            model.fit(X, Y, batch_size=8, verbose=0)
+        assert model.jit_compile
+
+
+def test_how_other_functions_are_optimized_does_not_change():
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    before = tf.config.optimizer.get_experimental_options(), context.context().function_call_options
+    with compiled(2) as model:
+        model.fit(X, Y, batch_size=8, verbose=0, validation_data=(X, Y))
+    after = tf.config.optimizer.get_experimental_options(), context.context().function_call_options
+    assert after[0] == before[0] and after[1] is before[1]
