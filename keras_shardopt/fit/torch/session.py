@@ -120,11 +120,10 @@ class Session:
         """Into how many parts the optimizer cuts each batch; None where each rank has one."""
         # Asked for with every batch, and where there are parts it looks at all layers: found once in each call.
         optimizer = self.model.optimizer
-        if self._parts is not None and self._parts[0] is optimizer:
-            return self._parts[1]
-        found = num_parts_of(self.model, self._reducers_of)
-        self._parts = None if found is None else (optimizer, found)
-        return found
+        if self._parts is None or self._parts[0] is not optimizer:
+            found = num_parts_of(self.model, self._reducers_of)
+            self._parts = None if found is None else (optimizer, found)
+        return None if self._parts is None else self._parts[1]
 
     @property
     def reducer(self) -> Any:
