@@ -82,12 +82,9 @@ class Session:
         self._begins_epoch = False
         self.counts_first = False
         """Whether losses divide by what parts of a batch must count before."""
-        self._parts: tuple[Any, int] | None = None
-        """The optimizer, and into how many parts it cuts batches."""
         self.changed_weights: list[Any] | None = None
         """The trained weights that layers change when they are called; None until a batch of parts has shown them."""
-        self.sees_loss: Callable[[], None] | None = None
-        """What is called once after the next loss is computed."""
+        self.sees_loss: Callable[[], None] | None = None  # once, after the next loss
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
         self.mine: int | None = None
@@ -118,12 +115,7 @@ class Session:
     @property
     def num_parts(self) -> int | None:
         """Into how many parts the optimizer cuts each batch; None where each rank has one."""
-        # Asked for with every batch, and where there are parts it looks at all layers: found once in each call.
-        optimizer = self.model.optimizer
-        if self._parts is None or self._parts[0] is not optimizer:
-            found = num_parts_of(self.model, self._reducers_of)
-            self._parts = None if found is None else (optimizer, found)
-        return None if self._parts is None else self._parts[1]
+        return num_parts_of(self.model, self._reducers_of)
 
     @property
     def reducer(self) -> Any:
@@ -376,7 +368,6 @@ class Session:
         self.confirm()
         before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
         unsaid, self._unsaid = self._unsaid, _Unsaid()
-        self._parts = None
         self.mine = self._waits = None
         try:
             yield
