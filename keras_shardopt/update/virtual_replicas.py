@@ -201,24 +201,29 @@ class Tree(Communicator):
             start = 0
             for i in indices:
                 size = functools.reduce(int.__mul__, tensors[i].shape, 1)
-                result[i] = ops.reshape(total[start : start + size], tensors[i].shape)
+                result[i] = _reshaped(total[start : start + size], tensors[i].shape)
                 start += size
         return result
 
     def _total(self, tensors: Sequence[Tensor]) -> Tensor:
         """The total of these tensors, flat and one after another."""
-        flat = ops.concatenate([ops.reshape(tensor, (-1,)) for tensor in tensors])
+        flat = ops.concatenate([_reshaped(tensor, (-1,)) for tensor in tensors])
         size, length = self.num_replicas, flat.shape[0]
         if size == 1:
             return flat
         if length <= _SMALL:
             (everyones,) = self._replicas.all_gather([flat])
-            return _added_up(ops.reshape(everyones, (size, -1)))
+            return _added_up(_reshaped(everyones, (size, -1)))
         if length % size:
             flat = ops.concatenate([flat, ops.zeros((-length % size,), dtype_of(flat))])
         (everyones,) = self._replicas.all_to_all([flat])
-        (total,) = self._replicas.all_gather([_added_up(ops.reshape(everyones, (size, -1)))])
+        (total,) = self._replicas.all_gather([_added_up(_reshaped(everyones, (size, -1)))])
         return total[:length]
+
+
+def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """As `ops.reshape`, which takes longer on PyTorch than a small sum."""
+    return tensor.reshape(shape) if hasattr(tensor, "reshape") else ops.reshape(tensor, shape)
 
 
 def _added_up(rows: Tensor) -> Tensor:

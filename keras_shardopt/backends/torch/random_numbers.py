@@ -117,7 +117,10 @@ def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
     def begin(part: int, batch: Sequence[int]) -> None:
         _part.set(part)
         (own,) = np.random.SeedSequence([seed, *batch, part]).generate_state(1, np.uint64).tolist()
-        torch.manual_seed(own % 2**63)
+        # Not `torch.manual_seed`, which looks at the stack for each kind of device: a millisecond.
+        torch.default_generator.manual_seed(own % 2**63)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(own % 2**63)
 
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):

@@ -84,8 +84,7 @@ class Session:
         """Whether losses divide by what parts of a batch must count before."""
         self.changed_weights: list[Any] | None = None
         """The trained weights that layers change when they are called; None until a batch of parts has shown them."""
-        self.sees_loss: Callable[[], None] | None = None
-        """What is called once after the next loss is computed."""
+        self.sees_loss: Callable[[], None] | None = None  # once, after the next loss
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
         self.mine: int | None = None
