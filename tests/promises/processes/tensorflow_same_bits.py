@@ -1,7 +1,6 @@
 """Trains cases of `problems/same_bits.py` on devices of TensorFlow, in one process.
 
-Arguments: the file for what is found, the number of devices, that of threads for an operation (0: as many as there are
-cores), and cases.
+Arguments: the file for what is found, the number of devices, and cases.
 """
 
 import json
@@ -9,15 +8,13 @@ import pathlib
 import sys
 import warnings
 
-import tensorflow as tf
 from promises.problems import same_bits
 
 import keras_shardopt as ks
 
 warnings.filterwarnings("ignore")
 
-file, num_devices, num_threads, *cases = sys.argv[1:]
-tf.config.threading.set_intra_op_parallelism_threads(int(num_threads))
+file, num_devices, *cases = sys.argv[1:]
 found = {}
 for case in cases:
     with ks.data_parallel(int(num_devices)) as replicas:
