@@ -98,9 +98,10 @@ class CheckReplicas(keras.callbacks.Callback):
     per check. It checks after every `every` training batches and when training ends. With one replica it does nothing.
 
     Compared are the trainable weights, the weights of frozen layers, and all optimizer variables. What layers keep for
-    themselves while they train is not: the moving statistics of a `BatchNormalization` and the seeds of a `Dropout` are
-    each replica's own on TensorFlow and PyTorch. What a `CrossShard(group_assignment=...)` updates is compared within
-    its groups only, since groups differ on purpose, and with `sync_every=` weights only where a round has just ended.
+    themselves while they train is not: the moving statistics of a `BatchNormalization` are each rank's own on PyTorch
+    within an epoch, and each replica's on TensorFlow where the model is not prepared. What a
+    `CrossShard(group_assignment=...)` updates is compared within its groups only, since groups differ on purpose, and
+    with `sync_every=` weights only where a round has just ended.
 
     Args:
         every: int >= 1. After how many training batches to check.
