@@ -25,7 +25,7 @@ class Placement:
     silence, and `fingerprints`. If one program holds all copies of a variable, it also writes `replica_values` and
     `assign_replica_values`; if variables are made in a scope, `colocate_with` and `outside_strategy`; if arrays lie
     over devices, `place`; if processes hold copies, `broadcast_state`. `state_sharding` says which way of dividing
-    optimizer state works. Nothing here is only speed.
+    optimizer state works. Only speed: `dividing_axes`.
     """
 
     state_sharding: StateSharding | None = None
@@ -67,6 +67,10 @@ class Placement:
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
         """Calls `function()` as in a program without replicas, where making a variable involves no other process."""
         return function()
+
+    def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
+        """Along which dimension `place(..., "sharded")` divides what is shaped and laid out as each variable is."""
+        return [None for _ in variables]
 
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         """Lays new variables, with equal values on all replicas, over the devices of one program.

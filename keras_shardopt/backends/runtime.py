@@ -91,12 +91,13 @@ class Runtime:
             replica, position = (int(i) for i in ops.convert_to_numpy(nonfinite_source))
             raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
 
-    def map_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
+    def map_replicas(self, function: Callable[..., Any], stacked: Any, axes: Sequence[int | None]) -> Any:
         """What `function(own)` returns for each replica's entry of a nest of stacked tensors.
 
-        Two nests: one that is equal on all replicas, and one of tensors of its own, which come back stacked.
+        A list of tensors, of which each replica has its slice along a dimension of `axes`, or all where that is None;
+        a nest that is equal on all replicas; and one of tensors of its own, which come back stacked.
         """
-        del function, stacked
+        del function, stacked, axes
         raise NotImplementedError("Nothing is stacked on this Keras backend.")
 
     updates_are_stateless: bool = False

@@ -18,6 +18,7 @@ from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import UNKNOWN, Gradients, Tensor, Variable, overwrites_variable, values_of
 from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
 from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.scattered import Scattered
 from keras_shardopt.update.step import Proceed, Stage, Step, proceed_if
 
 
@@ -224,6 +225,7 @@ def all_reduce_and_check(
             raise
         failure, reduced, told = error, list(grads), None  # other groups wait below
     position = first_not_finite(reduced, variables)
+    position = replicas.first_of_all(position) if isinstance(replicas, Scattered) else position
     if replicas.world is not replicas:
         sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")
         fails = ops.full((1,), float(failure is not None), "float32")

@@ -43,6 +43,9 @@ class Reducer(Protocol):
     def own_part(self, step: Step) -> Step:
         """Of a step that was reduced elsewhere, what this replica updates with."""
 
+    def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
+        """Along which dimension of each gradient `reduce` can leave slices, if `Step.axes` asks for them."""
+
     def finish(self, comm: Communicator) -> None:
         """Tells the other replicas that this one has ended training, so that none waits for it."""
 
@@ -178,12 +181,14 @@ class Pipeline:
         def reduced(own: Any) -> Any:
             grads, shares, residuals = own
             share = step.row_share if known else shares[0]
-            result = self.reduce(step.replace(grads=grads, row_share=share, replica_axis=None, residuals=residuals))
-            return (result.grads, result.found_inf, dict(result.notes)), list(result.residuals or ())
+            mine = step.replace(grads=grads, row_share=share, replica_axis=None, residuals=residuals, axes=axes)
+            result = self.reduce(mine)
+            return result.grads, (result.found_inf, dict(result.notes)), list(result.residuals or ())
 
+        axes = self.reducer.dividing_axes(step.variables)
         residuals = [ops.convert_to_tensor(variable) for variable in self.residuals]
         stacked = (list(step.grads), [] if known else [step.row_share], residuals)
-        (grads, found_inf, notes), residuals = runtime.map_replicas(reduced, stacked)
+        grads, (found_inf, notes), residuals = runtime.map_replicas(reduced, stacked, axes)
         return step.replace(grads=grads, found_inf=found_inf, notes=notes, residuals=residuals, replica_axis=None)
 
     def _through(self, hook: str, last: Proceed) -> Proceed:

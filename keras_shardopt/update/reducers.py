@@ -8,7 +8,7 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt.backends import for_backend
-from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.compression import Compressed
 from keras_shardopt.backends.traffic import note
@@ -18,6 +18,7 @@ from keras_shardopt.update.coding import Coded
 from keras_shardopt.update.nonfinite import all_reduce_and_check, fail_among_all, num_flags
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import weighted_by_rows
+from keras_shardopt.update.scattered import scattered
 from keras_shardopt.update.step import Step
 from keras_shardopt.wrapping.chain import descendants
 
@@ -72,6 +73,15 @@ class AllReduce:
         """All of it."""
         return step
 
+    def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
+        """Those along which a layout divides state; none of gradients that are reduced already, or sent coded."""
+        optimizer = self._optimizer
+        is_local = optimizer.state_finder.told not in (GradientState.GLOBAL, GradientState.SUMMED)
+        if not (optimizer._lays_out_state and is_local) or optimizer.pipeline.coding is not None:
+            return [None for _ in variables]
+        axes = placement.dividing_axes(variables)
+        return [None if overwrites_variable(v) else axis for v, axis in zip(variables, axes)]
+
     def finish(self, comm: Communicator) -> None:
         """Sends zeros, and that there are no more gradients, as if it were one more update."""
         members = self.members(comm)
@@ -98,6 +108,7 @@ class AllReduce:
 
     def _send(self, step: Step, members: Communicator, trained: Sequence[bool] | None) -> Step:
         assert step.gradient_state is not None
+        members = scattered(members, step) if step.axes is not None and step.is_local else members
         arguments = (step.grads, step.variables, members, self._options.reduction, step.gradient_state)
         if self._checks_finite:
             grads, found_inf = all_reduce_and_check(*arguments, step.found_inf, trained)
@@ -175,6 +186,7 @@ class Overlapped:
         self._at_the_end = at_the_end
         self._shards = shards
         self.reduce, self.own_part, self.members = at_the_end.reduce, at_the_end.own_part, at_the_end.members
+        self.dividing_axes = at_the_end.dividing_axes
         self.buckets: Any = None
         """What is sent together, where gradients are sent early."""
         self._among: Communicator | None = None

@@ -56,6 +56,9 @@ class Step:
     replica_axis: str | None = None
     """JAX: the mesh axis along which gradients of all replicas are stacked, one row each."""
 
+    axes: Sequence[int | None] | None = None
+    """Along which dimension each gradient is to be divided among the replicas when it is reduced; None: not at all."""
+
     residuals: Sequence[Tensor] | None = None
     """What this replica has left unsent, where it does not come from, or go to, variables of the optimizer itself."""
 

@@ -281,3 +281,111 @@ def test_each_gradient_is_summed_for_its_slices_alone(tmp_path):
             continue
         users = [line for line in lines if re.search(rf"[(, ]%{re.escape(name)}[,)]", line)]
         assert users and all(" dynamic-slice(" in line for line in users), (name, shape, users)
+
+
+# -- gradients that each device sums for its slices alone ------------------------------------------------------------
+
+OWN = {
+    "clips": {"replica_clipnorm": 0.5},
+    "transforms": {"replica_transform": lambda grads, variables: [g if g is None else g * 0.5 for g in grads]},
+    "skips": {"replica_clipnorm": 0.5, "on_nonfinite": "skip"},
+    "half": {"compression": "bfloat16"},
+    "accumulates": {"gradient_accumulation_steps": 2},
+    "accumulates and clips": {"gradient_accumulation_steps": 2, "replica_clipnorm": 0.5, "on_nonfinite": "skip"},
+    "sums": {"replica_clipnorm": 0.5, "reduction": "sum"},
+    "coded": {"compression": "int8"},  # which is not sent in these slices
+}
+OWN_CASES = [(name, n, rows) for name in OWN for n in (2, 4) for rows in (16, 13)]
+OWN_BY_DEFAULT = [("skips", 4, 13), ("accumulates and clips", 2, 13), ("half", 4, 16), ("sums", 4, 16)]
+
+
+@keras.saving.register_keras_serializable("tests")
+class Unused(keras.layers.Layer):
+    """Has a weight without a gradient, and one that is divided along its second dimension."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(15, 24), name="kernel")
+        self.unused = self.add_weight(shape=(8,), name="unused")
+
+    def call(self, x):
+        return keras.ops.tanh(keras.ops.matmul(x, self.kernel))
+
+
+@pytest.mark.parametrize(("name", "num_replicas", "rows"), some(OWN_CASES, OWN_BY_DEFAULT))
+def test_gradients_reduced_in_slices_train_as_whole_ones(name, num_replicas, rows):
+    random = np.random.default_rng(3)
+    x = random.normal(size=(4 * rows, 15)).astype("f4") * np.linspace(0.3, 1.8, 4 * rows, dtype="f4")[:, None]
+    y = np.tanh(x @ random.normal(size=(15, 3))).astype("f4")
+    trained = []
+    with ks.data_parallel(num_replicas):
+        for shard_state in (False, True):
+            model = keras.Sequential([keras.Input((15,)), Unused(), keras.layers.Dense(3, kernel_regularizer="l2")])
+            start = [np.random.default_rng(7).normal(size=w.shape).astype("f4") * 0.3 for w in model.weights]
+            model.set_weights(start)
+            model.compile(ks.CrossShard(INNER["momentum"](), shard_state=shard_state, **OWN[name]), "mse")
+            ks.prepare(model).fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+            trained.append(model.get_weights())
+    moved = max(float(np.max(np.abs(w - s))) for w, s in zip(trained[0], start))
+    difference = max(float(np.max(np.abs(a - b))) for a, b in zip(*trained))
+    print("difference", name, num_replicas, rows, difference / moved)
+    assert moved > 0.01 and difference <= 1e-6 * moved
+
+
+def step_of(optimizer):
+    """The compiled step of a prepared model of eight layers, and how many bytes its weights have."""
+    from keras.src.backend.jax.trainer import _distribute_data
+
+    with ks.data_parallel(4) as replicas:
+        layers = [keras.layers.Dense(64, activation="tanh") for _ in range(8)]
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        model.compile(optimizer, "mse")
+        ks.prepare(model)
+        optimizer.build(model.trainable_variables)
+        x = np.ones((4, 64), "f4")
+        model.train_on_batch(x, x)
+        variables = [model.trainable_variables, [], optimizer.variables, model.metrics_variables]
+        state = [[v.value for v in each] for each in variables]
+        step = jax.jit(model.train_step, donate_argnums=0, out_shardings=(None, model._get_state_sharding_spec()))
+        step = step.lower(state, _distribute_data((x, x))).compile()
+    replicas.close()
+    return step, sum(w.nbytes for w in model.get_weights())
+
+
+AT_MOST = [("transforms", 0.8), ("half", 0.8), ("accumulates", 1.3), ("clips", 1.6)]
+
+
+@pytest.mark.parametrize(("name", "at_most"), some(AT_MOST, AT_MOST[:1]))
+def test_no_device_holds_whole_sums_of_gradients(name, at_most):
+    """Each sum is a reduce-scatter, also on CPUs; with state that is whole, temporary memory is twice the weights."""
+    temporary = []
+    for shard_state in (False, True):
+        step, num_bytes = step_of(ks.CrossShard("adam", shard_state=shard_state, **OWN[name]))
+        assert len(re.findall(r" reduce-scatter\(", step.as_text())) == (16 if shard_state else 0)
+        temporary.append(step.memory_analysis().temp_size_in_bytes / num_bytes)
+    print("temporary memory over weights", name, *temporary)
+    assert temporary[0] > 1.9 and temporary[1] <= at_most
+
+
+def overflowing(grads, variables):
+    """Finite on each replica, and in the sum not, in an element that only the last device has."""
+    return [g.at[(-1,) * g.ndim].set(3e38) if v.shape == (24, 3) else g for g, v in zip(grads, variables)]
+
+
+def not_finite(grads, variables):
+    """Not finite on the third replica."""
+    bad = jax.numpy.where(jax.lax.axis_index("batch") == 2, jax.numpy.nan, 0.0)
+    return [g.at[(-1,) * g.ndim].add(bad) if v.shape == (24, 3) else g for g, v in zip(grads, variables)]
+
+
+@pytest.mark.parametrize(("transform", "replica"), [(overflowing, -1), (not_finite, 2)])
+def test_a_slice_that_is_not_finite_is_skipped_and_named_on_every_device(transform, replica):
+    for shard_state in (False, True):
+        with ks.data_parallel(4):
+            arguments = {"replica_transform": transform, "on_nonfinite": "skip", "shard_state": shard_state}
+            optimizer = ks.CrossShard(INNER["momentum"](), **arguments)
+            model = compiled(optimizer)
+            fitted(ks.prepare(model), 1)
+            assert int(optimizer.skipped_steps) == 1
+            assert optimizer._nonfinite.last() == (replica, 2)
+            for weight, start in zip(model.trainable_variables, START):
+                assert all((np.asarray(s.data) == start).all() for s in weight.value.addressable_shards)

@@ -113,6 +113,12 @@ def spans_processes(num_replicas: int) -> bool:
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 
 
+def divided_along(axes: Sequence[int | None], name: str) -> list[Any]:
+    """For each array along which of its dimensions the mesh axis of that name divides it, as JAX writes it."""
+    spec = jax.sharding.PartitionSpec
+    return [spec() if axis is None else spec(*[None] * axis, name) for axis in axes]
+
+
 def batch_size_of(distribution: Any) -> int:
     """Into how many parts the distribution divides a batch."""
     if distribution is None or distribution.batch_dim_name is None:

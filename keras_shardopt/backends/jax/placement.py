@@ -80,6 +80,12 @@ class JaxPlacement(Placement):
         if shards_state and not jax.sharding.get_abstract_mesh().manual_axes:
             _check_can_lay_out(variables)
 
+    def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
+        distribution = keras.distribution.distribution()
+        if batch_size_of(distribution) == 1:
+            return super().dividing_axes(variables)
+        return [_chosen_axis(variable, distribution)[1] for variable in variables]
+
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         distribution = keras.distribution.distribution()
         if distribution is None or (how != "replicated" and batch_size_of(distribution) == 1):
@@ -236,16 +242,20 @@ def _replicate(variables: Sequence[Variable], distribution: Any) -> None:
 
 
 def _shard(variables: Sequence[Variable], distribution: Any) -> None:
-    num_replicas = batch_size_of(distribution)
     for variable in variables:
-        axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
-        # What a model's own layout divides stays as it is, and is divided once more.
-        free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
-        chosen = dividing_axis(free, num_replicas)
+        axes, chosen = _chosen_axis(variable, distribution)
         if chosen is not None:
             axes[chosen] = distribution.batch_dim_name
             variable._layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
             variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
+
+
+def _chosen_axis(variable: Variable, distribution: Any) -> tuple[list[str | None], int | None]:
+    """The mesh axes that divide a variable's dimensions, and which dimension the replicas divide, if any."""
+    axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
+    # What a model's own layout divides stays as it is, and is divided once more.
+    free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
+    return axes, dividing_axis(free, batch_size_of(distribution))
 
 
 def _stack(variables: Sequence[Variable], distribution: Any) -> None:

@@ -9,7 +9,7 @@ import jax
 import keras
 
 from keras_shardopt.backends.communicator import Communicator, GlobalView, SingleReplica
-from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, spans_processes
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, divided_along, spans_processes
 from keras_shardopt.backends.runtime import Runtime
 from keras_shardopt.backends.scopes import ScopeInScope, assigning_nothing
 from keras_shardopt.numerics import Tensor, Variable
@@ -94,20 +94,20 @@ class JaxRuntime(Runtime):
         for variable, value in zip(variables, jax.lax.cond(condition, updated, lambda: before)):
             variable.assign(value)
 
-    def map_replicas(self, function: Callable[..., Any], stacked: Any) -> Any:
+    def map_replicas(self, function: Callable[..., Any], stacked: Any, axes: Sequence[int | None]) -> Any:
         distribution = keras.distribution.distribution()
 
         def on_one(own: Any) -> Any:
             with assigning_nothing(OWN_GRADIENTS):
-                equal, mine = function(jax.tree.map(lambda value: value[0], own))
-                return equal, jax.tree.map(lambda value: value[None], mine)
+                slices, equal, mine = function(jax.tree.map(lambda value: value[0], own))
+                return slices, equal, jax.tree.map(lambda value: value[None], mine)
 
         divided = jax.sharding.PartitionSpec(distribution.batch_dim_name)
         return jax.shard_map(
             on_one,
             mesh=distribution.device_mesh.backend_mesh,
             in_specs=divided,
-            out_specs=(jax.sharding.PartitionSpec(), divided),
+            out_specs=(divided_along(axes, distribution.batch_dim_name), jax.sharding.PartitionSpec(), divided),
             check_vma=False,
         )(stacked)
 

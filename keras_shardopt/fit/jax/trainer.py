@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
-from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, divided_along, seed_offset
 from keras_shardopt.backends.jax.placement import assigning_alone, let_assign_alone, placement
 from keras_shardopt.backends.jax.processes import predicting_together, tell
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
@@ -308,9 +308,9 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     """Forward and backward pass of each replica on its rows.
 
     Returns:
-        The reduced gradients (if `stacks`, those of all replicas along a first dimension), the loss of the whole batch,
-        the predictions of all rows, and the variables that are not trained: moving statistics are the mean of the
-        replicas', as each normalises with its own rows.
+        The reduced gradients, divided as state is (if `stacks`, those of all replicas along a first dimension), the
+        loss of the whole batch, the predictions of all rows, and the variables that are not trained: moving statistics
+        are the mean of the replicas', as each normalises with its own rows.
     """
     axis = distribution.batch_dim_name
     num_replicas = batch_size_of(distribution)
@@ -320,6 +320,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     _refuse_penalties_on_activities(model, all_rows, num_replicas)
     variables = model.trainable_variables
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
+
+    axes = reducer.pipeline.reducer.dividing_axes(variables)
 
     weights, others, optimizer_state, metrics = state
     residuals = reducer.pipeline.residuals_in(model.optimizer.variables, optimizer_state)
@@ -344,7 +346,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                 else:
                     # Not the reducer's own scale: what scales the loss may also be around it.
                     scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in residuals]
-                    mine_of_step = mine_of_step.replace(loss_scale=scale, residuals=own)
+                    mine_of_step = mine_of_step.replace(loss_scale=scale, residuals=own, axes=axes)
                     with assigning_nothing(OWN_GRADIENTS):
                         reduced = reducer.pipeline.reduce(mine_of_step)
                     left = [value[None] for value in reduced.residuals or ()]
@@ -367,7 +369,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         local,
         mesh=distribution.device_mesh.backend_mesh,
         in_specs=(whole, whole, whole, whole, divided, divided),
-        out_specs=(divided if stacks else (whole, whole, whole, divided), whole, divided, whole),
+        out_specs=(divided if stacks else (divided_along(axes, axis), whole, whole, divided), whole, divided, whole),
         check_vma=False,
     )
     grads, loss, y_pred, changed = run(weights, others, optimizer_state, metrics, residuals, padded(data, num_missing))
