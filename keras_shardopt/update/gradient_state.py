@@ -84,9 +84,12 @@ class GradientStateFinder:
         state = step.gradient_state or self.find(step, comm)
         is_reduced = comm.num_replicas > 1 and state in (GradientState.GLOBAL, GradientState.SUMMED)
         if is_reduced and self._accumulates:
+            advice = _SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE
+            if self._options.gradients != "auto":
+                advice = f"Leave `gradients={self._options.gradients!r}` out. {advice}"
             self._warn_once(
                 f"{self._optimizer!r} accumulates gradients that are reduced already, so that updates are right, but "
-                f"each micro-batch communicates. {_SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE}",
+                f"each micro-batch communicates. {advice}",
                 "accumulates",
             )
         if is_reduced and self.needing:

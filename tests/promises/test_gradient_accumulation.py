@@ -84,6 +84,13 @@ def test_without_prepare_it_is_right_and_says_what_is_not_saved():
     accumulating.check("momentum", 3, *found)
 
 
+@pytest.mark.backends("jax")
+def test_gradients_that_are_said_to_be_global_are_those_of_the_whole_batch():
+    with pytest.warns(UserWarning, match=r"each micro-batch communicates. Leave `gradients='global'` out"):
+        found = trained("momentum", 2, 3, prepared=True, gradients="global")
+    accumulating.check("momentum", 3, *found)
+
+
 @in_one_process
 @pytest.mark.parametrize("num_replicas", some([1, 2, 4], [2]))
 @pytest.mark.exhaustive("jax", "tensorflow")

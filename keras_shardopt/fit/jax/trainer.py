@@ -78,6 +78,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     # Around it nothing may look at gradients in each micro-batch, which would then be one replica's each.
     stacks = reducers[0].accumulation is not None and reducers[0].virtual_replicas is None
     stacks = stacks and reducers[0].local_updates is None  # where each replica adds up its own
+    stacks = stacks and reducers[0].state_finder.may_be_local  # otherwise those of the whole batch are added up
     if stacks and reducers[0] is model.optimizer and has_built_in_step(model):
         reducers[0].accumulation.stack()
     local_sgd.prepare(model, reducers)
