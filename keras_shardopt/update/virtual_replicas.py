@@ -190,14 +190,18 @@ class Tree(Communicator):
         """See `Communicator.all_reduce`."""
         if op == "max":
             return self._replicas.all_reduce(tensors, op)
+        factor = 1 / self._num_parts if op == "mean" else 1  # exact, as it is a power of two
+        whole = self._replicas.all_reduce_in_tree(tensors, factor)
+        if whole is not None:
+            return whole
         result: list[Tensor] = [None] * len(tensors)
         alike: dict[str, list[int]] = {}
         for i, tensor in enumerate(tensors):
             alike.setdefault(dtype_of(tensor), []).append(i)
         for indices in alike.values():
             total = self._total([tensors[i] for i in indices])
-            if op == "mean":
-                total = ops.multiply(total, 1 / self._num_parts)  # exactly, as it is a power of two
+            if factor != 1:
+                total = ops.multiply(total, factor)
             start = 0
             for i in indices:
                 size = functools.reduce(int.__mul__, tensors[i].shape, 1)
@@ -302,9 +306,17 @@ class VirtualReplicas(Stage):
 
     def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
         """The gradients of a part as they are added up, and what was found in them."""
+        return self.weighted(self.seen(step, part))
+
+    def seen(self, step: Step, part: PartOfBatch) -> Step:
+        """The step of a part when all stages that look at a replica's own gradients have."""
         step = step.replace(gradient_state=GradientState.LOCAL)
         for stage in self._optimizer.pipeline.stages:
             step = stage.local(step, part)
+        return step
+
+    def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
+        """See `of_part`, of a step that stages have seen."""
         step = weighted_by_rows(step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 

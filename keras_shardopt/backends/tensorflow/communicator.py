@@ -105,6 +105,29 @@ class ReplicaContext(Communicator):
         with _meeting():
             return list(self._context.merge_call(together, args=(list(tensors),)))
 
+    def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor] | None:
+        """See `Communicator.all_reduce_in_tree`. Each tensor is added up on one device, and all devices add about as
+        many bytes, so that as many travel as in a ring; and devices which share their memory copy none."""
+        if self._groups is not None or self.is_multi_process or self._is_on_tpu:
+            return None
+        note("all_reduce", tensors, self.num_replicas)
+
+        def together(strategy: tf.distribute.Strategy, given: Sequence[Any]) -> list[Tensor]:
+            devices = {device: 0 for device in strategy.extended.worker_devices}
+            totals = []
+            for tensor in given:
+                values = strategy.experimental_local_results(tensor)
+                device = min(devices, key=lambda each: devices[each])
+                devices[device] += values[0].shape.num_elements() * values[0].dtype.size
+                with tf.device(device):
+                    while len(values) > 1:
+                        values = [tf.add(a, b) for a, b in zip(values[::2], values[1::2])]
+                    totals.append(values[0] if factor == 1 else values[0] * tf.cast(factor, values[0].dtype))
+            return totals
+
+        with _meeting():
+            return list(self._context.merge_call(together, args=(list(tensors),)))
+
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if not tensors:
             return []
