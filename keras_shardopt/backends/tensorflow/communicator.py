@@ -106,18 +106,21 @@ class ReplicaContext(Communicator):
             return list(self._context.merge_call(together, args=(list(tensors),)))
 
     def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor] | None:
-        """See `Communicator.all_reduce_in_tree`. Each tensor is added up on one device, and all devices add about as
-        many bytes, so that as many travel as in a ring; and devices which share their memory copy none."""
+        """See `Communicator.all_reduce_in_tree`.
+
+        Each tensor is added up on one device, and all devices add about as many bytes, so that as many travel as in a
+        ring. Devices that share their memory copy none.
+        """
         if self._groups is not None or self.is_multi_process or self._is_on_tpu:
             return None
         note("all_reduce", tensors, self.num_replicas)
 
         def together(strategy: tf.distribute.Strategy, given: Sequence[Any]) -> list[Tensor]:
-            devices = {device: 0 for device in strategy.extended.worker_devices}
+            devices = dict.fromkeys(strategy.extended.worker_devices, 0)
             totals = []
             for tensor in given:
                 values = strategy.experimental_local_results(tensor)
-                device = min(devices, key=lambda each: devices[each])
+                device = min(devices, key=devices.__getitem__)
                 devices[device] += values[0].shape.num_elements() * values[0].dtype.size
                 with tf.device(device):
                     while len(values) > 1:
