@@ -54,7 +54,7 @@ class Communicator(abc.ABC):
 
     A new backend writes `num_replicas`, `replica_id`, `gradient_state`, `all_reduce` and `all_gather`; `is_spmd` and
     `is_multi_process` where replicas are processes; `split` and `members` where groups take more than the default does.
-    Only speed: `reduce_scatter`, `all_to_all`, `all_reduce_in_tree` and `broadcast`.
+    Only speed: `reduce_scatter`, `all_to_all` and `broadcast`.
     """
 
     num_replicas: int
@@ -141,14 +141,6 @@ class Communicator(abc.ABC):
         size = self.num_replicas
         joined = [ops.reshape(all_, (size, size, -1)) for all_ in self.all_gather(tensors)]
         return [ops.reshape(ops.take(parts, self.replica_id, axis=1), (-1,)) for parts in joined]
-
-    def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor] | None:
-        """Every replica gets the sums, times a power of two, that a binary tree over the replicas' ids adds up.
-
-        None where that takes an exchange of flat tensors, which is left to the caller.
-        """
-        del tensors, factor
-        return None
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         """Every replica gets the tensors of replica `root`."""

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from keras import ops
 
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dense, dtype_of, overwrites_variable
@@ -34,6 +35,10 @@ from keras_shardopt.update.trainer_context import current_share
 
 _SMALL = 2**14
 """How many elements are sent whole to every replica, which adds them up by itself: one exchange in place of two."""
+
+
+# Where replicas are devices of one process, whose gradients are added up without an exchange of flat ones.
+_devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
 class PartOfBatch(Communicator):
@@ -191,9 +196,9 @@ class Tree(Communicator):
         if op == "max":
             return self._replicas.all_reduce(tensors, op)
         factor = 1 / self._num_parts if op == "mean" else 1  # exact, as it is a power of two
-        whole = self._replicas.all_reduce_in_tree(tensors, factor)
-        if whole is not None:
-            return whole
+        if _devices is not None and isinstance(self._replicas, _devices.ReplicaContext):
+            totals: list[Tensor] = self._replicas.all_reduce_in_tree(tensors, factor)
+            return totals
         result: list[Tensor] = [None] * len(tensors)
         alike: dict[str, list[int]] = {}
         for i, tensor in enumerate(tensors):

@@ -105,14 +105,12 @@ class ReplicaContext(Communicator):
         with _meeting():
             return list(self._context.merge_call(together, args=(list(tensors),)))
 
-    def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor] | None:
-        """See `Communicator.all_reduce_in_tree`.
+    def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor]:
+        """Every replica of one process gets the sums, times `factor`, that a binary tree over their ids adds up.
 
         Each tensor is added up on one device, and all devices add about as many bytes, so that as many travel as in a
         ring. Devices that share their memory copy none.
         """
-        if self._groups is not None or self.is_multi_process or self._is_on_tpu:
-            return None
         note("all_reduce", tensors, self.num_replicas)
 
         def together(strategy: tf.distribute.Strategy, given: Sequence[Any]) -> list[Tensor]:
