@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from keras import ops
 
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dense, dtype_of, overwrites_variable
@@ -34,6 +35,10 @@ from keras_shardopt.update.trainer_context import current_share
 
 _SMALL = 2**14
 """How many elements are sent whole to every replica, which adds them up by itself: one exchange in place of two."""
+
+
+# Where replicas are devices of one process, whose gradients are added up without an exchange of flat ones.
+_devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
 class PartOfBatch(Communicator):
@@ -190,14 +195,18 @@ class Tree(Communicator):
         """See `Communicator.all_reduce`."""
         if op == "max":
             return self._replicas.all_reduce(tensors, op)
+        factor = 1 / self._num_parts if op == "mean" else 1  # exact, as it is a power of two
+        if _devices is not None and isinstance(self._replicas, _devices.ReplicaContext):
+            totals: list[Tensor] = self._replicas.all_reduce_in_tree(tensors, factor)
+            return totals
         result: list[Tensor] = [None] * len(tensors)
         alike: dict[str, list[int]] = {}
         for i, tensor in enumerate(tensors):
             alike.setdefault(dtype_of(tensor), []).append(i)
         for indices in alike.values():
             total = self._total([tensors[i] for i in indices])
-            if op == "mean":
-                total = ops.multiply(total, 1 / self._num_parts)  # exactly, as it is a power of two
+            if factor != 1:
+                total = ops.multiply(total, factor)
             start = 0
             for i in indices:
                 size = functools.reduce(int.__mul__, tensors[i].shape, 1)
@@ -302,9 +311,17 @@ class VirtualReplicas(Stage):
 
     def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
         """The gradients of a part as they are added up, and what was found in them."""
+        return self.weighted(self.seen(step, part))
+
+    def seen(self, step: Step, part: PartOfBatch) -> Step:
+        """The step of a part when all stages that look at a replica's own gradients have."""
         step = step.replace(gradient_state=GradientState.LOCAL)
         for stage in self._optimizer.pipeline.stages:
             step = stage.local(step, part)
+        return step
+
+    def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
+        """See `of_part`, of a step that stages have seen."""
         step = weighted_by_rows(step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 

@@ -46,6 +46,8 @@ WHOLE_BATCH = "unit/update/test_whole_batch.py::test_parts_add_up_to_the_loss_of
 WHOLE_DATA = "unit/data/test_whole_batches.py"
 CODECS = "unit/update/test_codecs.py"
 ROUNDS = "promises/test_local_sgd.py"
+PARTS = "unit/fit/test_tensorflow_parts.py"
+SAME_BITS = "promises/test_same_bits_tensorflow.py::test_one_sha256_for_any_number_of_devices"
 
 FAULTS = [
     # The way through the stages.
@@ -735,6 +737,50 @@ FAULTS = [
         "return sum(values) / len(values)",
         "return max(values)",
         "promises/test_replicas_stay_equal.py::test_logs_are_averaged_for_what_comes_after_and_for_the_history",
+    ),
+    # Parts of a batch.
+    fault(
+        "fit/tensorflow/parts.py",
+        "for place in places:",
+        "for place in places[:1]:",
+        f"{PARTS}::test_a_scalar_loss_counts_by_rows",
+        backend="tensorflow",
+    ),
+    fault(
+        "fit/tensorflow/parts.py",
+        "tf.cond(rows > 0, lambda: given",
+        "tf.cond(rows > -1, lambda: given",
+        f"{PARTS}::test_parts_without_rows_count_for_nothing",
+        f"{PARTS}::test_moving_statistics_change_by_the_mean_over_parts_that_have_rows",
+        backend="tensorflow",
+    ),
+    fault(
+        "fit/tensorflow/parts.py",
+        "num_counting = tf.minimum(self._data.all_rows, self._num_parts)",
+        "num_counting = self._num_parts",
+        f"{PARTS}::test_moving_statistics_change_by_the_mean_over_parts_that_have_rows[2]",
+        backend="tensorflow",
+    ),
+    fault(
+        "fit/tensorflow/parts.py",
+        "total / tf.cast(num_counting, v.dtype)",
+        "total / tree.num_replicas",
+        f"{PARTS}::test_moving_statistics_change_by_the_mean_over_parts_that_have_rows[8]",
+        backend="tensorflow",
+    ),
+    fault(
+        "fit/tensorflow/parts.py",
+        "as_part(part.replica_id)",
+        "as_part(tf.distribute.get_replica_context().replica_id_in_sync_group)",
+        f"{SAME_BITS}[4-attending-Adam-plain]",
+        backend="tensorflow",
+    ),
+    fault(
+        "backends/tensorflow/communicator.py",
+        "zip(values[::2], values[1::2])",
+        "zip(values[: len(values) // 2], values[len(values) // 2 :])",
+        f"{SAME_BITS}[4-attending-Adam-plain]",
+        backend="tensorflow",
     ),
     # Data that every process has whole.
     fault(

@@ -105,6 +105,30 @@ class ReplicaContext(Communicator):
         with _meeting():
             return list(self._context.merge_call(together, args=(list(tensors),)))
 
+    def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor]:
+        """Every replica of one process gets the sums, times `factor`, that a binary tree over their ids adds up.
+
+        Each tensor is added up on one device, and all devices add about as many bytes, so that as many travel as in a
+        ring. Devices that share their memory copy none.
+        """
+        note("all_reduce", tensors, self.num_replicas)
+
+        def together(strategy: tf.distribute.Strategy, given: Sequence[Any]) -> list[Tensor]:
+            devices = dict.fromkeys(strategy.extended.worker_devices, 0)
+            totals = []
+            for tensor in given:
+                values = strategy.experimental_local_results(tensor)
+                device = min(devices, key=devices.__getitem__)
+                devices[device] += values[0].shape.num_elements() * values[0].dtype.size
+                with tf.device(device):
+                    while len(values) > 1:
+                        values = [tf.add(a, b) for a, b in zip(values[::2], values[1::2])]
+                    totals.append(values[0] if factor == 1 else values[0] * tf.cast(factor, values[0].dtype))
+            return totals
+
+        with _meeting():
+            return list(self._context.merge_call(together, args=(list(tensors),)))
+
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if not tensors:
             return []

@@ -179,9 +179,15 @@ class _Work:
                 logs = self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
                 self._returned = list(logs)
             self._check_assigned(scope)
-            changes = self._changes(scope, before, rows > 0)
+            changes = self._changes(scope, before)
+            *sums, found_inf = _unless_empty(rows, [*grads, *changes, found_inf])
+            # Mean losses count an equal part of the rows for each part, also for one that has none.
+            always = {id(tracker.count) for tracker in mean_losses(self._model)}
+            for i, variable in enumerate([*self._sums, *self._moving]):
+                if id(variable) in always:
+                    sums[len(grads) + i] = changes[i]
             same = [tf.identity(scope.get_current_value(v)) for v in self._same]
-            return {"sums": [*grads, *changes], "same": same, "found_inf": found_inf}
+            return {"sums": sums, "same": same, "found_inf": found_inf}
 
         return _function(of_part)
 
@@ -192,7 +198,7 @@ class _Work:
             part = CountingPart(index, self._num_parts, is_first=True, is_last=True)
             with self._working_on(part, start, rows) as (_, _, batch):
                 self._loss(batch)
-            return {"sums": [tf.where(rows > 0, count, tf.zeros_like(count)) for count in part.counts]}
+            return {"sums": _unless_empty(rows, part.counts)}
 
         return _function(of_part)
 
@@ -232,18 +238,17 @@ class _Work:
             scaled = self._model.optimizer.scale_loss(loss)
         scale = self._model.optimizer.scale_loss(1.0)
         step = Step(tape.gradient(scaled, weights), self.variables, row_share=row_share(), loss_scale=scale)
-        grads, found_inf = self.stage.of_part(step, part)
+        # Where there are no rows, they become zeros with all else.
+        grads, found_inf = self.stage.weighted(self.stage.seen(step, part).replace(row_share=1.0))
         return grads, found_inf, loss, y_pred
 
-    def _changes(self, scope: ScopeInScope, before: Any, counts: Tensor) -> list[Tensor]:
-        """What is added up of the variables that a part has changed; nothing where it has no rows."""
-        # Mean losses count an equal part of the rows for each part, also for one that has none.
-        always = {id(tracker.count) for tracker in mean_losses(self._model)}
-        found = []
-        for variable in [*self._sums, *self._moving]:
-            change = tf.cast(scope.get_current_value(variable), variable.dtype) - before[id(variable)]
-            found.append(change if id(variable) in always else tf.where(counts, change, tf.zeros_like(change)))
-        return found
+    def _changes(self, scope: ScopeInScope, before: Any) -> list[Tensor]:
+        """What is added up of the variables that a part has changed."""
+
+        def change(variable: Variable) -> Tensor:
+            return tf.cast(scope.get_current_value(variable), variable.dtype) - before[id(variable)]
+
+        return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _check_assigned(self, scope: ScopeInScope) -> None:
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
@@ -293,6 +298,15 @@ def _function(of_part: Callable[..., Any]) -> Callable[..., Any]:
     function = tf.function(of_part, autograph=False, experimental_attributes={"_noinline": True})
     concrete: Callable[..., Any] = function.get_concrete_function(*[tf.TensorSpec((), tf.int32)] * 3)
     return concrete
+
+
+def _unless_empty(rows: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """These tensors of a part, or zeros if it has no rows, when they may hold anything. The former are not copied."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not given:
+        return list(tensors)
+    left = iter(tf.cond(rows > 0, lambda: given, lambda: [tf.zeros_like(tensor) for tensor in given]))
+    return [None if tensor is None else next(left) for tensor in tensors]
 
 
 def _value(variable: Variable) -> Tensor:

@@ -123,6 +123,30 @@ def test_a_scalar_loss_counts_by_rows():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_parts_without_rows_count_for_nothing():
+    found = []
+    for num_parts in (None, NUM_PARTS):
+        with compiled(1, num_parts=num_parts) as model:
+            model.train_on_batch(X[:2], Y[:2])
+            found.append([keras.ops.convert_to_numpy(weight) for weight in model.weights])
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [2, 8])
+def test_moving_statistics_change_by_the_mean_over_parts_that_have_rows(num_rows):
+    def layers():
+        return [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.9), keras.layers.Dense(1)]
+
+    with compiled(2, layers=layers) as model:
+        model.train_on_batch(X[:num_rows], Y[:num_rows])
+        statistics = [keras.ops.convert_to_numpy(weight) for weight in model.layers[0].non_trainable_variables]
+    parts = np.split(X[:num_rows], min(num_rows, NUM_PARTS))
+    mean, variance = np.mean([part.mean(axis=0) for part in parts], 0), np.mean([part.var(axis=0) for part in parts], 0)
+    np.testing.assert_allclose(statistics[0], 0.1 * mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(statistics[1], 0.9 + 0.1 * variance, rtol=1e-5)
+
+
 def test_outputs_do_not_depend_on_parts():
     with compiled(2) as model:
         predicted = model.predict(X, batch_size=8, verbose=0)
