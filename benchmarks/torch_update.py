@@ -4,7 +4,8 @@
 
 Targets, with 16.8 million parameters and `--threads 1`: Adam, AdamW and SGD within 1.1 times the fused ones of
 `torch.optim`, the others within 1.2 times its foreach ones (Lion, which it has not: its SGD with momentum, or a copy of
-as many bytes). `--cpu` measures the time of the CPU, which a busy machine changes less. `--quick` runs in seconds, on sizes that say nothing.
+as many bytes). `--cpu` measures the time of the CPU, which a busy machine changes less. `--quick` runs in seconds, on
+sizes that say nothing.
 """
 
 from __future__ import annotations
