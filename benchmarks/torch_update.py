@@ -3,8 +3,9 @@
     python benchmarks/torch_update.py [--write]
 
 Targets, with 16.8 million parameters and `--threads 1`: Adam, AdamW and SGD within 1.1 times the fused ones of
-`torch.optim`, the others within 1.2 times its foreach ones (Lion, which it has not: its SGD with momentum). `--cpu`
-measures the time of the CPU, which a busy machine changes less. `--quick` runs in seconds, on sizes that say nothing.
+`torch.optim`, the others within 1.2 times its foreach ones (Lion, which it has not: its SGD with momentum, or a copy of
+as many bytes). `--cpu` measures the time of the CPU, which a busy machine changes less. `--quick` runs in seconds, on
+sizes that say nothing.
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ def main() -> None:
             weights = [keras.Variable(p.detach()) for p in parameters]
             optimizer.build(weights)
             runs[f"{label} {name}"] = lambda o=optimizer, w=weights: o.apply(grads, w)
+        if name == "Lion":
+            # It reads weights, gradients and momentums, and writes two of them: as copies of 2.5 arrays do.
+            sources = [torch.ones(shape) for shape in [*shapes, *shapes, *shapes[::2]]]
+            targets = [torch.zeros_like(source) for source in sources]
+            runs["a copy of as many bytes"] = lambda t=targets, s=sources: torch._foreach_copy_(t, s)
         seconds = timing.in_turns(runs, rounds, clock=time.process_time if arguments.cpu else time.perf_counter)
         text.append(timing.table(seconds, [next(iter(runs))]))
     number = sum(grad.numel() for grad in grads)

@@ -24,7 +24,7 @@ from keras import ops
 from keras_shardopt.arguments import listed
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
-from keras_shardopt.numerics import ReduceOp, Tensor, Variable
+from keras_shardopt.numerics import ReduceOp, Tensor, Variable, cast
 
 NUM_MARKS = 20
 
@@ -78,7 +78,7 @@ class SideChannel:
         if all(self.present) and not all_look and not must_look:
             return None, numbers
         factor = self.replicas.num_replicas if op == "mean" else 1
-        counts = [count * factor for count in ops.convert_to_numpy(ops.cast(flags, "float32")).tolist()]
+        counts = [count * factor for count in ops.convert_to_numpy(cast(flags, "float32")).tolist()]
         return Heard(self, counts, all_look), numbers
 
 

@@ -28,7 +28,7 @@ from keras.src.losses import losses as keras_losses
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.keras_callers import caller_instance
-from keras_shardopt.numerics import Tensor, dtype_of
+from keras_shardopt.numerics import Tensor, cast, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
 # Where it is seen whether a step divides its losses, of which these are.
@@ -144,11 +144,11 @@ def _loss_of_whole_batch(
         counts = counts[:1]
     elif is_by_row and mask is None:
         size = _size_of_batch(values, part, wide)
-        return ops.cast(ops.cast(total, wide) * _factor(part) / size, dtype)
+        return cast(cast(total, wide) * _factor(part) / size, dtype)
     (counts,) = part.replicas.all_reduce([ops.stop_gradient(ops.stack(counts))], "sum")
     divisor = counts[0] if counts.shape[0] == 1 else counts[0] * ops.divide_no_nan(counts[1], counts[2])
     # Multiplied after it was cast: a float16 may have no room for N times the sum.
-    return ops.cast(ops.divide_no_nan(ops.cast(total, wide) * _factor(part), divisor), dtype)
+    return cast(ops.divide_no_nan(cast(total, wide) * _factor(part), divisor), dtype)
 
 
 def _rows_that_count(values: Tensor, part: BatchShare) -> Tensor:

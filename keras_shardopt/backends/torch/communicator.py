@@ -95,7 +95,8 @@ class TorchProcessGroup(Communicator):
 
     def are_current(self) -> bool:
         """Whether this object still speaks of the process group that runs."""
-        return self._default_group() is not None and self._default_group() is dist.group.WORLD
+        group = self._default_group()
+        return group is not None and group is dist.group.WORLD
 
     def forget_groups(self) -> None:
         """Lets go of the groups, which are destroyed together with that of all ranks."""

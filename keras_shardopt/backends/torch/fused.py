@@ -306,8 +306,8 @@ def _lion(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
     for w, g, m in columns.pieces():
         room = room if room.shape == m.shape else torch.empty_like(m)
         torch.mul(m, optimizer.beta_1, out=room).add_(g, alpha=1 - optimizer.beta_1)
+        m.mul_(optimizer.beta_2).add_(g, alpha=1 - optimizer.beta_2)  # while both are in the cache
         w.add_(room.sign_(), alpha=-rate)
-        m.mul_(optimizer.beta_2).add_(g, alpha=1 - optimizer.beta_2)
 
 
 def _nadam(optimizer: Any, learning_rate: Any, columns: Columns) -> None:

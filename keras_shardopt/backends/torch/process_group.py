@@ -58,6 +58,7 @@ class _Group:
         self.timeout = timeout
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self.is_gloo = dist.get_backend() == "gloo"
         self.has_left_word = False
         self.num_told = 0
         self.num_due = 0
@@ -240,7 +241,7 @@ _STEP = "makes a step of a prepared model"
 
 def can_promise() -> bool:
     """Whether ranks may promise their next steps: where those that wait can look whether others make them."""
-    return _open is not None and dist.get_backend() == "gloo"
+    return _open is not None and _open.is_gloo
 
 
 def owe_steps(num_steps: int) -> None:

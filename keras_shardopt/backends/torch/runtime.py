@@ -21,6 +21,8 @@ class TorchRuntime(Runtime):
     _ranks: TorchProcessGroup | None = None
 
     def communicator(self, axis_name: str) -> Communicator:
+        if self._ranks is not None and self._ranks.are_current():  # asked several times in each step
+            return self._ranks
         if not (dist.is_available() and dist.is_initialized()):
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise ValueError(
@@ -31,8 +33,7 @@ class TorchRuntime(Runtime):
             return SingleReplica()
         if dist.get_world_size() == 1:
             return SingleReplica()
-        if self._ranks is None or not self._ranks.are_current():
-            self._ranks = TorchProcessGroup()
+        self._ranks = TorchProcessGroup()
         return self._ranks
 
     def value_and_grad(

@@ -517,6 +517,33 @@ def test_nadam_counts_also_where_all_is_empty():
     assert found[0] == found[1] < 1
 
 
+def test_lion_has_the_bits_of_keras_for_every_kind_of_number():
+    import torch
+
+    random = np.random.default_rng(3)
+    kinds = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-45, 1e-39, -1e-39, 1e-38, 3e38, -3e38], "float32")
+
+    def some():
+        numbers = random.normal(size=(3, 12289)).astype("float32") * 10.0 ** random.integers(-44, 38, size=(3, 12289))
+        chosen = random.random(numbers.shape) < 0.3
+        return np.where(chosen, random.choice(kinds, numbers.shape), numbers).astype("float32")
+
+    start, given = some(), [torch.from_numpy(some()) for _ in range(4)]
+    found = []
+    for wrapped in (lambda inner: inner, ks.CrossShard):
+        inner, variable = o.Lion(0.01), keras.Variable(start)
+        optimizer = wrapped(inner)
+        optimizer.build([variable])
+        momentum = inner._momentums[0].value.detach()
+        for grad in given:
+            optimizer.apply([grad], [variable])
+            # What cancels out but for a rounding, whose sign is all that counts.
+            optimizer.apply([-9 * momentum * (1 + 1e-7 * torch.sign(grad))], [variable])
+        found.append([tensor.detach().numpy().view("int32") for tensor in (variable.value, momentum)])
+    for a, b in zip(*found):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_lion_takes_variables_of_one_size_and_other_shapes():
     optimizer = ks.CrossShard(o.Lion(0.1))
     optimizer.build([keras.Variable([[1.0, 2.0]]), keras.Variable([1.0, 2.0])])
