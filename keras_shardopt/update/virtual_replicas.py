@@ -89,8 +89,8 @@ class PartOfBatch(Communicator):
         self._refuse()
 
 
-def uneven_parts_error(what: str, received: str, num_rows: Any, num_parts: int) -> ValueError:
-    """The error where a part has rows as padding, and something counts them.
+def refuse_uneven_parts(what: str, received: str, num_rows: Any, num_parts: int) -> NoReturn:
+    """Raises ValueError where a part has rows as padding, and something counts them.
 
     Args:
         what: says what counts them.
@@ -98,7 +98,7 @@ def uneven_parts_error(what: str, received: str, num_rows: Any, num_parts: int) 
         num_rows: how many rows the batch has.
         num_parts: into how many parts it is cut.
     """
-    return ValueError(
+    raise ValueError(
         f"`virtual_replicas` fills up a batch that does not divide by it, and {what}. Received: {received}, with a "
         f"batch of {num_rows} rows, virtual_replicas={num_parts}. Use batches of a multiple of {num_parts} rows, the "
         "last one and those of `evaluate` and validation too, or leave `virtual_replicas` out."

@@ -67,7 +67,7 @@ from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
-from keras_shardopt.update.virtual_replicas import uneven_parts_error
+from keras_shardopt.update.virtual_replicas import refuse_uneven_parts
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -383,7 +383,7 @@ def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int
         if num_rows % num_replicas and getattr(layer, "activity_regularizer", None) is not None:
             if are_parts:
                 what = "`activity_regularizer` counts the padding"
-                raise uneven_parts_error(what, f"layer {layer.name!r}", num_rows, num_replicas)
+                refuse_uneven_parts(what, f"layer {layer.name!r}", num_rows, num_replicas)
             raise ValueError(
                 "`activity_regularizer` counts all rows that a layer sees, also those that fill up a batch which does "
                 "not divide by the number of replicas, where the optimizer needs each replica's gradients. Received: "
