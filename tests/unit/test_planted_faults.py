@@ -849,13 +849,6 @@ FAULTS = [
         f"{DEVICES}::test_moving_statistics_change_by_the_mean_over_parts_that_have_rows",
         backend="jax",
     ),
-    fault(
-        "fit/jax/parts.py",
-        'return Tree(replicas, self._num_parts).all_reduce(totals, "sum")',
-        "return totals",
-        f"{DEVICES}::test_values_are_those_of_the_optimizer_without_parts",
-        backend="jax",
-    ),
     # Data that every process has whole.
     fault(
         "data/whole_batches.py",
