@@ -30,6 +30,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.numerics import Tensor, cast, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
+from keras_shardopt.update.virtual_replicas import PartOfBatch, refuse_uneven_parts
 
 # Where it is seen whether a step divides its losses, of which these are.
 _dividing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.losses"})
@@ -79,6 +80,9 @@ def _reduce_weighted_values(
     adds_up = reduction == "sum" and len(values.shape) > 0
     if len(values.shape) == 0:
         if part.ends_early and not isinstance(part.local_batch_size, int):
+            if isinstance(part.replicas, PartOfBatch):
+                what = "a loss function that returns a scalar, and not one value for each row, counts the padding"
+                refuse_uneven_parts(what, "a scalar", part.global_batch_size, part.replicas.num_replicas)
             raise ValueError(
                 "A loss function must return one value for each row where the batch does not divide by the number of "
                 f"replicas. Received: a scalar, for {part.global_batch_size} rows on {part.replicas.num_replicas} "
@@ -249,6 +253,9 @@ def _refuse_losses_of_padding(model: Any, part: BatchShare | None) -> None:
         return
     penalties = [v for v in model.trainable_variables if getattr(v, "regularizer", None) is not None]
     if len(model.losses) > len(penalties):
+        if isinstance(part.replicas, PartOfBatch):
+            what, received = "`add_loss` counts the padding", f"{len(model.losses) - len(penalties)} added loss(es)"
+            refuse_uneven_parts(what, received, part.global_batch_size, part.replicas.num_replicas)
         raise ValueError(
             "`add_loss` counts all rows that a layer sees, also those that fill up a batch which does not divide by "
             "the number of replicas, where the optimizer needs each replica's gradients. Received: "

@@ -14,7 +14,7 @@ import keras_shardopt as ks
 
 pytestmark = pytest.mark.backends("jax")
 
-BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "masked-SGD-clipped")
+BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "paired-SGD-weighted")
 
 
 @functools.cache
@@ -48,10 +48,17 @@ def test_another_number_of_parts_would_change_the_bits():
     assert same_bits.digest(*model.weights) != trained(case, 2)["weights"]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "case", ["recurrent-SGD-plain", "normalizing-SGD-accumulated", "masked-SGD-plain", "recurrent-SGD-weighted"]
-)
+def test_moving_statistics_change_by_the_mean_over_parts_that_have_rows():
+    with ks.data_parallel(2) as replicas:
+        found, expected = same_bits.moving_statistics()
+    replicas.close()
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+VALUES = ["recurrent-SGD-plain", "normalizing-SGD-accumulated", "masked-SGD-plain", "paired-SGD-weighted"]
+
+
+@pytest.mark.parametrize("case", some([*VALUES, "recurrent-SGD-weighted"], ("paired-SGD-weighted",)))
 def test_values_are_those_of_the_optimizer_without_parts(case):
     ends = []
     for num_parts in (None, 2):

@@ -51,6 +51,19 @@ def test_another_number_of_parts_would_change_the_bits():
     assert same_bits.digest(*model.weights) != alone(case)["weights"]
 
 
+def test_moving_statistics_change_by_the_mean_over_parts_that_have_rows():
+    with ks.data_parallel() as replicas:
+        found, expected = same_bits.moving_statistics()
+    replicas.close()
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_model_of_two_outputs_of_which_one_has_a_mask(tmp_path):
+    case = "paired-SGD-weighted"
+    launch.torchrun("rank_same_bits.py", 2, tmp_path / "found.json", case)
+    assert json.loads((tmp_path / "found.json").read_text())[case] == alone(case)
+
+
 def test_a_call_on_one_batch_needs_no_fit_before():
     case = "attending-SGD-plain"
     x, y, weights = same_bits.data_of(case)
@@ -103,7 +116,14 @@ def test_ranks_with_different_numbers_of_threads(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", ["recurrent-SGD-plain", "constrained-SGD-plain", "masked-SGD-plain", "recurrent-SGD-weighted"]
+    "case",
+    [
+        "recurrent-SGD-plain",
+        "constrained-SGD-plain",
+        "masked-SGD-plain",
+        "recurrent-SGD-weighted",
+        "paired-SGD-weighted",
+    ],
 )
 def test_values_are_those_of_the_optimizer_without_parts(case):
     ends = []

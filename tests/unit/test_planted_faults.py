@@ -48,6 +48,9 @@ CODECS = "unit/update/test_codecs.py"
 ROUNDS = "promises/test_local_sgd.py"
 PARTS = "unit/fit/test_tensorflow_parts.py"
 SAME_BITS = "promises/test_same_bits_tensorflow.py::test_one_sha256_for_any_number_of_devices"
+TREE = "unit/update/test_virtual_replicas.py::test_the_bits_of_a_sum_do_not_depend_on_the_number_of_replicas"
+RANKS = "promises/test_same_bits_ranks.py"
+DEVICES = "promises/test_same_bits_jax.py"
 
 FAULTS = [
     # The way through the stages.
@@ -781,6 +784,70 @@ FAULTS = [
         "zip(values[: len(values) // 2], values[len(values) // 2 :])",
         f"{SAME_BITS}[4-attending-Adam-plain]",
         backend="tensorflow",
+    ),
+    # Equal bits on any number of replicas.
+    fault(  # the parts of a replica one after another
+        "update/virtual_replicas.py",
+        "while self._sums and self._sums[-1][0] == size:",
+        "while self._sums:",
+        TREE,
+    ),
+    fault(  # a tree of another form for each number of replicas
+        "update/virtual_replicas.py",
+        "rows = ops.add(rows[::2], rows[1::2])",
+        "rows = ops.add(rows[: len(rows) // 2], rows[len(rows) // 2 :])",
+        TREE,
+    ),
+    fault(  # a part less, the same one on any number of ranks
+        "update/virtual_replicas.py",
+        "self._subtrees.add(grads)",
+        "self._subtrees.add(grads if int(part.replica_id) else [None] * len(grads))",
+        f"{RANKS}::test_values_are_those_of_the_optimizer_without_parts",
+    ),
+    fault(
+        "update/virtual_replicas.py",
+        "found, self._counted = self._counted[: len(tensors)], self._counted[len(tensors) :]",
+        "found = self._counted[: len(tensors)]",
+        f"{RANKS}::test_values_are_those_of_the_optimizer_without_parts[paired-SGD-weighted]",
+    ),
+    fault(  # seeds by rank
+        "fit/torch/parts.py",
+        "begin(own[i], batch)",
+        "begin(own[0], batch)",
+        f"{RANKS}::test_ranks_with_different_numbers_of_threads",
+    ),
+    fault(
+        "fit/torch/parts.py",
+        "sum(count > 0 for count in counted), is_skipped",
+        "len(counted), is_skipped",
+        f"{RANKS}::test_moving_statistics_change_by_the_mean_over_parts_that_have_rows",
+    ),
+    fault(  # what this rank counts
+        "fit/torch/parts.py",
+        'return Tree(replicas, num_parts).all_reduce(counts.take(), "sum")',
+        "return counts.take()",
+        f"{RANKS}::test_a_model_of_two_outputs_of_which_one_has_a_mask",
+    ),
+    fault(
+        "fit/jax/parts.py",
+        "return [*grads, loss, *sums], found, last, y_pred",
+        "return [*[grad * (index > 0) for grad in grads], loss, *sums], found, last, y_pred",
+        f"{DEVICES}::test_values_are_those_of_the_optimizer_without_parts",
+        backend="jax",
+    ),
+    fault(
+        "fit/jax/parts.py",
+        "value + seed_offset(index) if seed",
+        "value + seed_offset(index // self.each) if seed",
+        f"{DEVICES}::test_one_sha256_for_any_number_of_devices[4-attending-Adam-plain]",
+        backend="jax",
+    ),
+    fault(
+        "fit/jax/parts.py",
+        "num_counting = -(-self._all_rows // self._rows)",
+        "num_counting = self._num_parts",
+        f"{DEVICES}::test_moving_statistics_change_by_the_mean_over_parts_that_have_rows",
+        backend="jax",
     ),
     # Data that every process has whole.
     fault(

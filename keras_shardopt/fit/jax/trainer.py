@@ -67,6 +67,7 @@ from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
+from keras_shardopt.update.virtual_replicas import refuse_uneven_parts
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -195,7 +196,7 @@ def _test_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> A
         return real(state, data)
     data = x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     share_losses(model)
-    _refuse_penalties_on_activities(model, num_rows(data), num_parts)
+    _refuse_penalties_on_activities(model, num_rows(data), num_parts, are_parts=True)
     loss, outputs, others, metrics = evaluated_in_parts(model, distribution, state, data, num_parts)
     y, sample_weight, outputs = on_every_device((y, sample_weight, outputs), distribution)
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, with_masks(*outputs), sample_weight)
@@ -274,7 +275,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
             weights, others, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
         )
     else:
-        _refuse_penalties_on_activities(model, num_rows(data), num_parts)
+        _refuse_penalties_on_activities(model, num_rows(data), num_parts, are_parts=True)
         grads, loss, y_pred, new_others, metrics = in_parts(*arguments, num_parts)
         y, sample_weight, y_pred = on_every_device((y, sample_weight, y_pred), distribution)
     if stacks:
@@ -377,12 +378,15 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], y_pred), changed
 
 
-def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int) -> None:
+def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int, are_parts: bool = False) -> None:
     for layer in layers_of(model):
         if num_rows % num_replicas and getattr(layer, "activity_regularizer", None) is not None:
+            if are_parts:
+                what = "`activity_regularizer` counts the padding"
+                refuse_uneven_parts(what, f"layer {layer.name!r}", num_rows, num_replicas)
             raise ValueError(
                 "`activity_regularizer` counts all rows that a layer sees, also those that fill up a batch which does "
                 "not divide by the number of replicas, where the optimizer needs each replica's gradients. Received: "
                 f"layer {layer.name!r}, with {num_rows} rows on {num_replicas} replicas. Use batches that divide, "
-                "or leave out `replica_clipnorm`, `replica_transform` and `virtual_replicas`."
+                "or leave out `replica_clipnorm` and `replica_transform`."
             )

@@ -48,6 +48,16 @@ def masked():
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
+def paired():
+    """Of two outputs, of which one has a mask; with weights, losses of both divide by what all parts have."""
+    inputs = keras.Input((7,), dtype="int32")
+    x = layers.Embedding(50, 8, mask_zero=True)(inputs)
+    whole = layers.Dense(3, name="whole")(layers.Flatten()(layers.Dense(4)(layers.Embedding(50, 3)(inputs))))
+    return keras.Model(
+        inputs, {"tokens": layers.Dense(3, name="tokens")(layers.LSTM(8, return_sequences=True)(x)), "whole": whole}
+    )
+
+
 def constrained():
     """Whose first layer changes its weights in the forward pass."""
     return keras.Sequential([keras.Input((12,)), layers.SpectralNormalization(layers.Dense(32)), layers.Dense(3)])
@@ -58,6 +68,7 @@ NETS = {
     "attending": attending,
     "recurrent": recurrent,
     "masked": masked,
+    "paired": paired,
     "constrained": constrained,
 }
 
@@ -77,12 +88,13 @@ OPTIONS = {
 }
 
 CASES = [
-    *[f"{net}-{optimizer}-plain" for net in NETS for optimizer in OPTIMIZERS if net != "constrained"],
+    *[f"{net}-{optimizer}-plain" for net in NETS for optimizer in OPTIMIZERS if net not in ("paired", "constrained")],
     "constrained-SGD-plain",
     *[f"normalizing-SGD-{options}" for options in OPTIONS if options not in ("plain", "weighted")],
     "normalizing-Adam-divided",
     "masked-SGD-clipped",
     "recurrent-SGD-weighted",
+    "paired-SGD-weighted",
 ]
 
 
@@ -97,6 +109,10 @@ def model_of(case, **more):
     if options == "clipped":
         inner = ks.LossScaling(ks.GradientClipping(inner, 1.0))
     chosen = {"virtual_replicas": NUM_PARTS, **OPTIONS[options], **more}
+    if net == "paired":
+        each = {"tokens": loss, "whole": keras.losses.SparseCategoricalCrossentropy.from_config(loss.get_config())}
+        model.compile(ks.CrossShard(inner, **chosen), each)
+        return model
     accuracy = keras.metrics.SparseCategoricalAccuracy()
     model.compile(ks.CrossShard(inner, **chosen), loss, metrics=["accuracy"], weighted_metrics=[accuracy])
     return model
@@ -111,9 +127,14 @@ def data_of(case):
         "attending": lambda: random.randn(ROWS, 12, 12, 3).astype("float32"),
         "recurrent": lambda: random.randint(0, 50, (ROWS, 7)),
         "masked": lambda: random.randint(1, 50, (ROWS, 7)) * (np.arange(7) < random.randint(1, 8, (ROWS, 1))),
+        "paired": lambda: random.randint(1, 50, (ROWS, 7)) * (np.arange(7) < random.randint(1, 8, (ROWS, 1))),
     }[net]()
     if case.endswith("skipped"):
         x[30, 2] = np.nan  # in the gradients of one part
+    if net == "paired":
+        shapes = {"tokens": (ROWS, 7), "whole": (ROWS,)}
+        y = {name: random.randint(0, 3, shape) for name, shape in shapes.items()}
+        return x, y, {name: random.rand(*shape).astype("float32") + 0.5 for name, shape in shapes.items()}
     shape = (ROWS, 7) if net == "masked" else (ROWS,)
     return x, random.randint(0, 3, shape), random.rand(*shape).astype("float32") + 0.5
 
@@ -121,9 +142,20 @@ def data_of(case):
 def fit(model, case, epochs=2, **more):
     """The logs of training with uneven batches, sample weights and validation data."""
     x, y, weights = data_of(case)
-    validation = x[:19], y[:19]
+    validation = keras.tree.map_structure(lambda values: values[:19], (x, y))
     arguments = {"batch_size": BATCH_SIZE, "epochs": epochs, "verbose": 0, "validation_data": validation, **more}
     return model.fit(x, y, sample_weight=weights, **arguments).history
+
+
+def moving_statistics():
+    """What a normalization has after six rows in eight parts, and what the parts that have a row make of it."""
+    model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(momentum=0.5), layers.Dense(1)])
+    model.compile(ks.CrossShard(keras.optimizers.SGD(0.0), virtual_replicas=NUM_PARTS), "mse")
+    x = np.random.RandomState(1).randn(6, 3).astype("float32")
+    model.train_on_batch(x, np.zeros((6, 1), "float32"))
+    normalization = model.layers[0]
+    found = [keras.ops.convert_to_numpy(v) for v in (normalization.moving_mean, normalization.moving_variance)]
+    return found, [0.5 * x.mean(0), np.full(3, 0.5)]  # the variance of one row is 0
 
 
 def digest(*arrays):
