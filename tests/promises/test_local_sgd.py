@@ -377,7 +377,7 @@ def test_several_processes_are_refused(monkeypatch):
         with pytest.raises(ValueError, match="2 processes. Use the devices of one process"):
             local_sgd.prepare(model, [model.optimizer])
         monkeypatch.undo()
-    monkeypatch.setattr(type(processes), "process", lambda self: (2, 0))
+    monkeypatch.setattr(processes, "process", lambda: (2, 0))
     with pytest.raises(ValueError, match="2 processes.*Use the devices of one process"):
         model.optimizer.build(model.trainable_variables)
 
