@@ -789,6 +789,24 @@ def test_where_jax_takes_variables_for_training_steps():
     assert "state = self._get_jax_state(" in source and "optimizer_variables=True" in source
     given = inspect.signature(keras.Model._get_jax_state).parameters
     assert list(given)[1:4] == ["trainable_variables", "non_trainable_variables", "optimizer_variables"]
+    assert list(given)[4:] == ["metrics_variables", "purge_model_variables"]
+    assert "purge_model_variables=True" in source
+
+
+@pytest.mark.backends("jax")
+def test_what_jax_takes_out_of_variables_is_put_back_in_the_order_in_which_it_is_taken():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
+    names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+    before = {name: [np.array(v) for v in getattr(model, name, model.optimizer.variables)] for name in names}
+    taken = model._get_jax_state(**dict.fromkeys(names, True), purge_model_variables=True)
+    assert all(v._value is None for v in model.trainable_variables)
+    model._jax_state, model._jax_state_synced = dict(zip(names, taken)), False
+    model.jax_state_sync()
+    for name in names:
+        found = [np.array(v) for v in getattr(model, name, model.optimizer.variables)]
+        assert len(found) == len(before[name]) and all(map(np.array_equal, found, before[name]))
 
 
 def test_logs_of_an_epoch_come_before_validation():

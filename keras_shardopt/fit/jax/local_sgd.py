@@ -1,7 +1,6 @@
 """Steps of replicas that train apart, in one program: each updates rows of its own, in a `shard_map`.
 
 Private names of Keras touched here (a test holds each of them):
-    `Trainer._get_jax_state` - takes the variables of a model for training steps.
     `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
 """
 
@@ -33,7 +32,6 @@ def prepare(model: Any, reducers: list[Any]) -> None:
         _check(model, apart[0])
         watch_looks(model)
         override_method(model, "make_train_function", _make_train_function)
-        override_method(model, "_get_jax_state", _get_jax_state)
 
 
 def _check(model: Any, reducer: Any) -> None:
@@ -59,11 +57,11 @@ def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kw
     real(*args, **kwargs)
 
 
-def _get_jax_state(model: Any, real: Callable[..., Any], **which: bool) -> Any:
+def resume(model: Any) -> None:
+    """Lets replicas that train apart go on from their own weights, which is to be called before steps."""
     local = getattr(model.optimizer, "local_updates", None)
-    if which.get("optimizer_variables") and local is not None and local.stacked:
+    if local is not None and local.stacked:
         resume_apart([model.optimizer])
-    return real(**which)
 
 
 def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., Any], state: Any, data: Any) -> Any:

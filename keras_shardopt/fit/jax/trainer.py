@@ -14,6 +14,7 @@ Private names of Keras touched here (a test holds each of them):
     `Model._symbolic_build` (until 3.15), `_maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16
         on) - builds the model from the first batch of this process; whether anything is to be built.
     `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
+    `Trainer._get_jax_state`, `_jax_state` - takes values out of the variables of a model, for steps; what to put back.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     for name in ("train_on_batch", "test_on_batch"):
         override_method(model, name, _on_batch)
     override_method(model, "predict_on_batch", _predict_on_batch)
+    override_method(model, "_get_jax_state", _get_jax_state)
     override_method(model, "make_train_function", _make_train_function)
     override_method(model, "make_test_function", _make_test_function)
     override_method(model, "load_weights", _load_weights)
@@ -125,10 +127,33 @@ def _renew(model: Any, name: str) -> None:
         object.__setattr__(model, name, functools.partial(step.func, *step.args))
 
 
+# In the order in which Keras takes them.
+_TAKEN = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+
+
+def _get_jax_state(model: Any, real: Callable[..., Any], purge_model_variables: bool = False, **which: bool) -> Any:
+    """Lets the first step of an epoch fail without loss: variables have no values while Keras holds them."""
+    if which.get("optimizer_variables"):
+        local_sgd.resume(model)
+    taken = real(purge_model_variables=purge_model_variables, **which)
+    if purge_model_variables:
+        model._jax_state = dict(zip([name for name in _TAKEN if which.get(name)], taken))
+    return taken
+
+
+def _put_back(model: Any) -> None:
+    """Gives variables the values that a call has taken out of them, unless the step that failed has used them up."""
+    if not any(value.is_deleted() for value in keras.tree.flatten(getattr(model, "_jax_state", None) or {})):
+        model.jax_state_sync()
+
+
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     take_uneven()  # the distribution may have been set after `prepare`
     try:
         return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
+    except BaseException:
+        _put_back(model)
+        raise
     finally:
         note_end_of_call()
 

@@ -42,8 +42,11 @@ def test_what_counts_padding_is_refused_in_words_of_virtual_replicas(case, calle
     with ks.data_parallel(2) as replicas:
         model = keras.Sequential([keras.Input((3,)), make(), layers.Dense(1)])
         model.compile(ks.CrossShard("sgd", virtual_replicas=4), loss)
-    assert np.isfinite(model.evaluate(x[:8], y[:8], batch_size=8, verbose=0))  # it divides
+    value = model.evaluate(x[:8], y[:8], batch_size=8, verbose=0)  # it divides
+    assert np.isfinite(value)
     words = rf"^`virtual_replicas` fills up .*{received}.* 11 rows, virtual_replicas=4.* leave `virtual_replicas` out"
     with pytest.raises(ValueError, match=words):
         getattr(model, called)(x, y, batch_size=NUM_ROWS, verbose=0)
+    assert model.evaluate(x[:8], y[:8], batch_size=8, verbose=0) == value  # nothing is lost
+    model.fit(x[:8], y[:8], batch_size=8, verbose=0)
     replicas.close()
