@@ -50,6 +50,7 @@ HEAD = """# Benchmarks
 
 The newest result of each benchmark, with its date, machine, versions and command; `python benchmarks/run_all.py` runs
 them again. A bar shows the time relative to the row with 1.00 (the dashed line); the thin line spans the quartiles.
+Where an older result is kept, its first ratios stand in the last column, and say what changed since that date.
 [Performance](performance.md) says in one table what they come to.
 """
 
@@ -80,20 +81,35 @@ def run(backend: str, script: str, start: list[str], how: str, limit: float) -> 
     return None if process.returncode == 0 else (stderr.strip().splitlines() or ["failed"])[-1]
 
 
-def newest() -> list[str]:
-    """The newest page of each title, in the order of the titles."""
-    found: dict[str, pathlib.Path] = {}
-    for file in sorted((HERE / "results").glob("*.md")):  # by date
-        found[file.stem.partition("_")[2]] = file
-    return [found[name].read_text(encoding="utf-8") for name in sorted(found)]
+def kept() -> list[list[pathlib.Path]]:
+    """The results of each title by date, in the order of the titles."""
+    found: dict[str, list[pathlib.Path]] = {}
+    for file in sorted((HERE / "results").glob("*.md")):
+        found.setdefault(file.stem.partition("_")[2], []).append(file)
+    return [found[name] for name in sorted(found)]
 
 
-ROW = re.compile(r"^\| (?P<name>\S.*?) \| (?P<ms>[\d.]+) \| (?P<ratio>[\d.]+) \((?P<low>[\d.]+) to (?P<high>[\d.]+)\)")
+ROW = re.compile(r"^\| (?P<name>[^|]*[^| ]) \|( [\d.]+ \|)+ (?P<ratio>[\d.]+) \((?P<low>[\d.]+) to (?P<high>[\d.]+)\)")
+
+
+def rows_of(lines: list[str]) -> list[re.Match[str]]:
+    return [found for line in lines if (found := ROW.match(line))]
+
+
+def with_before(table: list[str], file: pathlib.Path) -> list[str]:
+    """The table with the first ratios of an older result as its last column, where it has any of these rows."""
+    before = {row["name"]: row["ratio"] for row in rows_of(file.read_text(encoding="utf-8").splitlines())}
+    if not any(row["name"] in before for row in rows_of(table)):
+        return table
+    date = file.stem.partition("_")[0]
+    cells = [before.get(row["name"], "") if (row := ROW.match(line)) else "" for line in table]
+    cells[:2] = [f"before, {date}", "---"]
+    return [f"{line} {cell} |" if cell != "---" else f"{line}---|" for line, cell in zip(table, cells, strict=True)]
 
 
 def picture(table: list[str]) -> str:
     """Bars of the first ratios of a table, as SVG."""
-    rows = [found for line in table if (found := ROW.match(line))]
+    rows = rows_of(table)
     if len(rows) < 2:
         return ""
     longest = max(float(row["high"]) for row in rows)
@@ -120,14 +136,15 @@ def picture(table: list[str]) -> str:
 def page() -> str:
     """The page, of the newest results."""
     parts = [HEAD]
-    for text in newest():
-        lines = text.replace("# ", "## ", 1).splitlines()
+    for files in kept():
+        oldest, newest = files[0], files[-1]
+        lines = newest.read_text(encoding="utf-8").replace("# ", "## ", 1).splitlines()
         table: list[str] = []
         for line in [*lines, ""]:
             if line.startswith("|"):
                 table.append(line)
             elif table:
-                parts += [*table, "", picture(table)]
+                parts += [*(table if oldest == newest else with_before(table, oldest)), "", picture(table)]
                 table = []
             if not line.startswith("|"):
                 parts.append(line)
