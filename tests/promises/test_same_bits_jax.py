@@ -1,9 +1,7 @@
 """JAX: with virtual replicas the bits of a training run do not depend on the number of devices, from two on."""
 
-import functools
 import json
 
-import keras
 import numpy as np
 import pytest
 from promises.problems import same_bits
@@ -17,25 +15,10 @@ pytestmark = pytest.mark.backends("jax")
 BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "paired-SGD-weighted")
 
 
-@functools.cache
-def trained(case, num_devices):
-    with ks.data_parallel(num_devices) as replicas:
-        found = same_bits.trained(replicas, case)
-    replicas.close()
-    return found
-
-
-def restarted(num_devices, case, folder, step=-1):
-    with ks.data_parallel(num_devices) as replicas:
-        found = same_bits.restarted(case, folder, step)
-    replicas.close()
-    return found
-
-
 @pytest.mark.parametrize("case", some(same_bits.CASES, BY_DEFAULT))
 @pytest.mark.parametrize("num_devices", [4, 8])
 def test_one_sha256_for_any_number_of_devices(case, num_devices):
-    assert trained(case, num_devices) == trained(case, 2)
+    assert same_bits.trained_on(num_devices, case) == same_bits.trained_on(2, case)
 
 
 @pytest.mark.exhaustive
@@ -45,7 +28,7 @@ def test_another_number_of_parts_would_change_the_bits():
         model = same_bits.model_of(case, virtual_replicas=4)
     same_bits.fit(model, case)
     replicas.close()
-    assert same_bits.digest(*model.weights) != trained(case, 2)["weights"]
+    assert same_bits.digest(*model.weights) != same_bits.trained_on(2, case)["weights"]
 
 
 def test_moving_statistics_change_by_the_mean_over_parts_that_have_rows():
@@ -60,23 +43,15 @@ VALUES = ["recurrent-SGD-plain", "normalizing-SGD-accumulated", "masked-SGD-plai
 
 @pytest.mark.parametrize("case", some([*VALUES, "recurrent-SGD-weighted"], ("paired-SGD-weighted",)))
 def test_values_are_those_of_the_optimizer_without_parts(case):
-    ends = []
-    for num_parts in (None, 2):
-        with ks.data_parallel(2) as replicas:
-            model = same_bits.model_of(case, virtual_replicas=num_parts)
-        history = same_bits.fit(model, case)
-        ends.append([*map(keras.ops.convert_to_numpy, model.weights), *map(np.array, history.values())])
-        replicas.close()
-    for one, other in zip(*ends):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+    same_bits.assert_values_are_those_without_parts(case, num_devices=2, num_parts=2)
 
 
 @pytest.mark.exhaustive
 def test_a_run_that_stops_on_four_devices_goes_on_with_two(tmp_path):
     case = "attending-Adam-plain"
-    whole = restarted(2, case, tmp_path / "whole")
-    assert restarted(4, case, tmp_path / "stopped", 5) is None
-    assert restarted(2, case, tmp_path / "stopped") == whole
+    whole = same_bits.restarted_on(2, case, tmp_path / "whole")
+    assert same_bits.restarted_on(4, case, tmp_path / "stopped", 5) is None
+    assert same_bits.restarted_on(2, case, tmp_path / "stopped") == whole
     assert ks.callbacks.first_difference(tmp_path / "whole" / "prints", tmp_path / "stopped" / "prints") is None
 
 

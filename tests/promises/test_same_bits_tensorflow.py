@@ -1,10 +1,7 @@
 """TensorFlow: with virtual replicas the bits of a training run do not depend on the number of devices."""
 
-import functools
 import json
 
-import keras
-import numpy as np
 import pytest
 from promises.problems import same_bits
 from support import launch
@@ -18,25 +15,10 @@ CASES = [case for case in same_bits.CASES if not case.startswith("constrained")]
 BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "recurrent-Adam-plain")
 
 
-@functools.cache
-def trained(case, num_devices):
-    with ks.data_parallel(num_devices) as replicas:
-        found = same_bits.trained(replicas, case)
-    replicas.close()
-    return found
-
-
-def restarted(num_devices, case, folder, step=-1):
-    with ks.data_parallel(num_devices) as replicas:
-        found = same_bits.restarted(case, folder, step)
-    replicas.close()
-    return found
-
-
 @pytest.mark.parametrize("case", some(CASES, BY_DEFAULT))
 @pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_one_sha256_for_any_number_of_devices(case, num_devices):
-    assert trained(case, num_devices) == trained(case, 1)
+    assert same_bits.trained_on(num_devices, case) == same_bits.trained_on(1, case)
 
 
 @pytest.mark.exhaustive
@@ -48,7 +30,7 @@ def test_eight_devices_have_the_same_bits(tmp_path):
     arguments = (file, 8, *cases)
     start = launch.fork_with("tensorflow")
     launch.workers("tensorflow_same_bits.py", [environment], *arguments, timeout=300, start=start)
-    assert json.loads(file.read_text()) == {case: trained(case, 1) for case in cases}
+    assert json.loads(file.read_text()) == {case: same_bits.trained_on(1, case) for case in cases}
 
 
 @pytest.mark.exhaustive
@@ -58,7 +40,7 @@ def test_another_number_of_parts_would_change_the_bits():
         model = same_bits.model_of(case, virtual_replicas=4)
         same_bits.fit(model, case)
     replicas.close()
-    assert same_bits.digest(*model.weights) != trained(case, 1)["weights"]
+    assert same_bits.digest(*model.weights) != same_bits.trained_on(1, case)["weights"]
 
 
 @pytest.mark.parametrize(
@@ -69,21 +51,13 @@ def test_another_number_of_parts_would_change_the_bits():
     ),
 )
 def test_values_are_those_of_the_optimizer_without_parts(case):
-    ends = []
-    for num_parts in (None, 2):
-        with ks.data_parallel(2) as replicas:
-            model = same_bits.model_of(case, virtual_replicas=num_parts)
-        history = same_bits.fit(model, case)
-        ends.append([*map(keras.ops.convert_to_numpy, model.weights), *map(np.array, history.values())])
-        replicas.close()
-    for one, other in zip(*ends):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+    same_bits.assert_values_are_those_without_parts(case, num_devices=2, num_parts=2)
 
 
 @pytest.mark.parametrize("kept", [pytest.param(2, marks=pytest.mark.exhaustive), 1])
 def test_a_run_that_stops_on_four_devices_goes_on_with_fewer(kept, tmp_path):
     case = "attending-Adam-plain"
-    whole = restarted(1, case, tmp_path / "whole")
-    assert restarted(4, case, tmp_path / "stopped", 5) is None
-    assert restarted(kept, case, tmp_path / "stopped") == whole
+    whole = same_bits.restarted_on(1, case, tmp_path / "whole")
+    assert same_bits.restarted_on(4, case, tmp_path / "stopped", 5) is None
+    assert same_bits.restarted_on(kept, case, tmp_path / "stopped") == whole
     assert ks.callbacks.first_difference(tmp_path / "whole" / "prints", tmp_path / "stopped" / "prints") is None

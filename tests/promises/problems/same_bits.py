@@ -1,5 +1,6 @@
 """What is trained with virtual replicas on any number of replicas, to end with equal bits."""
 
+import functools
 import hashlib
 
 import keras
@@ -199,3 +200,37 @@ def restarted(case, folder, step=-1):
     except KeyboardInterrupt:
         return None
     return {"weights": digest(*model.weights), "state": digest(*model.optimizer.variables)}
+
+
+# -- on devices of this process ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def trained_on(num_devices, case):
+    """What `trained` finds on so many devices of this process; None for what `data_parallel` takes by itself."""
+    with ks.data_parallel(num_devices) as replicas:
+        found = trained(replicas, case)
+    replicas.close()
+    return found
+
+
+def restarted_on(num_devices, case, folder, step=-1):
+    """What `restarted` finds on so many devices of this process."""
+    with ks.data_parallel(num_devices) as replicas:
+        found = restarted(case, folder, step)
+    replicas.close()
+    return found
+
+
+def assert_values_are_those_without_parts(case, num_devices, num_parts, but=()):
+    """Compares weights and logs with those of the optimizer without virtual replicas, `but` some of the logs."""
+    ends = []
+    for virtual_replicas in (None, num_parts):
+        with ks.data_parallel(num_devices) as replicas:
+            model = model_of(case, virtual_replicas=virtual_replicas)
+            history = fit(model, case)
+        logs = [np.array(values) for name, values in history.items() if name not in but]
+        ends.append([*map(keras.ops.convert_to_numpy, model.weights), *logs])
+        replicas.close()
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
