@@ -59,6 +59,13 @@ def resume_apart(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
             reducer.local_updates.resume(begins_epoch)
 
 
+def begin_anew(reducers: Sequence[Any]) -> None:
+    """Begins a round where weights are equal although replicas train apart: somebody has set them within a round."""
+    for reducer in reducers:
+        if reducer.local_updates is not None and reducer.local_updates.are_apart:
+            reducer.local_updates.begin_anew()
+
+
 def watch_looks(model: Any) -> None:
     """Lets `fit` show the mean of replicas that train apart, where one program runs them. Twice changes nothing."""
     for name in _LOOKING:

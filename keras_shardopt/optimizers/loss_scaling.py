@@ -58,7 +58,7 @@ class ScaledUpdate(OptimizerWrapper):
         self._skipped = None
         super().__init__(inner_optimizer, name=name)
         if self._scaler is not None:
-            _refuse_accumulation_inside(self)
+            _refuse_several_gradients_inside(self)
             # Now, as Keras makes its own counters, so that the scale can be read, and the loss scaled, before `build`.
             self._scaler.build(self._add_scalar)
             self._skipped = self._add_scalar("skipped_steps", 0, "int")
@@ -305,8 +305,16 @@ class LossScaling(ScaledUpdate):
         super().__init__(inner_optimizer, checked_scale(loss_scaling, "loss_scaling"), name)
 
 
-def _refuse_accumulation_inside(outer: ScaledUpdate) -> None:
+def _refuse_several_gradients_inside(outer: ScaledUpdate) -> None:
     for optimizer in descendants(outer):
+        if getattr(optimizer, "virtual_replicas", None) is not None:
+            name = type(outer).__name__
+            raise ValueError(
+                f"`{name}` must be inside a `CrossShard` with `virtual_replicas`, not around it: outside it sees the "
+                "parts of a batch one after another, would skip single ones, and change its scale after each. "
+                f"Received: inner_optimizer={outer.inner!r}. "
+                f"Use `CrossShard({name}(inner_optimizer), virtual_replicas=...)`."
+            )
         if getattr(optimizer, "accumulation", None) is not None:
             name = type(outer).__name__
             raise ValueError(

@@ -1,4 +1,8 @@
-"""The arguments of `CrossShard`, checked."""
+"""The arguments of `CrossShard`, checked.
+
+Private names of Keras touched here (a test holds each of them):
+    `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, once somebody has named some.
+"""
 
 from __future__ import annotations
 
@@ -156,6 +160,15 @@ class CrossShardOptions:
                 "`outer_optimizer` must be a new optimizer of Keras without accumulation, which no other is around. "
                 f"Received: outer_optimizer={shown(outer)}. "
                 "Use for example `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`."
+            )
+        ignored = [name for name in ("use_ema", "loss_scale_factor") if getattr(outer, name)]
+        if hasattr(outer, "_exclude_from_weight_decay"):
+            ignored.append("exclude_from_weight_decay")
+        if ignored:
+            raise ValueError(
+                "`outer_optimizer` moves the weights at rounds, and has no part in losses, in what `fit` does when it "
+                f"ends, or in the names of weights. Received: outer_optimizer={shown(outer)} with `{ignored[0]}`. "
+                "Leave it out, or give it to the inner optimizer."
             )
         object.__setattr__(self, "outer_optimizer", outer)
 

@@ -13,6 +13,7 @@ from support.worlds import FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
+from keras_shardopt.backends.communicator import SingleReplica
 
 NUM_REPLICAS = (2, 4)
 KNOWN = {}
@@ -85,8 +86,9 @@ def test_files_have_the_mean_and_how_far_rounds_are(world):
     assert differ == 0
 
 
-def test_rounds_begin_from_weights_that_somebody_has_set(world):
-    found = run(world, apart.lived, 2, "with other weights", of=apart.LIVES)
+@pytest.mark.parametrize("name", ["with other weights", "with other weights when interrupted"])
+def test_rounds_begin_from_weights_that_somebody_has_set(world, name):
+    found = run(world, apart.lived, 2, name, of=apart.LIVES)
     for anchor, weight in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
         np.testing.assert_array_equal(anchor, weight)
 
@@ -241,6 +243,12 @@ def test_with_one_replica_nothing_changes():
         np.testing.assert_array_equal(one, other)
 
 
+def _without_decay_of(name):
+    optimizer = keras.optimizers.SGD(weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=[name])
+    return optimizer
+
+
 @pytest.mark.neutral
 @pytest.mark.parametrize(
     ("arguments", "words"),
@@ -260,6 +268,9 @@ def test_with_one_replica_nothing_changes():
         ({"sync_every": 2, "gradients": "global"}, "gradients"),
         ({"sync_every": 2, "outer_optimizer": "nothing"}, "`outer_optimizer` must be"),
         ({"sync_every": 2, "outer_optimizer": lambda: ks.CrossShard("sgd")}, "`outer_optimizer` must be"),
+        ({"sync_every": 2, "outer_optimizer": lambda: keras.optimizers.SGD(use_ema=True)}, "with `use_ema`"),
+        ({"sync_every": 2, "outer_optimizer": lambda: keras.optimizers.SGD(loss_scale_factor=2.0)}, "`loss_scale_f"),
+        ({"sync_every": 2, "outer_optimizer": lambda: _without_decay_of("bias")}, "`exclude_from_weight_decay`"),
         ({"sync_every": 2, "stages": lambda: [ks.GradientNoise()]}, "`GradientNoise` needs"),
     ],
 )
@@ -416,6 +427,23 @@ def test_ranks_with_other_numbers_of_updates_find_it(monkeypatch):
 
     with pytest.raises(ValueError, match="equally many updates"):
         world.run(work)
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("behind", [0, 1])
+def test_numbers_of_updates_are_compared_among_thousands_of_replicas(behind):
+    class Many(SingleReplica):
+        num_replicas, is_spmd = 4096, False
+
+        def all_reduce(self, tensors, op):
+            """This replica's, and 4,095 others', as int32 adds up."""
+            count = keras.ops.convert_to_numpy(tensors[0])[0] - behind
+            others = [np.array([count, count**2], "int32")] * 4095
+            return [keras.ops.convert_to_tensor(np.sum([*others, *tensors], axis=0, dtype="int32"))]
+
+    stage = ks.CrossShard("sgd", sync_every=2).local_updates
+    with pytest.raises(ValueError, match="equally many") if behind else contextlib.nullcontext():
+        stage._check_counts(Many(), 8191)
 
 
 def small(num_devices, optimizer, dtype="float32", **more):

@@ -47,8 +47,7 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
     rows = rows_of_parts(mine, len(own))
     reducer = session.reducer
     updates = runtime.version(reducer.iterations)
-    changed = session.changed_weights if session.changed_weights is not None else model.trainable_variables
-    state, logs = _State(model, trains, changed if trains else []), _Logs()
+    state, logs = _State(model, trains, session.changed_weights), _Logs()
     session.sees_loss = state.note_changed if trains and session.changed_weights is None else None
     with as_parts() as begin, one_thread():
         batch = [int(reducer.iterations), 0 if reducer.accumulation is None else reducer.accumulation.num_taken]
@@ -131,16 +130,19 @@ class _State:
     Args:
         model: the model.
         trains: whether these are training steps.
-        weights: the weights that its layers may change when they are called.
+        weights: the weights that its layers change when they are called, frozen ones too; None for any.
     """
 
-    def __init__(self, model: Any, trains: bool, weights: Sequence[Any]) -> None:
-        self.changed_weights = list(weights)
-        self._weights = [v.value.clone() for v in weights]
+    def __init__(self, model: Any, trains: bool, weights: Sequence[Any] | None) -> None:
         metrics = model.metrics_variables
         counted = {id(v) for v in metrics if v.aggregation == "sum"}
         self._sums = [v.value for v in metrics if id(v) in counted]
         state = changed_by_forward_passes([model]) if trains else []
+        if weights is None:
+            known = {id(v) for v in state}
+            weights = [v for v in model.weights if id(v) not in known]
+        self.changed_weights = list(weights) if trains else []
+        self._weights = [v.value.clone() for v in self.changed_weights]
         others = [*[v.value for v in state], *[v.value for v in metrics if id(v) not in counted], global_seed_state()]
         self._moving = [tensor for tensor in others if tensor.is_floating_point()]
         self._same = [tensor for tensor in others if not tensor.is_floating_point()]

@@ -37,6 +37,7 @@ from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_bat
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import BatchLogs
 from keras_shardopt.fit.overrides import (
+    begin_anew,
     num_rows,
     reducers_in,
     refuse_groups,
@@ -44,13 +45,7 @@ from keras_shardopt.fit.overrides import (
     show_mean,
     warn_of_unequal_start,
 )
-from keras_shardopt.fit.sharing import (
-    check_alike,
-    check_batches,
-    check_kinds,
-    sharing_of,
-    warn_of_same_parts,
-)
+from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
 from keras_shardopt.fit.virtual_replicas import num_parts_of
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.virtual_replicas import parts_of_each
@@ -83,7 +78,7 @@ class Session:
         self.counts_first = False
         """Whether losses divide by what parts of a batch must count before."""
         self.changed_weights: list[Any] | None = None
-        """The trained weights that layers change when they are called; None until a batch of parts has shown them."""
+        """The weights that layers change when they are called; None until a batch of parts has shown them."""
         self.sees_loss: Callable[[], None] | None = None  # once, after the next loss
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
@@ -175,6 +170,8 @@ class Session:
         if differing and self._stopped_alike(reducers):  # by an error in a `fit` before, perhaps
             self.show_mean(self)
             differing = self._differing([*trained, *shared], others)
+        elif not differing:
+            begin_anew(reducers)
         if differing:
             if self.ranks.replica_id == 0:
                 warn_of_unequal_start(differing)

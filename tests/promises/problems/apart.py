@@ -195,6 +195,17 @@ def fitted(replicas, *callbacks, epochs=EPOCHS, **more):
     return model
 
 
+def interrupted(replicas):
+    """The model after a `fit` that an error has ended in the third epoch, within a round."""
+    keras.utils.set_random_seed(3)
+    model = compiled(replicas, with_everything(use_ema=False), normalizing())
+    x, y = uneven.data()
+    with contextlib.suppress(InterruptedError):
+        arguments = {"batch_size": uneven.BATCH_SIZE, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+        model.fit(x, y, callbacks=[Interrupting()], **arguments)
+    return model
+
+
 def lived(replicas, name):
     """What becomes of replicas that train apart when somebody looks, saves, stops and goes on: by what is compared."""
     folder = processes.gather_objects(tempfile.mkdtemp())[0]
@@ -215,12 +226,9 @@ def lived(replicas, name):
         model.fit(x, y, batch_size=uneven.BATCH_SIZE, epochs=EPOCHS - 2, shuffle=False, verbose=0)
         return state_of_all(model)
     if name == "interrupted":  # in the third epoch, within a round, and nobody looks before the next call
-        keras.utils.set_random_seed(3)
-        model = compiled(replicas, with_everything(use_ema=False), normalizing())
+        model = interrupted(replicas)
         (x, y), begin = uneven.data(), 2 * uneven.BATCH_SIZE
         arguments = {"batch_size": uneven.BATCH_SIZE, "shuffle": False, "verbose": 0}
-        with contextlib.suppress(InterruptedError):
-            model.fit(x, y, epochs=EPOCHS, callbacks=[Interrupting()], **arguments)
         model.fit(x[begin:], y[begin:], **arguments)
         model.fit(x, y, epochs=EPOCHS - 3, **arguments)
         return state_of_all(model)
@@ -238,8 +246,9 @@ def lived(replicas, name):
         ks.prepare(loaded, auto_shard=True)
         loaded.fit(x, y, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
         return kept, theirs, start, loaded.get_weights(), replicas.largest_difference(loaded), file
-    assert name == "with other weights"
-    model, fresh = fitted(replicas, epochs=2), normalizing()
+    assert name in ("with other weights", "with other weights when interrupted")
+    model = interrupted(replicas) if name.endswith("interrupted") else fitted(replicas, epochs=2)
+    fresh = normalizing()
     model.set_weights(fresh.get_weights())
     local = model.optimizer.local_updates
     x, y = uneven.data()
@@ -256,6 +265,7 @@ LIVES = (
     "interrupted",
     "from a file",
     "with other weights",
+    "with other weights when interrupted",
 )
 
 

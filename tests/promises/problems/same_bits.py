@@ -60,8 +60,11 @@ def paired():
 
 
 def constrained():
-    """Whose first layer changes its weights in the forward pass."""
-    return keras.Sequential([keras.Input((12,)), layers.SpectralNormalization(layers.Dense(32)), layers.Dense(3)])
+    """Whose first layers change their weights in the forward pass, also one that is frozen."""
+    frozen, trained = (layers.SpectralNormalization(layers.Dense(size)) for size in (7, 32))
+    model = keras.Sequential([keras.Input((12,)), frozen, trained, layers.Dense(3)])
+    frozen.trainable = False
+    return model
 
 
 NETS = {

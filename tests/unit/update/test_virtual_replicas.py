@@ -75,6 +75,14 @@ def test_what_cannot_be_added_up_is_refused(arguments, error, words):
         ks.CrossShard("sgd", **arguments)
 
 
+@pytest.mark.neutral
+def test_a_scale_that_would_change_with_each_part_is_refused():
+    inner = ks.CrossShard("sgd", virtual_replicas=4)
+    with pytest.raises(ValueError, match=r"Use `CrossShard\(LossScaling\(inner_optimizer\), virtual_replicas=...\)`"):
+        ks.LossScaling(inner, "Backoff")
+    assert ks.LossScaling(inner, 8.0).loss_scale == 8.0
+
+
 def test_it_comes_out_of_a_file_as_it_was():
     optimizer = ks.CrossShard("sgd", virtual_replicas=4)
     assert ks.CrossShard.from_config(optimizer.get_config()).virtual_replicas == 4
