@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.models import has_built_in_step, override_method
+from keras_shardopt.fit.jax.parts import gradients_of, metrics_of_losses
 from keras_shardopt.fit.overrides import num_rows, resume_apart, watch_looks
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
@@ -102,9 +103,9 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
             own[id(v)] if id(v) in own else values.get(i, jax.numpy.zeros(v.shape, v.dtype))
             for i, v in enumerate(optimizer.variables)
         ]
-        step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
+        step = gradients_of(model)
         with batch_shared(BatchShare(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))):
-            (_, (loss, y_pred, changed, _)), grads = step(
+            (_, (loss, outputs, changed, _)), grads = step(
                 before, inputs, metrics, *data, training=True, optimizer_variables=inside
             )
             after, updated = optimizer.stateless_apply(inside, grads, before)
@@ -127,7 +128,7 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
         statistics = jax.lax.cond(is_round, joined, lambda values: values, statistics)
         own.update(zip(map(id, local.statistics), statistics))
         loss = jax.lax.pmean(loss, axis)
-        return [own[key][None] for key in of], [updated[i] for i in shared_at], found, loss, y_pred
+        return [own[key][None] for key in of], [updated[i] for i in shared_at], found, loss, outputs
 
     whole, divided = PartitionSpec(), PartitionSpec(axis)
     run = jax.shard_map(
@@ -137,7 +138,7 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
         out_specs=(divided, whole, whole, whole, divided),
         check_vma=False,
     )
-    rows, shared, changed, loss, y_pred = run(
+    rows, shared, changed, loss, outputs = run(
         [optimizer_state[i] for i in stacked_at],
         [optimizer_state[i] for i in shared_at],
         others,
@@ -153,10 +154,9 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
         optimizer_state[place[id(anchor)]].astype(v.dtype)
         for v, anchor in zip(model.trainable_variables, local.anchors)
     ]
-    y_pred = jax.tree.map(lambda leaf: leaf[:all_rows], y_pred)
+    outputs = jax.tree.map(lambda leaf: leaf[:all_rows], outputs)
     # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
-    _, (_, _, metrics) = model.stateless_compute_loss(
-        weights, others, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-    )
+    metrics = metrics_of_losses(model, (weights, others, metrics), outputs, (x, y, sample_weight))
+    y_pred, _ = outputs
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
     return logs, (weights, others, optimizer_state, metrics)

@@ -181,17 +181,18 @@ class _Cut:
         return begun[: self._num_others], begun[self._num_others :]
 
     def ends(self, index: Tensor, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """What is added up of the variables that a part has changed, and what is taken as it is."""
+        """What is added up of the variables that a part has changed, and what is taken as it is; None: unchanged."""
         counts = jax.numpy.asarray(self._counting(index) > 0)
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):
             if self._is_sum[i]:
                 sums.append(new if self._always[i] else jax.numpy.where(counts, new, jax.numpy.zeros_like(new)))
-            elif self._is_moving[i]:
+            elif self._is_moving[i] and new is not old:
                 sums.append(jax.numpy.where(counts, new - old, 0))
         last = [new - seed_offset(index) if seed else new for new, seed in zip(after, self._is_seed)]
-        return sums, last
+        # Frozen weights and the like stay as they are.
+        return sums, [None if new is old else value for old, new, value in zip(kept, after, last)]
 
     def joined(self, replicas: MappedAxis, kept: Any, loss: Tensor, sums: Any, last: Any) -> list[Tensor]:
         """The loss of the batch, and the variables after it."""
@@ -199,7 +200,10 @@ class _Cut:
         num_counting = -(-self._all_rows // self._rows)
         left, after = iter(totals), [loss / self._num_parts]
         for old, new, adds, moves in zip(kept, last, self._is_sum, self._is_moving):
-            after.append(old + next(left) if adds else old + next(left) / num_counting if moves else new)
+            if new is None:
+                after.append(old)
+            else:
+                after.append(old + next(left) if adds else old + next(left) / num_counting if moves else new)
         return after
 
     def counted(
@@ -257,7 +261,7 @@ class _Cut:
         empty = (
             [jax.numpy.zeros((num_levels, *sums.shape), sums.dtype) for sums in total],
             None if found is None else jax.numpy.zeros(found.shape, found.dtype),
-            [jax.numpy.zeros(value.shape, value.dtype) for value in last],
+            [None if value is None else jax.numpy.zeros(value.shape, value.dtype) for value in last],
             jax.tree.map(lambda leaf: jax.numpy.zeros((each * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), y_pred),
         )
         levels, found, last, y_pred = jax.lax.fori_loop(0, num_rounds, add, empty)
@@ -285,6 +289,33 @@ class _Cut:
             part if equal else jax.tree.map(lambda leaf: leaf[: self._all_rows], part)
             for part, equal in zip(found, returned)
         ]
+
+
+def gradients_of(model: Any) -> Any:
+    """What differentiates `compute_loss_and_updates`; of predictions it returns their masks, too, which JAX loses."""
+
+    def with_masks_of(*args: Any, **kwargs: Any) -> Any:
+        scaled, (loss, y_pred, *changed) = model.compute_loss_and_updates(*args, **kwargs)
+        return scaled, (loss, (y_pred, [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]), *changed)
+
+    return jax.value_and_grad(with_masks_of, has_aux=True)
+
+
+def metrics_of_losses(model: Any, variables: Sequence[Any], outputs: Any, data: Any) -> Any:
+    """The variables of metrics when those of the outputs' losses know all rows of a batch, as one batch.
+
+    Args:
+        model: the model.
+        variables: the values of those that are trained, of those that are not, and of metrics.
+        outputs: the predictions, and their masks.
+        data: inputs, targets and sample weights.
+    """
+    (y_pred, masks), (x, y, sample_weight) = outputs, data
+    y_pred = with_masks(jax.tree.map(jax.numpy.copy, y_pred), masks)  # a mask would stay with what it is given to
+    _, (_, _, metrics) = model.stateless_compute_loss(
+        *variables, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+    )
+    return metrics
 
 
 def with_masks(y_pred: Any, masks: Any) -> Any:

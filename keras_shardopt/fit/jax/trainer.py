@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -55,7 +55,9 @@ from keras_shardopt.fit.jax.batches import (
 )
 from keras_shardopt.fit.jax.parts import (
     evaluated_in_parts,
+    gradients_of,
     in_parts,
+    metrics_of_losses,
     on_every_device,
     with_masks,
     with_zeros,
@@ -203,14 +205,24 @@ def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    del model
-    with filling_up():
+    with filling_up(), _forgetting_failure(model):
         return real(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _forgetting_failure(model: Any) -> Iterator[None]:
+    """A call that leaves values in variables: if it fails, what an earlier call has left must not be put back."""
+    try:
+        yield
+    except BaseException:
+        model._jax_state = None
+        raise
 
 
 def _predict_on_batch(model: Any, real: Callable[[Any], Any], x: Any) -> Any:
     is_built = all(layer.built for layer in layers_of(model))  # else Keras builds it from these rows
-    return real(on_devices(x) if is_built else x)
+    with _forgetting_failure(model):
+        return real(on_devices(x) if is_built else x)
 
 
 def _test_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
@@ -294,11 +306,10 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     data = (x, y, sample_weight)
     arguments = (model, reducers[0], distribution, state, data)
     if num_parts is None:
-        grads, loss, y_pred, new_others = _per_replica(*arguments, stacks)
+        grads, loss, outputs, new_others = _per_replica(*arguments, stacks)
         # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
-        _, (_, _, metrics) = model.stateless_compute_loss(
-            weights, others, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-        )
+        metrics = metrics_of_losses(model, (weights, others, metrics), outputs, data)
+        y_pred, _ = outputs
     else:
         _refuse_penalties_on_activities(model, num_rows(data), num_parts, are_parts=True)
         grads, loss, y_pred, new_others, metrics = in_parts(*arguments, num_parts)
@@ -336,8 +347,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
 
     Returns:
         The reduced gradients, divided as state is (if `stacks`, those of all replicas along a first dimension), the
-        loss of the whole batch, the predictions of all rows, and the variables that are not trained: moving statistics
-        are the mean of the replicas', as each normalises with its own rows.
+        loss of the whole batch, the predictions of all rows and their masks, and the variables that are not trained:
+        moving statistics are the mean of the replicas', as each normalises with its own rows.
     """
     axis = distribution.batch_dim_name
     num_replicas = batch_size_of(distribution)
@@ -361,9 +372,9 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         other = seed_offset(index)
         inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
         part = BatchShare(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))
-        step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
+        step = gradients_of(model)
         with batch_shared(part):
-            (_, (loss, y_pred, changed, _)), grads = step(
+            (_, (loss, outputs, changed, _)), grads = step(
                 weights, inputs, metrics, *data, training=True, optimizer_variables=optimizer_state
             )
             with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
@@ -382,14 +393,14 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
             if seed:
                 return after - other
-            if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
+            if after is before or not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
                 return after
             # The mean of changes, so that what no replica changes keeps every bit; none where there were no rows.
             change = jax.numpy.where(mine > 0, after - before, 0) * (mine / all_rows)
             return before + jax.lax.psum(change, axis).astype(before.dtype)
 
         changed = [joined(*each) for each in zip(others, changed, is_seed)]
-        return grads, jax.lax.pmean(loss, axis), y_pred, changed
+        return grads, jax.lax.pmean(loss, axis), outputs, changed
 
     whole, divided = PartitionSpec(), PartitionSpec(axis)
     run = jax.shard_map(
@@ -399,8 +410,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         out_specs=(divided if stacks else (divided_along(axes, axis), whole, whole, divided), whole, divided, whole),
         check_vma=False,
     )
-    grads, loss, y_pred, changed = run(weights, others, optimizer_state, metrics, residuals, padded(data, num_missing))
-    return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], y_pred), changed
+    grads, loss, outputs, changed = run(weights, others, optimizer_state, metrics, residuals, padded(data, num_missing))
+    return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], outputs), changed
 
 
 def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int, are_parts: bool = False) -> None:

@@ -106,7 +106,9 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
         sums, found = _added_up(work.function_of_part(tree.all_reduce(counts, "sum")), places)
     grads, changes = sums[: work.num_gradients], sums[work.num_gradients :]
     logs = work.settle(tree, changes, found[-1]["same"])
-    if trains:
+    if trains and not work.variables:
+        warnings.warn("The model does not have any trainable weights.", stacklevel=2)  # as Keras' own step does
+    elif trains:
         positions = [part["found_inf"] for part in found if part["found_inf"] is not None]
         found_inf = functools.reduce(first_found, positions) if positions else None
         scale = model.optimizer.scale_loss(1.0)
@@ -178,7 +180,7 @@ class _Work:
                 x, y, sample_weight = batch
                 logs = self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
                 self._returned = list(logs)
-            self._check_assigned(scope)
+            self._keep_assigned(scope)
             changes = self._changes(scope, before)
             *sums, found_inf = _unless_empty(rows, [*grads, *changes, found_inf])
             # Mean losses count an equal part of the rows for each part, also for one that has none.
@@ -250,9 +252,12 @@ class _Work:
 
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
-    def _check_assigned(self, scope: ScopeInScope) -> None:
+    def _keep_assigned(self, scope: ScopeInScope) -> None:
+        """Leaves the others, such as frozen weights, as they are. Raises ValueError for what may not be assigned."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
+        assigned = {id(v) for v in scope.assigned}
+        self._moving, self._same = ([v for v in each if id(v) in assigned] for each in (self._moving, self._same))
         if others:
             raise ValueError(
                 "With `virtual_replicas` a step on a part of a batch may change metrics and variables of layers that "

@@ -20,6 +20,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, optimizers_of, override_method
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.losses import logged
@@ -86,12 +87,12 @@ def _with_callbacks(model: Any, real: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with cutting(num_parts_on(model)):
+    with cutting(model, num_parts_on(model)):
         return _with_callbacks(model, real, *args, **kwargs)
 
 
 def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with cutting(None):
+    with cutting(model, None):
         return _with_callbacks(model, real, *args, **kwargs)
 
 
@@ -134,18 +135,19 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         return workers.WorkersIterator(*args, **kwargs) if workers.is_running() else super().__new__(cls)
 
     def __init__(self, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(_Dividing(self, distribute_strategy), *args, **kwargs)
+        num_parts = num_parts_of_call(caller_instance())  # Keras does not say for which model this is
+        super().__init__(_Dividing(self, distribute_strategy, num_parts), *args, **kwargs)
         self._distribute_strategy = distribute_strategy
 
 
 class _Dividing:
     """What Keras needs of a strategy to divide a dataset."""
 
-    def __init__(self, iterator: _EpochIterator, strategy: tf.distribute.Strategy) -> None:
-        self._iterator, self._strategy = iterator, strategy
+    def __init__(self, iterator: _EpochIterator, strategy: tf.distribute.Strategy, num_parts: int | None) -> None:
+        self._iterator, self._strategy, self._num_parts = iterator, strategy, num_parts
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
-        num_parts = num_parts_of_call()
+        num_parts = self._num_parts
         divides = num_parts is not None or self._strategy.num_replicas_in_sync > 1
         if divides and not isinstance(self._iterator.data_adapter, ArrayDataAdapter):
             dataset = dataset.map(lambda *batch: tf.nest.map_structure(_copied, batch))
@@ -231,7 +233,7 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
     strategy = model.distribute_strategy
     with strategy.scope():
         check_made_inside(optimizers_of(model))
-    num_parts = num_parts_of_call()
+    num_parts = num_parts_of_call(model)
     if iterator is not None and (strategy.num_replicas_in_sync > 1 or num_parts is not None):
         dataset = iterator.data_adapter.get_tf_dataset()
         if isinstance(dataset, tf.distribute.DistributedDataset):

@@ -168,6 +168,63 @@ def test_a_test_step_of_the_models_own_gets_the_rows_of_its_replica():
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_another_model_that_is_called_meanwhile_has_its_batches_whole(num_devices):
+    """By a callback, or by what makes batches."""
+    with compiled(num_devices) as model:
+        other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        other.compile("sgd", "mse")
+        expected = other.predict(X, verbose=0), other.evaluate(X, Y, verbose=0)
+        found = []
+
+        def look(*_):
+            found.append((other.predict(X, verbose=0), other.evaluate(X, Y, verbose=0)))
+
+        def batches():
+            look()
+            yield X[:8], other.predict(X[:8], verbose=0)
+
+        model.fit(
+            batches(),
+            steps_per_epoch=1,
+            shuffle=False,
+            verbose=0,
+            callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=look)],
+        )
+        assert len(found) == 2
+        for outputs, loss in found:
+            np.testing.assert_allclose(outputs, expected[0], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(loss, expected[1], rtol=1e-5)
+
+
+def _holding_infinity():
+    hidden = keras.layers.Dense(5, trainable=False)
+    hidden.build((None, 5))
+    hidden.kernel.assign(np.where(np.eye(5), -0.0, 1.0))
+    hidden.bias.assign([np.inf, -np.inf, 0, 1, 2])
+    return [keras.Input((5,)), hidden, keras.layers.Activation("sigmoid"), keras.layers.Dense(1)]
+
+
+def test_weights_that_a_step_does_not_change_keep_their_bits():
+    with compiled(2, layers=_holding_infinity) as model:
+        frozen = bits(model.layers[0])
+        history = model.fit(X, Y, batch_size=8, verbose=0).history
+        assert bits(model.layers[0]) == frozen
+        assert np.isfinite(history["loss"][0])
+
+
+def test_a_model_without_trainable_weights_is_warned_of_as_by_keras():
+    def layers():
+        return [keras.Input((5,)), keras.layers.Dense(1, trainable=False)]
+
+    with compiled(2, layers=layers) as model:
+        before = bits(model)
+        with pytest.warns(UserWarning, match="does not have any trainable weights"):
+            history = model.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history
+        assert bits(model) == before
+        np.testing.assert_allclose(history["loss"], model.evaluate(X, Y, verbose=0)[0], rtol=1e-5)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
