@@ -180,7 +180,7 @@ FEATURES = [
             torch="promises/test_same_bits_ranks.py::test_one_sha256_for_any_number_of_ranks",
         ),
         {
-            "jax": "2, 4 or 8 devices, after `prepare`",
+            "jax": "after `prepare`",
             "tensorflow": "devices of one machine, under `fit`",
         },
     ),

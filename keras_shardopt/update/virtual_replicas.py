@@ -294,7 +294,7 @@ class VirtualReplicas(Stage):
                 "`virtual_replicas` needs `fit` or `train_on_batch` of a prepared model, which cut each batch into "
                 f"parts. Received: {self._optimizer!r} in a step that does not. Compile the model inside "
                 "`with keras_shardopt.data_parallel():`, or call `keras_shardopt.prepare(model)` after `compile`; in a "
-                "custom training loop, and on a single device of JAX leave `virtual_replicas` out."
+                "custom training loop leave `virtual_replicas` out."
             )
         if part.is_first:
             self._next = int(part.replica_id)

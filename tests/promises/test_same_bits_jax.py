@@ -1,7 +1,9 @@
-"""JAX: with virtual replicas the bits of a training run do not depend on the number of devices, from two on."""
+"""JAX: with virtual replicas the bits of a training run do not depend on the number of devices."""
 
 import json
 
+import jax
+import keras
 import numpy as np
 import pytest
 from promises.problems import same_bits
@@ -16,7 +18,7 @@ BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "paired-SGD-wei
 
 
 @pytest.mark.parametrize("case", some(same_bits.CASES, BY_DEFAULT))
-@pytest.mark.parametrize("num_devices", [4, 8])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.exhaustive), 8])
 def test_one_sha256_for_any_number_of_devices(case, num_devices):
     assert same_bits.trained_on(num_devices, case) == same_bits.trained_on(2, case)
 
@@ -47,11 +49,12 @@ def test_values_are_those_of_the_optimizer_without_parts(case):
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_stops_on_four_devices_goes_on_with_two(tmp_path):
+@pytest.mark.parametrize("kept", [2, 1])
+def test_a_run_that_stops_on_four_devices_goes_on_with_fewer(kept, tmp_path):
     case = "attending-Adam-plain"
     whole = same_bits.restarted_on(2, case, tmp_path / "whole")
     assert same_bits.restarted_on(4, case, tmp_path / "stopped", 5) is None
-    assert same_bits.restarted_on(2, case, tmp_path / "stopped") == whole
+    assert same_bits.restarted_on(kept, case, tmp_path / "stopped") == whole
     assert ks.callbacks.first_difference(tmp_path / "whole" / "prints", tmp_path / "stopped" / "prints") is None
 
 
@@ -69,9 +72,17 @@ def test_one_sha256_for_processes_with_any_number_of_devices(tmp_path):
     assert found[0] == found[1] == found[2]
 
 
-def test_a_single_device_is_refused():
-    with ks.data_parallel(1) as replicas:
-        model = same_bits.model_of("recurrent-SGD-plain")
-    with pytest.raises(ValueError, match="two devices"):
-        same_bits.fit(model, "recurrent-SGD-plain")
-    replicas.close()
+@pytest.mark.parametrize("how", some(["a distribution of one", "the last one"], ["a distribution of one"]))
+def test_a_single_device_may_be_any(how):
+    case = "normalizing-SGD-clipped"
+    last = jax.devices()[-1]
+    before = keras.distribution.distribution()
+    with jax.default_device(last if how == "the last one" else None):
+        if how == "a distribution of one":
+            keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0"]))
+        model = ks.prepare(same_bits.model_of(case))
+        same_bits.fit(model, case)
+        keras.distribution.set_distribution(before)
+    if how == "the last one":
+        assert all(weight.value.devices() == {last} for weight in model.weights)
+    assert same_bits.digest(*model.weights) == same_bits.trained_on(2, case)["weights"]

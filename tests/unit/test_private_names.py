@@ -538,6 +538,7 @@ def test_names_in_the_torch_trainer():
 
 @pytest.mark.backends("jax")
 def test_names_in_the_jax_trainer():
+    import jax
     from keras.src.backend.common import masking
     from keras.src.backend.jax import trainer
     from keras.src.trainers.data_adapters import data_adapter_utils
@@ -566,6 +567,9 @@ def test_names_in_the_jax_trainer():
     assert (adapter.batch_size, adapter.num_batches) == (8, 2)
     for method in ("train_on_batch", "test_on_batch"):
         assert "_distribute_data(" in inspect.getsource(getattr(keras.Model, method))
+    assert trainer.jit is jax.jit
+    for method in ("make_train_function", "make_test_function"):
+        assert inspect.getsource(getattr(keras.Model, method)).count(" jit(") == 1
     assert "y=" in inspect.getsource(keras.Model.evaluate) and "y=" not in inspect.getsource(keras.Model.predict)
     given = inspect.signature(keras.Model.compute_loss_and_updates).parameters
     assert list(given)[1:7] == [

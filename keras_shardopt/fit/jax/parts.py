@@ -4,7 +4,14 @@ XLA gives the same operations other last digits in other surroundings, because i
 replica computes its parts in a loop, the body of which has equal shapes for any number of replicas and is compiled by
 itself. What parts do to moving statistics is added up in the tree in which gradients are.
 
+For several devices XLA has a pass more: when it has cut the program it drops what is computed twice. What is simplified
+next depends on how often a value is used: a softmax and its gradient divide by one sum, which stays a division where
+they share the sum's broadcast, and is a product with 1/sum where each has its own. So these steps are compiled without
+that pass (`compiled_alike`), and one device has the bits of several.
+
 Private names of Keras touched here (a test holds each of them):
+    `keras.src.backend.jax.trainer.jit` - compiles the step that a model's `make_train_function` or
+        `make_test_function` makes.
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
     `keras.src.backend.common.masking.get_keras_mask`, `set_keras_mask` - the mask that goes with a tensor.
 """
@@ -12,13 +19,15 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import keras
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.jax import trainer as jax_trainer
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
@@ -37,6 +46,27 @@ from keras_shardopt.update.virtual_replicas import (
     first_found,
     parts_of_each,
 )
+
+
+@contextlib.contextmanager
+def compiled_alike(model: Any, num_parts: int) -> Iterator[None]:
+    """Within it Keras makes steps that XLA compiles alike for one device and for several.
+
+    Raises:
+        ValueError: where steps are not compiled at all.
+    """
+    if model.run_eagerly or not model.jit_compile:
+        received = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
+        raise ValueError(
+            "`virtual_replicas` needs steps that JAX compiles as a whole. "
+            f"Received: {received}, virtual_replicas={num_parts}. Leave one of them out."
+        )
+    jit = jax_trainer.jit
+    jax_trainer.jit = functools.partial(jit, compiler_options={"xla_disable_hlo_passes": "cse"})
+    try:
+        yield
+    finally:
+        jax_trainer.jit = jit
 
 
 def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
@@ -134,14 +164,17 @@ class _Cut:
 
     Args:
         model: the model.
-        distribution: the devices.
+        distribution: the devices; None for one.
         data: the batch.
         num_parts: how many parts it has.
     """
 
     def __init__(self, model: Any, distribution: Any, data: Any, num_parts: int) -> None:
-        self.axis = distribution.batch_dim_name
-        self._model, self._distribution, self._num_parts = model, distribution, num_parts
+        if distribution is None:  # any device will do
+            self.axis, self._mesh = "batch", AbstractMesh((1,), ("batch",))
+        else:
+            self.axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
+        self._model, self._num_parts = model, num_parts
         self._all_rows = num_rows(data)
         self._rows = -(-self._all_rows // num_parts)  # of each part, those at the end with the first row as padding
         self._num_missing = self._rows * num_parts - self._all_rows
@@ -279,7 +312,7 @@ class _Cut:
         whole, divided = PartitionSpec(), PartitionSpec(self.axis)
         run = jax.shard_map(
             local,
-            mesh=self._distribution.device_mesh.backend_mesh,
+            mesh=self._mesh,
             in_specs=(*[whole for _ in state], divided),
             out_specs=tuple(whole if equal else divided for equal in returned),
             check_vma=False,
@@ -328,6 +361,8 @@ def with_masks(y_pred: Any, masks: Any) -> Any:
 
 def on_every_device(values: Any, distribution: Any) -> Any:
     """The values as each device has all of them, so that metrics add them up in one order."""
+    if distribution is None:
+        return values
     layout = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
     return jax.tree.map(lambda value: jax.lax.with_sharding_constraint(value, layout), values)
 

@@ -54,6 +54,7 @@ from keras_shardopt.fit.jax.batches import (
     watch_batches,
 )
 from keras_shardopt.fit.jax.parts import (
+    compiled_alike,
     evaluated_in_parts,
     gradients_of,
     in_parts,
@@ -114,12 +115,19 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
 
 def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     _renew(model, "train_step")
-    real(*args, **kwargs)
+    with _options_of_compiler(model):
+        real(*args, **kwargs)
 
 
 def _make_test_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     _renew(model, "test_step")
-    real(*args, **kwargs)
+    with _options_of_compiler(model):
+        real(*args, **kwargs)
+
+
+def _options_of_compiler(model: Any) -> contextlib.AbstractContextManager[None]:
+    num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
+    return contextlib.nullcontext() if num_parts is None else compiled_alike(model, num_parts)
 
 
 def _renew(model: Any, name: str) -> None:
@@ -229,7 +237,7 @@ def _test_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> A
     """By parts where training is, so that its logs have the same bits."""
     data, distribution = rows_that_count(data), keras.distribution.distribution()
     num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
-    if num_parts is None or batch_size_of(distribution) == 1 or type(model).test_step is not keras.Model.test_step:
+    if num_parts is None or type(model).test_step is not keras.Model.test_step:
         return real(state, data)
     data = x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     share_losses(model)
@@ -277,13 +285,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
     stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
     needs_local = num_parts is not None or any(reducer.state_finder.needs_local_gradients for reducer in reducers)
-    if batch_size_of(distribution) == 1 and num_parts is not None:
-        raise ValueError(
-            "`virtual_replicas` needs two devices or more on JAX: for a single one XLA compiles a program with other "
-            f"last digits. Received: one device, virtual_replicas={num_parts}. On a CPU, two devices are made by "
-            '`jax.config.update("jax_num_cpu_devices", 2)` before anything else; or leave `virtual_replicas` out.'
-        )
-    if batch_size_of(distribution) == 1 or not (stacks or needs_local):
+    if num_parts is None and (batch_size_of(distribution) == 1 or not (stacks or needs_local)):
         return real(state, data)
     if any(reducer.local_updates is not None for reducer in reducers):
         return local_sgd.train_step(model, _rows_of, padded, state, data)

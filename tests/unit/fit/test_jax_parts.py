@@ -1,4 +1,4 @@
-"""Batches that do not divide into their parts on JAX: what counts the rows that fill them up is refused."""
+"""Parts of batches on JAX: what counts the rows that fill them up is refused, and steps that are not compiled."""
 
 import keras
 import numpy as np
@@ -50,3 +50,15 @@ def test_what_counts_padding_is_refused_in_words_of_virtual_replicas(case, calle
     assert model.evaluate(x[:8], y[:8], batch_size=8, verbose=0) == value  # nothing is lost
     model.fit(x[:8], y[:8], batch_size=8, verbose=0)
     replicas.close()
+
+
+@pytest.mark.parametrize("received", [{"run_eagerly": True}, {"jit_compile": False}])
+def test_steps_that_are_not_compiled_are_refused(received):
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    model.compile(ks.CrossShard("sgd", virtual_replicas=4), "mse", **received)
+    ks.prepare(model)
+    x, y = np.ones((NUM_ROWS, 3), "float32"), np.ones((NUM_ROWS, 1), "float32")
+    ((name, value),) = received.items()
+    for call in (model.fit, model.evaluate):
+        with pytest.raises(ValueError, match=rf"^`virtual_replicas` needs steps .* Received: {name}={value}, .*=4"):
+            call(x, y, verbose=0)
