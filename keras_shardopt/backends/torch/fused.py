@@ -162,7 +162,7 @@ def _looks_at_gradients(optimizer: Any) -> bool:
 
 def _is_changed(optimizer: Any) -> bool:
     """Whether a method of this one optimizer is replaced, which may read gradients, other than by a stand-in."""
-    kind = type(optimizer)
+    kind: Any = type(optimizer)
     own = {name for name in optimizer.__dict__.keys() & _methods_of(kind) if callable(optimizer.__dict__[name])}
     return not own <= {step_of(kind), _DECAY}
 
