@@ -21,7 +21,7 @@ from keras_shardopt.numerics import (
     in_float32,
     overwrites_variable,
 )
-from keras_shardopt.wrapping.chain import leaf_of
+from keras_shardopt.wrapping.chain import base_optimizers, leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -149,7 +149,8 @@ class LARC(OptimizerWrapper):
 
     def _rates(self, variables: Sequence[Variable], dtype: str) -> Tensor:
         """The learning rate of each variable, or of all."""
-        leaves = [leaf_of(self, variable) for variable in variables]
+        found = base_optimizers(self)
+        leaves = found if len(found) == 1 else [leaf_of(self, variable) for variable in variables]
         rates = {leaf: ops.cast(leaf.learning_rate, dtype) for leaf in dict.fromkeys(leaves)}
         return rates[leaves[0]] if len(rates) == 1 else ops.stack([rates[leaf] for leaf in leaves])
 

@@ -218,18 +218,28 @@ class AutomaticLossScaler:
 
     def _only_counts(self, has_nan: Any, amax: Any) -> bool:
         """Whether it is known, without waiting for a device, that a good step changes nothing but their number."""
-        counter = self._state[-1]
-        if self.algorithm != "Backoff" or runtime.version(counter) is None:
+        return self._may_only_count() and not has_nan and float(amax) < float("inf")
+
+    def _may_only_count(self) -> bool:
+        """Whether that is known of a step, should it be a good one."""
+        if self.algorithm != "Backoff":
             return False
-        known = runtime.is_cheap_to_read(ops.convert_to_tensor(counter))
-        return known and not has_nan and float(amax) < float("inf") and int(counter) + 1 < self.params["step_window"]
+        counter = self._state[-1]
+        if runtime.version(counter) is None or not runtime.is_cheap_to_read(value := ops.convert_to_tensor(counter)):
+            return False
+        return int(value) + 1 < self.params["step_window"]
+
+    def _count_if_good(self, grads: Gradients) -> bool:
+        """Counts a step, if one look at the gradients says that it is a good one and changes nothing else."""
+        if type(self) is not AutomaticLossScaler or not self._may_only_count() or not _are_surely_finite(grads):
+            return False
+        self._state[-1].assign_add(1)
+        return True
 
     def look(self, grads: Gradients) -> tuple[Tensor, Tensor]:
         """As `check_grads`; where the scale does not depend on it, a good step's largest value may be any number."""
-        if self.algorithm == "Backoff" and type(self) is AutomaticLossScaler:
-            given = [grad for grad in grads if grad is not None]
-            if given and runtime.is_cheap_to_read(given[0]) and norms.are_surely_finite(given):
-                return _nothing_found()
+        if self.algorithm == "Backoff" and type(self) is AutomaticLossScaler and _are_surely_finite(grads):
+            return _nothing_found()
         return self.check_grads(grads)
 
     def check_grads(self, grads: Gradients) -> tuple[Tensor, Tensor]:
@@ -267,6 +277,11 @@ def check_grads(grads: Gradients) -> tuple[Tensor, Tensor]:
     if not values:
         return ops.convert_to_tensor(False, "bool"), ops.convert_to_tensor(float("-inf"), "float32")
     return norms.largest(values)
+
+
+def _are_surely_finite(grads: Gradients) -> bool:
+    given = [grad for grad in grads if grad is not None]
+    return bool(given) and runtime.is_cheap_to_read(given[0]) and norms.are_surely_finite(given)
 
 
 def _nothing_found() -> tuple[Tensor, Tensor]:

@@ -160,7 +160,7 @@ class ScaledUpdate(OptimizerWrapper):
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
         unscaled = self._all_unscaled(grads, variables, scale)
         skipped = self._skipped
-        if skipped is None:
+        if skipped is None or self._is_good(grads, variables):
             self._update_unscaled(unscaled, variables)
             return
         has_nan, amax = self._checked(grads, variables, scale)
@@ -178,9 +178,16 @@ class ScaledUpdate(OptimizerWrapper):
             apart=self._scope.trains_apart,
         )
 
+    def _is_good(self, grads: Gradients, variables: Sequence[Variable]) -> bool:
+        """Whether it is known so soon that nothing overflows and the scale stays; the step is counted then."""
+        scope = self._scope
+        if self._scaler is None or not scope.is_reduced or scope.group_axis is not None or scope.holds_slices:
+            return False
+        return self._scaler._count_if_good(_seen(grads, variables))
+
     def _checked(self, grads: Gradients, variables: Sequence[Variable], scale: Any) -> tuple[Tensor, Tensor]:
         """What `check_grads` finds in the gradients of all replicas, unscaled."""
-        seen = [grad for grad, variable in zip(grads, variables) if not overwrites_variable(variable)]
+        seen = _seen(grads, variables)
         has_nan, amax = check_grads(seen) if self._scaler is None else self._scaler.look(seen)
         amax = amax / scale
         if self._scope.holds_slices:
@@ -228,6 +235,10 @@ class ScaledUpdate(OptimizerWrapper):
 
     def _repr_arguments(self) -> str:
         return f", {self._scale_argument}={self._scaler or self._static!r}"
+
+
+def _seen(grads: Gradients, variables: Sequence[Variable]) -> list[Any]:
+    return [grad for grad, variable in zip(grads, variables) if not overwrites_variable(variable)]
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")

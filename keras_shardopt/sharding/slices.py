@@ -365,23 +365,33 @@ class FlatShards(Shards):
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
         """Gives every replica the slices of all others."""
-        # In one order on all replicas, also where one of them has moved its weights elsewhere.
+        # In one order, and by the same collectives, also on a replica that has moved its weights elsewhere.
         under_way: Any = None
+        elsewhere: list[tuple[Bucket, Tensor]] = []
         for group, together in zip(self._groups, self._together):
-            flat = None if together is None else together.flat()
-            if flat is not None and _memory is not None:
+            if together is not None and _memory is not None:
+                flat = together.flat()
+                if flat is None:
+                    flat = together.room(self.replica_id, self._own_chunk(group))
+                    elsewhere.append((group, flat))
                 under_way = under_way or _memory.Gathering(replicas)
                 under_way.begin(flat)
             elif group.is_lopsided:
                 self._assign(group, self._broadcast(group, replicas))
             else:
-                pieces = group.pieces[self.replica_id]
-                own = [flattened(self.stand_ins[piece.variable]) for piece in pieces]
-                (joined,) = replicas.all_gather([ops.concatenate([*own, *self._padding(group, pieces)])])
-                chunk = group.chunk
-                self._assign(group, [joined[r * chunk : (r + 1) * chunk] for r in range(self.num_replicas)])
+                (joined,) = replicas.all_gather([self._own_chunk(group)])
+                self._assign(group, self._chunks(group, joined))
         if under_way is not None:
             under_way.finish()
+        for group, flat in elsewhere:
+            self._assign(group, self._chunks(group, flat))
+
+    def _own_chunk(self, group: Bucket) -> Tensor:
+        own = [flattened(self.stand_ins[piece.variable]) for piece in group.pieces[self.replica_id]]
+        return ops.concatenate([*own, *self._padding(group, group.pieces[self.replica_id])])
+
+    def _chunks(self, group: Bucket, joined: Tensor) -> list[Tensor]:
+        return [joined[r * group.chunk : (r + 1) * group.chunk] for r in range(self.num_replicas)]
 
     def _lay_together(self, replicas: Communicator) -> list[Any]:
         """For each group its weights, if they can lie in one memory as they are sent."""

@@ -162,9 +162,14 @@ def _looks_at_gradients(optimizer: Any) -> bool:
 
 def _is_changed(optimizer: Any) -> bool:
     """Whether a method of this one optimizer is replaced, which may read gradients, other than by a stand-in."""
-    kind = type(optimizer)
-    own = {name for name, value in vars(optimizer).items() if callable(value) and callable(getattr(kind, name, None))}
+    kind: Any = type(optimizer)
+    own = {name for name in optimizer.__dict__.keys() & _methods_of(kind) if callable(optimizer.__dict__[name])}
     return not own <= {step_of(kind), _DECAY}
+
+
+@functools.lru_cache(maxsize=64)
+def _methods_of(kind: type) -> frozenset[str]:
+    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
 
 
 @torch.no_grad()

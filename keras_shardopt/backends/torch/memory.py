@@ -71,6 +71,13 @@ class Together:
             start += tensor.numel()
         return self._flat
 
+    @torch.no_grad()
+    def room(self, row: int, own: Tensor) -> Tensor:
+        """As large a memory by itself, with something in one of the rows that it is made of."""
+        made = own.detach().new_zeros(self._size)
+        made.view(-1, own.numel())[row].copy_(own)
+        return made
+
 
 _MOVED_TO = "_keras_shardopt_moved_to"
 
@@ -110,10 +117,16 @@ class Gathering:
     @torch.no_grad()
     def begin(self, flat: Tensor) -> None:
         """Begins to fill a tensor, of which each rank has its part, with those of the others."""
-        own = flat.view(self._replicas.num_replicas, -1)[self._replicas.replica_id]
-        own = own.clone() if dist.get_backend() == "gloo" else own
-        group = self._replicas._process_group
+        rows = flat.view(self._replicas.num_replicas, -1)
+        own, group = rows[self._replicas.replica_id], self._replicas._process_group
         note("all_gather", [own], self._replicas.num_replicas)
+        if dist.get_backend(group) == "gloo":
+            # Whose all-gather makes an array as large as `flat` first, and copies twice (PyTorch 2.13): 2.5 times the
+            # time of the CPU of as many broadcasts, which write where they are to.
+            for rank, row in zip(self._replicas.members, rows):
+                with explaining_failures(self._under_way):
+                    self._under_way.append(dist.broadcast(row, rank, group=group, async_op=True))
+            return
         with explaining_failures(self._under_way):
             self._under_way.append(communicator._all_gather(flat, own, group=group, async_op=True))
 

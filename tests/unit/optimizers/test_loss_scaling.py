@@ -9,6 +9,7 @@ from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.gradient_scope import GradientScope
 
 o = keras.optimizers
 
@@ -343,3 +344,51 @@ def test_logmax_sees_gradients_that_are_unscaled():
 
 def scalar(value):
     return float(ops.convert_to_numpy(value))
+
+
+@pytest.mark.backends("torch")
+def test_a_good_step_is_only_counted_and_all_bits_are_those_of_the_long_way(monkeypatch):
+    """Five good steps with a window of 3, an overflow, and a largest value whose square is infinite."""
+    short = []
+    real = ks.AutomaticLossScaler._count_if_good
+
+    def trained():
+        weight = keras.Variable([1.0, 2.0])
+        inner = keras.optimizers.SGD(0.1, momentum=0.9)
+        scaling = ks.LossScaling(inner, "Backoff", {"scale_max": 64.0, "scale_min": 2.0, "step_window": 3})
+        optimizer = ks.CrossShard(scaling)
+        optimizer.build([weight])
+        found = []
+        for value in (1.0, 3.0, float("inf"), 2.0, -1.0, 5.0, 1e30, 0.5, float("nan"), 4.0):
+            optimizer.apply([ops.convert_to_tensor([value, 0.25])])
+            found.append([ops.convert_to_numpy(v).copy() for v in (weight, *optimizer.variables)])
+        return found
+
+    def noting(self, grads):
+        short.append(real(self, grads))
+        return short[-1]
+
+    monkeypatch.setattr(ks.AutomaticLossScaler, "_count_if_good", noting)
+    found = trained()
+    # Not: the overflows, the third good step after one, which changes the scale, and what a sum does not show.
+    assert short == [True, True, False, True, True, False, False, True, False, True]
+    monkeypatch.setattr(ks.AutomaticLossScaler, "_count_if_good", lambda self, grads: False)
+    for mine, expected in zip(found, trained(), strict=True):
+        for a, b in zip(mine, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize(
+    ("group_axis", "holds_slices", "is_reduced", "expected"),
+    [(None, False, True, True), ("batch", False, True, False), (None, True, True, False), (None, False, False, False)],
+)
+def test_a_good_step_is_known_alone_only_of_global_gradients(group_axis, holds_slices, is_reduced, expected):
+    """Where another replica may see an overflow that this one does not, they ask each other."""
+    scaling = ks.LossScaling(o.SGD(0.1))
+    weight = keras.Variable([1.0, 2.0])
+    scaling.build([weight])
+    scaling._scope = GradientScope(group_axis=group_axis)
+    scaling._scope.holds_slices = holds_slices
+    with scaling._scope.reduced() if is_reduced else contextlib.nullcontext():
+        assert scaling._is_good([ops.ones(2)], [weight]) == expected
