@@ -46,6 +46,7 @@ from keras_shardopt.fit.overrides import (
     warn_of_unequal_start,
 )
 from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
+from keras_shardopt.fit.torch.own_state import average_statistics, stopped_alike
 from keras_shardopt.fit.virtual_replicas import num_parts_of
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.virtual_replicas import parts_of_each
@@ -80,6 +81,7 @@ class Session:
         self.changed_weights: list[Any] | None = None
         """The weights that layers change when they are called; None until a batch of parts has shown them."""
         self.sees_loss: Callable[[], None] | None = None  # once, after the next loss
+        self.has_own_statistics = False  # whether moving statistics are this rank's since they were averaged
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
         self.mine: int | None = None
@@ -167,8 +169,10 @@ class Session:
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
-        if differing and self._stopped_alike(reducers):  # by an error in a `fit` before, perhaps
+        if differing and stopped_alike(reducers, self.has_own_statistics):  # by an error in a `fit` before, perhaps
             self.show_mean(self)
+            if not self.trains_apart:
+                average_statistics(self.model, self.ranks)
             differing = self._differing([*trained, *shared], others)
         elif not differing:
             begin_anew(reducers)
@@ -184,12 +188,6 @@ class Session:
             # Not once more after the first forward pass, whose moving statistics would become rank 0's.
             reducer.peers.started = self.ranks
         self.has_started = self._begins_epoch = True
-
-    def _stopped_alike(self, reducers: Sequence[Any]) -> bool:
-        """Whether ranks train apart and all have come as far, so that each can go on from its own weights."""
-        found = [(r.local_updates.num_updates, r.local_updates.are_apart) for r in reducers if r.local_updates]
-        everyones = gather_objects(found, "compares how far replicas that train apart are")
-        return any(is_apart for _, is_apart in found) and all(each == everyones[0] for each in everyones)
 
     def _differing(self, variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:
         """What is not equal on all ranks. One small message where all is."""

@@ -19,7 +19,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -28,7 +28,6 @@ from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.models import override_method
-from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import callbacks_of_call
@@ -42,6 +41,7 @@ from keras_shardopt.fit.sharing import (
     splits_own_part,
 )
 from keras_shardopt.fit.torch.batches import EpochIterator, KerasEpochIterator
+from keras_shardopt.fit.torch.own_state import average_statistics, statistics_of
 from keras_shardopt.fit.torch.parts import after_loss, in_parts
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
 from keras_shardopt.numerics import Tensor
@@ -232,6 +232,7 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = Fals
     if ranks is None or mine is None:
         return real(data)
     session.mine = None
+    session.has_own_statistics |= trains
     share_losses(model)
     kept = [] if mine else [(tensor, tensor.clone()) for tensor in _counted(model)]
     with batch_shared(
@@ -270,12 +271,7 @@ def _counted(model: Any) -> list[Tensor]:
     """What a step without rows must leave as it is. Seeds stay in step, and mean losses know about shares."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
     metrics = [v.value for v in model.metrics_variables if id(v) not in shared]
-    return metrics + _statistics(model, apart_from=synchronized_statistics(model))
-
-
-def _statistics(model: Any, apart_from: Collection[int] = ()) -> list[Tensor]:
-    variables = [v for v in model.non_trainable_variables if id(v) not in apart_from]
-    return [v.value for v in variables if keras.backend.is_float_dtype(v.dtype)]
+    return metrics + statistics_of(model, apart_from=synchronized_statistics(model))
 
 
 def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -> Any:
@@ -293,8 +289,8 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
             if session.call is not None:  # after `train_on_batch` only where somebody looks
                 session.show_mean(session)
         else:
-            with torch.no_grad():
-                _average_statistics(model, ranks)
+            average_statistics(model, ranks)
+            session.has_own_statistics = False
     # As numbers: some metrics return a variable itself.
     result = metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
     session.logs.forget()
@@ -306,16 +302,6 @@ def _metrics_result(model: Any) -> Any:
     if hasattr(model, SESSION):
         return super(_KerasTrainer, model).get_metrics_result()
     return _metrics_result_in_keras(model)
-
-
-def _average_statistics(model: Any, ranks: TorchProcessGroup) -> None:
-    """Makes moving statistics, which each rank has of its own rows, the mean of all ranks'."""
-    mine = _statistics(model)
-    roots = ranks.broadcast(mine)
-    # By the mean of differences: frozen weights, which are among them and equal, keep every bit.
-    differences = ranks.all_reduce([tensor - root for tensor, root in zip(mine, roots)], "mean")
-    for tensor, root, difference in zip(mine, roots, differences):
-        tensor.copy_(root + difference)
 
 
 def _without_ddp(model: Any, real: Callable[[], None]) -> None:

@@ -345,6 +345,30 @@ def keras_own_backup_goes_on_where_training_was(scope):
 
 
 @check
+def statistics_of_an_epoch_that_is_stopped_are_averaged_when_training_goes_on(scope):
+    layers = [keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(Y.shape[1])]
+    mine = compiled(scope, keras.Sequential([keras.Input(X.shape[1:]), *layers]))
+
+    def stop(batch, logs):
+        if batch == 1:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        fit(mine, validation=None, callbacks=[lambda_callback("on_train_batch_end", stop)])
+    third = slice(2 * BATCH_SIZE, 3 * BATCH_SIZE)
+    words = everywhere(warned(lambda: fit(mine, X[third], Y[third], validation=None, epochs=1)))
+    assert words == [[]] * scope.num_replicas, words
+    mean = np.zeros(X.shape[1])
+    for begin in (0, BATCH_SIZE, 2 * BATCH_SIZE):
+        mean = (mean + X[begin : begin + BATCH_SIZE].mean(axis=0)) / 2
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(layers[0].moving_mean), mean, rtol=1e-5, atol=1e-6)
+    # One rank's own are no leftovers of a stopped epoch.
+    layers[0].moving_mean.assign(np.full(X.shape[1], float(scope.replica_id)))
+    words = warned(lambda: fit(mine, X[third], Y[third], validation=None, epochs=1))
+    assert bool(words) == scope.is_chief and all("statistics" in text for text in words), words
+
+
+@check
 def a_file_that_cannot_be_written_is_an_error_on_every_rank(scope):
     with folder_of_all() as folder:
         (pathlib.Path(folder) / f"{scope.replica_id}.keras").mkdir()

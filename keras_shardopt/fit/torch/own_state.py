@@ -1,0 +1,49 @@
+"""What each rank of a prepared model has of its own for some time.
+
+Moving statistics are of a rank's rows until they are averaged, at the end of an epoch; and where ranks train apart, so
+are weights until the end of a round. A `fit` that an error has ended leaves them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.process_group import gather_objects
+from keras_shardopt.numerics import Tensor
+
+
+def stopped_alike(reducers: Sequence[Any], has_own_statistics: bool) -> bool:
+    """Whether all ranks have come as far in an epoch or a round, so that all they have counts. All call it together.
+
+    Args:
+        reducers: each `CrossShard` of the model.
+        has_own_statistics: whether this rank has trained since statistics were averaged.
+    """
+    apart = [reducer.local_updates for reducer in reducers if reducer.local_updates is not None]
+    found = [(local.num_updates, local.are_apart) for local in apart]
+    if not apart:
+        found = [(int(reducer.iterations), has_own_statistics) for reducer in reducers]
+    everyones = gather_objects(found, "compares how far ranks are")
+    return any(has_own for _, has_own in found) and all(each == everyones[0] for each in everyones)
+
+
+def statistics_of(model: Any, apart_from: Collection[int] = ()) -> list[Tensor]:
+    """Their values, and frozen weights, without variables of some `id`."""
+    variables = [v for v in model.non_trainable_variables if id(v) not in apart_from]
+    return [v.value for v in variables if keras.backend.is_float_dtype(v.dtype)]
+
+
+@torch.no_grad()
+def average_statistics(model: Any, ranks: TorchProcessGroup) -> None:
+    """Makes them the mean of all ranks'."""
+    mine = statistics_of(model)
+    roots = ranks.broadcast(mine)
+    # By the mean of differences: frozen weights, which are among them and equal, keep every bit.
+    differences = ranks.all_reduce([tensor - root for tensor, root in zip(mine, roots)], "mean")
+    for tensor, root, difference in zip(mine, roots, differences):
+        tensor.copy_(root + difference)
