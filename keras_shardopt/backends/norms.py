@@ -13,7 +13,13 @@ from keras_shardopt.numerics import Tensor, cast, in_float32
 # Where small tensors take longer through Keras than their arithmetic does.
 _direct = for_backend({"torch": "keras_shardopt.backends.torch.norms"})
 # Where masks as large as a gradient are slow to make.
-_looks = for_backend({"torch": "keras_shardopt.backends.torch.nonfinite"})
+_looks = for_backend(
+    {
+        "torch": "keras_shardopt.backends.torch.nonfinite",
+        "jax": "keras_shardopt.backends.jax.nonfinite",
+        "tensorflow": "keras_shardopt.backends.tensorflow.nonfinite",
+    }
+)
 
 
 def global_norm(values: Sequence[Tensor | None]) -> Tensor:
@@ -61,7 +67,8 @@ def unstacked(vector: Tensor, length: int) -> list[Tensor]:
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
     """For each tensor, whether all elements are finite: a vector of bools."""
-    if _direct is None or _looks is None or not _direct.are_plain(values) or any(0 in value.shape for value in values):
+    is_plain = _direct is None or (_direct.are_plain(values) and not any(0 in value.shape for value in values))
+    if _looks is None or not is_plain:
         return ops.stack([ops.all(ops.isfinite(value)) for value in values])
     found: Tensor = _looks.are_finite(values)
     return found
@@ -70,6 +77,11 @@ def are_finite(values: Sequence[Tensor]) -> Tensor:
 def are_surely_finite(values: Sequence[Tensor]) -> bool:
     """Whether all elements are known to be finite, in one pass; False also where that is not known so soon."""
     return _looks is not None and _direct is not None and _direct.are_plain(values) and _looks.are_surely_finite(values)
+
+
+def any_not_finite(values: Sequence[Tensor]) -> Tensor | None:
+    """Whether an element is not finite, a scalar bool; None where `largest` finds that as fast."""
+    return ops.logical_not(ops.all(are_finite(values))) if _direct is None and _looks is not None else None
 
 
 def largest(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -238,8 +238,12 @@ class AutomaticLossScaler:
 
     def look(self, grads: Gradients) -> tuple[Tensor, Tensor]:
         """As `check_grads`; where the scale does not depend on it, a good step's largest value may be any number."""
-        if self.algorithm == "Backoff" and type(self) is AutomaticLossScaler and _are_surely_finite(grads):
-            return _nothing_found()
+        if self.algorithm == "Backoff" and type(self) is AutomaticLossScaler:
+            if _are_surely_finite(grads):
+                return _nothing_found()
+            given = [values_of(grad) for grad in grads if grad is not None]
+            if given and (found := norms.any_not_finite(given)) is not None:
+                return found, _nothing_found()[1]
         return self.check_grads(grads)
 
     def check_grads(self, grads: Gradients) -> tuple[Tensor, Tensor]:

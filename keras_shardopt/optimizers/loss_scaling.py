@@ -158,10 +158,9 @@ class ScaledUpdate(OptimizerWrapper):
         scale = self._own_scale
         # A copy: the variable is about to change, and so would what merely refers to it.
         scale = ops.copy(ops.convert_to_tensor(scale)) if self._scaler is not None else scale
-        unscaled = self._all_unscaled(grads, variables, scale)
         skipped = self._skipped
         if skipped is None or self._is_good(grads, variables):
-            self._update_unscaled(unscaled, variables)
+            self._update_unscaled(self._all_unscaled(grads, variables, scale), variables)
             return
         has_nan, amax = self._checked(grads, variables, scale)
         if self._scaler is not None:
@@ -170,10 +169,16 @@ class ScaledUpdate(OptimizerWrapper):
         is_known = runtime.version(skipped) is not None and runtime.is_cheap_to_read(overflows)
         if not is_known or overflows:
             skipped.assign(ops.add(skipped, ops.cast(overflows, skipped.dtype)))
+
+        # Divided in the branch: what goes into one lies in memory, and in there XLA divides where it updates.
+        def update(given: Sequence[Any]) -> None:
+            *grads, scale = given
+            self._update_unscaled(self._all_unscaled(grads, variables, scale), variables)
+
         runtime.cond(
             ops.logical_not(overflows),
-            lambda grads: self._update_unscaled(grads, variables),
-            unscaled,
+            update,
+            [*grads, scale],
             [*self._trainable_variables, *self.variables],
             apart=self._scope.trains_apart,
         )
