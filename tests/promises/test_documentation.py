@@ -224,7 +224,8 @@ def test_the_page_of_benchmarks_is_of_the_newest_results(monkeypatch):
     import run_all
 
     assert run_all.PAGE.read_text(encoding="utf-8") == run_all.page(), "run `python benchmarks/run_all.py --page`"
-    assert run_all.page().count("<svg") > len(run_all.newest())
+    assert run_all.page().count("<svg") > len(run_all.kept())
+    assert "| before, 20" in run_all.page()
 
 
 WIDTH = 92  # characters of code that a page shows at 1280 px (docs/stylesheets/site.css)

@@ -76,6 +76,17 @@ def test_layers_that_cannot_do_without_rows_are_refused_with_the_fix():
     replicas.close()
 
 
+@pytest.mark.backends("tensorflow")
+def test_an_index_out_of_range_is_not_taken_for_a_replica_without_rows():
+    with ks.data_parallel(2) as replicas:
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(5, 3)])
+        model.compile(ks.CrossShard(keras.optimizers.SGD(0.1)), "mse")
+        with pytest.raises(Exception, match=r"is not in \[0, 5\)") as error:
+            model.fit(np.full((4, 2), 7), np.zeros((4, 2, 3)), batch_size=4, verbose=0)
+    assert "must have a row" not in str(error.value)
+    replicas.close()
+
+
 @pytest.mark.parametrize("case", some(["scalar loss", "two outputs", "added loss", "two losses"], ["two outputs"]))
 def test_a_replica_without_rows_adds_nothing(case):
     few = slice(17)  # 16 rows and one

@@ -292,7 +292,8 @@ def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, i
     try:
         return function(iterator)
     except tf.errors.InvalidArgumentError as error:
-        if "[0," not in str(error):
+        # Shapes, and not the interval of an index that is out of range.
+        if "[0," not in str(error) or "is not in [0," in str(error):
             raise
         raise ValueError(
             "A batch must have a row for each replica where TensorFlow cannot run a layer without any, as it cannot "
