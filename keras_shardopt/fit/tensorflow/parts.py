@@ -78,8 +78,8 @@ def num_parts_on(model: Any) -> int | None:
         )
     if model.run_eagerly:
         raise ValueError(
-            "`virtual_replicas` needs steps that TensorFlow compiles to graphs: without them equal operations have other "
-            f"last digits. Received: run_eagerly=True, virtual_replicas={num_parts}. Leave one of them out."
+            "`virtual_replicas` needs steps that TensorFlow compiles to graphs: without them equal operations have "
+            f"other last digits. Received: run_eagerly=True, virtual_replicas={num_parts}. Leave one of them out."
         )
     parts_of_each(num_parts, strategy.num_replicas_in_sync)
     draw_apart()
