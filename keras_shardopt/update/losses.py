@@ -203,6 +203,8 @@ def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) ->
     """
     part = current_share()
     if part is not None:
+        if not part.losses_are_divided and _dividing is not None:
+            value = _dividing.divided(value)  # Keras has multiplied it, as it divides losses elsewhere
         # On TensorFlow the losses of several outputs come without, from Keras 3.16 on where the number of rows is not
         # known while a step is traced: then each batch counts once, however many rows it has.
         sample_weight = 1 / part.replicas.num_replicas if sample_weight is None else part.equal_part

@@ -45,7 +45,8 @@ class PartOfBatch(Communicator):
     """One virtual replica, as the losses and stages of its part see it. It can exchange nothing.
 
     Losses that divide by a mask, or by a sum of weights, ask for what all parts have of it. So a trainer goes through
-    the parts once before (`CountingPart`), adds up what they count, and says it to each part.
+    the parts once before (`CountingPart`), adds up what they count, and says it to each part; except where each replica
+    has one part, and they can wait for one another.
 
     Args:
         replica_id: which part of the batch this is.
@@ -53,16 +54,24 @@ class PartOfBatch(Communicator):
         is_first: whether it is the first one on its replica.
         is_last: whether it is the last one.
         counted: what all parts have together, in the order in which losses ask for it.
+        others: adds up what all parts count, where each replica has one part.
     """
 
     def __init__(
-        self, replica_id: Any, num_replicas: int, is_first: bool, is_last: bool, counted: Sequence[Tensor] = ()
+        self,
+        replica_id: Any,
+        num_replicas: int,
+        is_first: bool,
+        is_last: bool,
+        counted: Sequence[Tensor] = (),
+        others: Communicator | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.num_replicas = num_replicas
         self.is_first = is_first
         self.is_last = is_last
         self._counted = list(counted)
+        self._others = others
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         """Its own."""
@@ -78,7 +87,9 @@ class PartOfBatch(Communicator):
         )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """What all parts have of these, if it was counted before; else raises ValueError."""
+        """What all parts have of these, if it was counted before or can be now; else raises ValueError."""
+        if op == "sum" and self._others is not None:
+            return self._others.all_reduce(tensors, op)
         if op != "sum" or len(self._counted) < len(tensors):
             self._refuse()
         found, self._counted = self._counted[: len(tensors)], self._counted[len(tensors) :]

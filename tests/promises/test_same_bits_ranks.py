@@ -59,6 +59,36 @@ def test_a_model_of_two_outputs_of_which_one_has_a_mask(tmp_path):
     assert json.loads((tmp_path / "found.json").read_text())[case] == alone(case)
 
 
+def test_losses_wait_for_each_other_where_each_rank_has_one_part(tmp_path, monkeypatch):
+    cases = ["masked-SGD-clipped", "paired-SGD-weighted"]
+    settings = {"NUM_PARTS": "2", "BATCH_SIZE": "53"}  # in the last batch of the first rank only there is a row
+    launch.torchrun("rank_same_bits.py", 2, tmp_path / "found.json", *cases, environment=settings)
+    for name, value in settings.items():
+        monkeypatch.setattr(same_bits, name, int(value))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == {case: same_bits.trained_on.__wrapped__(None, case) for case in cases}
+
+
+@pytest.mark.parametrize("num_parts, passes", [(1, 1), (2, 4)])
+def test_parts_go_forward_once_more_only_where_a_rank_has_several(num_parts, passes):
+    calls = []
+
+    class Watching(keras.layers.Layer):
+        def call(self, x):
+            calls.append(x)
+            return x
+
+    with ks.data_parallel() as replicas:
+        model = keras.Sequential([keras.Input((5, 7)), Watching(), keras.layers.Masking(), keras.layers.Dense(3)])
+        model.compile(ks.CrossShard(keras.optimizers.SGD(0.1), virtual_replicas=num_parts), "mse")
+    batch = np.ones((4, 5, 7), "float32"), np.ones((4, 5, 3), "float32")
+    model.train_on_batch(*batch)
+    calls.clear()
+    model.train_on_batch(*batch)
+    replicas.close()
+    assert len(calls) == passes
+
+
 def test_a_call_on_one_batch_needs_no_fit_before():
     case = "attending-SGD-plain"
     x, y, weights = same_bits.data_of(case)

@@ -12,7 +12,7 @@ import keras_shardopt as ks
 pytestmark = pytest.mark.backends("tensorflow")
 
 CASES = [case for case in same_bits.CASES if not case.startswith("constrained")]  # which is refused
-BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "recurrent-Adam-plain")
+BY_DEFAULT = ("attending-Adam-plain", "normalizing-SGD-clipped", "recurrent-Adam-plain", "paired-SGD-weighted")
 
 
 @pytest.mark.parametrize("case", some(CASES, BY_DEFAULT))

@@ -95,6 +95,11 @@ def undivided(loss: Any) -> Any:
     return loss * _num_replicas.fget(tf.distribute.get_strategy())
 
 
+def divided(loss: Any) -> Any:
+    """A loss that Keras has multiplied by the number of replicas as it was before."""
+    return loss * (1 / _num_replicas.fget(tf.distribute.get_strategy()))
+
+
 def logged(loss: Any) -> Any:
     """What a metric is to hold of a loss: where it adds up losses that Keras has divided, as if that were not so."""
     context = tf.distribute.get_replica_context()

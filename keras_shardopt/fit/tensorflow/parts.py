@@ -30,6 +30,7 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.scopes import ScopeInScope
+from keras_shardopt.backends.tensorflow.losses import undivided
 from keras_shardopt.backends.tensorflow.processes import num_workers
 from keras_shardopt.backends.tensorflow.random_numbers import as_part, draw_apart
 from keras_shardopt.fit.overrides import reducers_in
@@ -77,8 +78,8 @@ def num_parts_on(model: Any) -> int | None:
         )
     if model.run_eagerly:
         raise ValueError(
-            "`virtual_replicas` needs steps that TensorFlow compiles to graphs: without them equal operations have other "
-            f"last digits. Received: run_eagerly=True, virtual_replicas={num_parts}. Leave one of them out."
+            "`virtual_replicas` needs steps that TensorFlow compiles to graphs: without them equal operations have "
+            f"other last digits. Received: run_eagerly=True, virtual_replicas={num_parts}. Leave one of them out."
         )
     parts_of_each(num_parts, strategy.num_replicas_in_sync)
     draw_apart()
@@ -176,7 +177,7 @@ class _Work:
             part = PartOfBatch(index, self._num_parts, is_first=True, is_last=True, counted=counted)
             with self._working_on(part, start, rows) as (scope, before, batch):
                 grads, found_inf, loss, y_pred = self._gradients(part, before, batch)
-                self._model._loss_tracker.update_state(loss, sample_weight=rows)
+                self._model._loss_tracker.update_state(undivided(loss), sample_weight=rows)  # as Keras does
                 x, y, sample_weight = batch
                 logs = self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
                 self._returned = list(logs)

@@ -4,7 +4,7 @@ Each part is a step of Keras that begins with the state with which the batch beg
 the tree in which gradients are, so that after each batch all ranks have the same bits, however many there are: of
 metrics what each has counted, from zero; of moving statistics the mean of the changes of the parts that have rows. Seed
 generators advance once for each batch. Where losses divide by what all parts have (of a mask, say), each part goes
-forward once before, to count it.
+forward once before, to count it; unless each rank has one part, and its loss can wait for the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from keras_shardopt.update.virtual_replicas import (
     current_part,
     own_parts,
 )
-from keras_shardopt.wrapping.rollback import before_more, changed_by_forward_passes
+from keras_shardopt.wrapping.rollback import before_more
 
 
 def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool) -> Any:
@@ -45,10 +45,11 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
     all_rows = given if ranks is None else session.all_rows()
     own = own_parts(num_parts, replicas)
     rows = rows_of_parts(mine, len(own))
-    reducer = session.reducer
+    reducer, cut = session.reducer, session.cut
     updates = runtime.version(reducer.iterations)
-    state, logs = _State(model, trains, session.changed_weights), _Logs()
-    session.sees_loss = state.note_changed if trains and session.changed_weights is None else None
+    layers = cut.state(session.call is not None) if trains else []
+    state, logs = _State(model, trains, layers, cut.changed_weights), _Logs()
+    cut.sees_loss = state.note_changed if trains and cut.changed_weights is None else None
     with as_parts() as begin, one_thread():
         batch = [int(reducer.iterations), 0 if reducer.accumulation is None else reducer.accumulation.num_taken]
 
@@ -69,21 +70,23 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
                 counts.add(here.counts)
             return Tree(replicas, num_parts).all_reduce(counts.take(), "sum")
 
-        totals = count() if session.counts_first else []
-        session.counts_first = bool(totals)
+        totals = count() if cut.counts_first else []
+        cut.counts_first = bool(totals)
+        waits = len(own) == 1 and not model.jit_compile and (not trains or has_built_in_step(model))
+        others = Tree(replicas, num_parts) if waits else None
         for i, part in enumerate(own):
-            position = {"is_first": not i, "is_last": part == own[-1]}
+            position: dict[str, Any] = {"is_first": not i, "is_last": part == own[-1], "others": others}
             try:
                 found = step(i, PartOfBatch(part, num_parts, **position, counted=totals))
             except NotCountedError:
                 if i or totals or (trains and not has_built_in_step(model)):
                     raise
-                totals, session.counts_first = count(), True
+                totals, cut.counts_first = count(), True
                 found = step(i, PartOfBatch(part, num_parts, **position, counted=totals))
             logs.add(found, rows[i])
             state.end(rows[i] > 0)
     if trains:
-        session.changed_weights, session.sees_loss = state.changed_weights, None
+        cut.changed_weights, cut.sees_loss = state.changed_weights, None
     session.last_rows = mine
     session.confirm()
     session.shares_logs = False  # they are those of all ranks in any case
@@ -106,9 +109,10 @@ def _count(real: Callable[[Any], Any], data: Any) -> None:
 
 def after_loss(session: Session) -> None:
     """Called after a loss is computed: where it is computed to be counted, this is the end of the step."""
-    if session.sees_loss is not None:
-        session.sees_loss()
-        session.sees_loss = None
+    cut = session.cut
+    if cut.sees_loss is not None:
+        cut.sees_loss()
+        cut.sees_loss = None
     if isinstance(current_part(), CountingPart):
         raise _Counted
 
@@ -130,14 +134,14 @@ class _State:
     Args:
         model: the model.
         trains: whether these are training steps.
+        state: what layers change in training besides weights.
         weights: the weights that its layers change when they are called, frozen ones too; None for any.
     """
 
-    def __init__(self, model: Any, trains: bool, weights: Sequence[Any] | None) -> None:
+    def __init__(self, model: Any, trains: bool, state: Sequence[Any], weights: Sequence[Any] | None) -> None:
         metrics = model.metrics_variables
         counted = {id(v) for v in metrics if v.aggregation == "sum"}
         self._sums = [v.value for v in metrics if id(v) in counted]
-        state = changed_by_forward_passes([model]) if trains else []
         if weights is None:
             known = {id(v) for v in state}
             weights = [v for v in model.weights if id(v) not in known]

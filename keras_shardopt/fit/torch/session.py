@@ -46,8 +46,8 @@ from keras_shardopt.fit.overrides import (
     warn_of_unequal_start,
 )
 from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
+from keras_shardopt.fit.torch.cut_batches import CutBatches
 from keras_shardopt.fit.torch.own_state import average_statistics, stopped_alike
-from keras_shardopt.fit.virtual_replicas import num_parts_of
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.virtual_replicas import parts_of_each
 
@@ -76,11 +76,7 @@ class Session:
         self._unused: list[tuple[Any, int]] = []
         """The optimizers that must not update anything, with the number of their updates."""
         self._begins_epoch = False
-        self.counts_first = False
-        """Whether losses divide by what parts of a batch must count before."""
-        self.changed_weights: list[Any] | None = None
-        """The weights that layers change when they are called; None until a batch of parts has shown them."""
-        self.sees_loss: Callable[[], None] | None = None  # once, after the next loss
+        self.cut = CutBatches(model, reducers_of)
         self.has_own_statistics = False  # whether moving statistics are this rank's since they were averaged
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
@@ -112,7 +108,7 @@ class Session:
     @property
     def num_parts(self) -> int | None:
         """Into how many parts the optimizer cuts each batch; None where each rank has one."""
-        return num_parts_of(self.model, self._reducers_of)
+        return self.cut.num_parts(self.call is not None)
 
     @property
     def reducer(self) -> Any:
@@ -361,6 +357,7 @@ class Session:
     def inner_call(self) -> Iterator[None]:
         """A call inside another one, perhaps between a batch and its step. Its batches are others."""
         self.confirm()
+        self.cut.begin_call()
         before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
         unsaid, self._unsaid = self._unsaid, _Unsaid()
         self.mine = self._waits = None
@@ -368,6 +365,7 @@ class Session:
             yield
         finally:
             self._told = None
+            self.cut.begin_call()
             self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step = before
             self._unsaid = unsaid
 

@@ -137,7 +137,7 @@ def _print_on_chief(session: Session, real: Callable[..., Any], *args: Any, **kw
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(model)
     session.has_started, session.logs.is_fitting = False, True
-    session.changed_weights = None
+    session.cut.changed_weights = None
     session.splits_own_part = splits_own_part(args, kwargs)
     try:
         with joining_uneven_inputs():

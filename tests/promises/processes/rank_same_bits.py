@@ -1,7 +1,8 @@
 """Trains cases of `problems/same_bits.py` on ranks of PyTorch.
 
 Arguments: the file for what rank 0 finds, and cases; or a folder, a case and the step in which to stop, or -1. The
-variable `THREADS_OF_RANKS` says with how many threads each rank begins.
+variable `THREADS_OF_RANKS` says with how many threads each rank begins, `NUM_PARTS` and `BATCH_SIZE` what else they say
+than the problems do.
 """
 
 import json
@@ -18,6 +19,9 @@ import keras_shardopt as ks
 warnings.filterwarnings("ignore")
 if "THREADS_OF_RANKS" in os.environ:
     torch.set_num_threads(int(os.environ["THREADS_OF_RANKS"].split(",")[int(os.environ["RANK"])]))
+
+for name in {"NUM_PARTS", "BATCH_SIZE"} & os.environ.keys():
+    setattr(same_bits, name, int(os.environ[name]))
 
 
 def main():

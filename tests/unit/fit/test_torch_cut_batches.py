@@ -1,0 +1,63 @@
+"""PyTorch: what a prepared model remembers of batches that are cut into parts, and when it looks anew."""
+
+import keras
+import pytest
+
+from keras_shardopt import CrossShard
+from keras_shardopt.optimizers.cross_shard import cross_shards
+
+pytestmark = pytest.mark.backends("torch")
+
+
+class WithHead(keras.layers.Dense):
+    """A layer with another one, which is built with the first step."""
+
+    def __init__(self, units):
+        super().__init__(units)
+        self.head = keras.layers.BatchNormalization()
+
+
+@pytest.fixture
+def cut():
+    from keras_shardopt.fit.torch.cut_batches import CutBatches
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2), WithHead(1)])
+    model.compile(CrossShard("sgd", virtual_replicas=4), "mse")
+    return CutBatches(model, cross_shards)
+
+
+def test_another_optimizer_in_a_running_call_has_another_number_of_parts(cut):
+    assert cut.num_parts(is_in_call=True) == 4
+    cut._model.compile(CrossShard("sgd"), "mse")
+    assert cut.num_parts(is_in_call=True) is None
+
+
+def test_the_optimizer_is_asked_once_in_each_call(cut, monkeypatch):
+    from keras_shardopt.fit.torch import cut_batches
+
+    numbers = iter([2, 8, 1])
+    monkeypatch.setattr(cut_batches, "num_parts_of", lambda *_: next(numbers))
+    found = []
+    for _ in range(2):
+        cut.begin_call()
+        found += [cut.num_parts(is_in_call=True) for _ in range(2)]
+    assert [*found, cut.num_parts(is_in_call=False)] == [2, 2, 8, 8, 1]
+
+
+def test_layers_that_the_first_step_builds_are_found_before_the_second(cut):
+    size = len(cut.state(is_in_call=True))
+    cut._model.layers[2].head.build((None, 3))
+    assert len(cut.state(is_in_call=True)) == size + 2
+
+
+def test_layers_are_gone_through_twice_in_each_call(cut, monkeypatch):
+    from keras_shardopt.fit.torch import cut_batches
+
+    looks, real = [], cut_batches.changed_by_forward_passes
+    monkeypatch.setattr(cut_batches, "changed_by_forward_passes", lambda models: looks.append(1) or real(models))
+    for _ in range(2):
+        cut.begin_call()
+        found = [cut.state(is_in_call=True) for _ in range(5)]
+    assert len(looks) == 4 and found[4] == found[1]
+    cut.state(is_in_call=False)
+    assert len(looks) == 5
