@@ -622,7 +622,7 @@ FAULTS = [
     ),
     fault(
         "fit/torch/session.py",
-        "if differing and self._stopped_alike(reducers):",
+        "if differing and stopped_alike(reducers, self.has_own_statistics):",
         "if False:",
         f"{ROUNDS}::test_training_is_the_same_bit_for_bit_whoever_looks_at_it[interrupted]",
     ),
