@@ -4,7 +4,8 @@
 
 Six layers `Dense(1024)`, 64 rows on each rank, Adam. Targets: `fit` with `CrossShard(Adam())` within 0.9 times the loop
 with `torch.optim.Adam`, and within 1.02 times the loop with `Adam(fused=True)`.
-`--quick` runs in seconds, on sizes that say nothing.
+With Keras 3.16 or later, `fit` of Keras' own Adam, for which it makes a DDP by itself, is one more peer: install
+`keras-nightly --no-deps` over Keras. `--quick` runs in seconds, on sizes that say nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--mib", type=float, nargs="*", default=[], help="further sizes of buckets to measure")
     given = arguments.parse_args()
-    with ks.data_parallel(auto_shard=False) as replicas:
+    with ks.data_parallel(prepare=False) as replicas:
         training = Training(given, replicas)
+        peers = {}  # before models are prepared, which keeps Keras from making a DDP
+        if hasattr(keras.Model, "_initialize_ddp"):
+            peers["fit, Keras' own DDP with Adam"] = training.fit(keras.optimizers.Adam(RATE))
+    with ks.data_parallel(auto_shard=False):
 
         def fit(**more: object) -> object:
             return training.fit(ks.CrossShard(keras.optimizers.Adam(RATE), **more))
@@ -36,6 +41,7 @@ def main() -> None:
         runs = {
             plain: training.by_hand(lambda parameters: torch.optim.Adam(parameters, RATE)),
             fused: training.by_hand(lambda parameters: torch.optim.Adam(parameters, RATE, fused=True)),
+            **peers,
             "fit, CrossShard(Adam)": fit(),
             "fit, CrossShard(Adam, shard_state=True)": fit(shard_state=True),
             "fit, CrossShard(Adam, overlap=False)": fit(overlap=False),
@@ -44,7 +50,8 @@ def main() -> None:
             **{f"fit, CrossShard(Adam, bucket_mib={mib:g})": fit(bucket_mib=mib) for mib in given.mib},
         }
         seconds = training.seconds(runs)
-        training.report("A step of fit", "torch_fit.py", timing.table(seconds, [plain, fused], given.steps))
+        title = "A step of fit" + (", next to Keras' own DDP," if peers else "")
+        training.report(title, "torch_fit.py", timing.table(seconds, [plain, fused], given.steps))
     replicas.close()
 
 
