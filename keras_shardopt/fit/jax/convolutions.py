@@ -3,7 +3,7 @@
 It has kernels for one layout: rows, space, channels, and of the kernel space, channels in, channels out. Others it
 brings into that layout, but in a program's entry alone (its pass `ConvCanonicalization`); in the body of a loop it
 computes them element by element, which takes several times as long. Gradients of convolutions are such others. So here
-they are written in that layout before XLA sees them. A few it still turns around: where a kernel is larger than an image.
+they are written in that layout before XLA sees them. It still turns around some whose kernel is larger than the image.
 """
 
 from __future__ import annotations
