@@ -33,6 +33,7 @@ from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, 
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.fit.jax.batches import padded
+from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses
@@ -285,6 +286,7 @@ class _Cut:
             )
             return levels, None if found is None else first_found(found_before, found), last, outputs
 
+        of_part = in_layout_of_kernels(of_part)
         total, found, last, y_pred = self._shapes(of_part, data)
         # Two levels and two parts at least: XLA would see that a single part is the same in every round, and move what
         # only depends on it out of the loop.

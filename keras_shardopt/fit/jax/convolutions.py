@@ -1,0 +1,66 @@
+"""Convolutions in a loop, which XLA's compiler for CPUs leaves as they are.
+
+It has kernels for one layout: rows, space, channels, and of the kernel space, channels in, channels out. Others it
+brings into that layout, but in a program's entry alone (its pass `ConvCanonicalization`); in the body of a loop it
+computes them element by element, which takes several times as long. Gradients of convolutions are such others. So here
+they are written in that layout before XLA sees them. It still turns around some whose kernel is larger than the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend.core.primitives import conv_general_dilated_p
+
+
+def in_layout_of_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with all convolutions in the layout for which there are kernels, those of gradients too.
+
+    On CPUs alone: elsewhere XLA looks for kernels by itself, in loops too.
+    """
+    if jax.default_backend() != "cpu":
+        return function
+
+    def rewritten(*args: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        found = core.jaxpr_as_fun(_rewritten(traced))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return rewritten
+
+
+def _rewritten(traced: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    return traced.replace(jaxpr=traced.jaxpr.replace(eqns=[_equation(equation) for equation in traced.jaxpr.eqns]))
+
+
+def _equation(equation: core.JaxprEqn) -> core.JaxprEqn:
+    if equation.primitive is conv_general_dilated_p:
+        shapes = [atom.aval for atom in equation.invars]
+        convolve = jax.jit(lambda lhs, rhs: _convolution(lhs, rhs, equation.params))
+        (call,) = jax.make_jaxpr(convolve)(*shapes).jaxpr.eqns
+        return equation.replace(primitive=call.primitive, params=call.params)
+    # Of loops, branches and calls what they consist of.
+    params = {name: jax.tree.map(_within, value) for name, value in equation.params.items()}
+    return equation.replace(params=params)
+
+
+def _within(value: Any) -> Any:
+    return _rewritten(value) if isinstance(value, core.ClosedJaxpr) else value
+
+
+def _convolution(lhs: Any, rhs: Any, params: dict[str, Any]) -> Any:
+    had, space = params["dimension_numbers"], range(1, lhs.ndim - 1)
+    outer = (0, lhs.ndim - 1, *space)  # where rows and channels are, and then space
+    now = jax.lax.ConvDimensionNumbers(outer, (lhs.ndim - 1, lhs.ndim - 2, *range(lhs.ndim - 2)), outer)
+    lhs, rhs = _moved(lhs, had.lhs_spec, now.lhs_spec), _moved(rhs, had.rhs_spec, now.rhs_spec)
+    found = conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": now})
+    return _moved(found, now.out_spec, had.out_spec)
+
+
+def _moved(array: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
+    """The array with its dimension `before[i]` at `after[i]`."""
+    come_from = dict(zip(after, before))
+    return jax.lax.transpose(array, [come_from[i] for i in range(array.ndim)])
