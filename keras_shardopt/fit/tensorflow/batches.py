@@ -63,15 +63,20 @@ def _common(*specs: Any) -> Any:
     return common
 
 
-def rows_from(batch: Any, start: int, stop: int) -> Any:
-    """Some rows of a batch of tensors."""
+def rows_from(batch: Any, start: Any, stop: Any) -> Any:
+    """Some rows of a batch of tensors, from and to ints or scalar tensors."""
 
     def part(leaf: Any) -> Any:
         if leaf is None or not leaf.shape.rank:
             return leaf
         if isinstance(leaf, tf.SparseTensor):
-            shape = leaf.dense_shape
-            return tf.sparse.slice(leaf, [start, *[0] * (len(shape) - 1)], [stop - start, *shape[1:]])
+            rest = leaf.dense_shape[1:]
+            begin, size = (
+                tf.concat([[tf.cast(n, "int64")], of], 0) for n, of in ((start, rest * 0), (stop - start, rest))
+            )
+            rows = tf.sparse.slice(leaf, begin, size)
+            rows.set_shape([None, *leaf.shape[1:]])  # in a graph it would not be known
+            return rows
         return leaf[start:stop]
 
     return tf.nest.map_structure(part, batch)

@@ -76,7 +76,9 @@ def cut_dataset(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, num_
 
 def cut_batch(strategy: tf.distribute.Strategy, batch: Any, num_parts: int) -> Any:
     """Divides one batch, of `train_on_batch`."""
-    batch = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), batch)
+    batch = tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), batch
+    )
     spec, num_replicas = spec_of(batch), strategy.num_replicas_in_sync
     parts = [_cut(batch, spec, num_parts, num_replicas, tf.constant(i)) for i in range(num_replicas)]
     if num_replicas == 1:

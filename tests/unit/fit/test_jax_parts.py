@@ -1,10 +1,16 @@
 """Parts of batches on JAX: what counts the rows that fill them up is refused, and steps that are not compiled."""
 
+import types
+
+import jax
 import keras
 import numpy as np
 import pytest
+from keras.src.backend.jax import trainer
+from support.suites import some
 
 import keras_shardopt as ks
+from keras_shardopt.fit.jax import parts
 
 pytestmark = pytest.mark.backends("jax")
 
@@ -62,3 +68,40 @@ def test_steps_that_are_not_compiled_are_refused(received):
     for call in (model.fit, model.evaluate):
         with pytest.raises(ValueError, match=rf"^`virtual_replicas` needs steps .* Received: {name}={value}, .*=4"):
             call(x, y, verbose=0)
+
+
+def test_passes_that_the_environment_leaves_out_stay_left_out(monkeypatch):
+    options = []
+
+    def jit(function, compiler_options, **kwargs):
+        options.append(compiler_options)
+        return jax.jit(function, compiler_options=compiler_options, **kwargs)
+
+    monkeypatch.setattr(trainer, "jit", jit)
+    environment = {"XLA_FLAGS": "--xla_a=1 --xla_disable_hlo_passes=fusion,dce --xla_b=2"}
+    monkeypatch.setattr(
+        parts, "os", types.SimpleNamespace(environ=environment)
+    )  # XLA looks at the real one now and then
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    model.compile(ks.CrossShard("sgd", virtual_replicas=4), "mse")
+    ks.prepare(model).train_on_batch(np.ones((4, 3)), np.ones((4, 1)))
+    assert options == [{"xla_disable_hlo_passes": "fusion,dce,cse"}]
+
+
+@pytest.mark.parametrize("options", some([{}, {"shard_state": True}], [{"shard_state": True}]))
+def test_norms_of_single_gradients_do_not_depend_on_the_number_of_devices(options):
+    """What a norm is made of is fused with it, and how gradients are added up depends on that number."""
+    random = np.random.RandomState(1)
+    x, y = random.randn(16, 12).astype("float32"), random.randn(16, 4).astype("float32")
+    found = set()
+    for num_devices in (1, 2, 8):
+        keras.utils.set_random_seed(5)
+        with ks.data_parallel(num_devices) as replicas:
+            model = keras.Sequential([keras.Input((12,)), layers.Dense(32, "relu"), layers.Dense(4)])
+            inner = keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.01)
+            model.compile(ks.CrossShard(inner, virtual_replicas=8, **options), "mse")
+        for _ in range(2):
+            model.train_on_batch(x, y)
+        found.add(b"".join(keras.ops.convert_to_numpy(weight).tobytes() for weight in model.weights))
+        replicas.close()
+    assert len(found) == 1

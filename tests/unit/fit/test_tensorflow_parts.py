@@ -101,6 +101,28 @@ def test_single_batches_are_cut_too():
     assert found[0] == found[1]
 
 
+def _of_inputs(sparse):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((5,), sparse=sparse)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(inputs)))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_sparse_inputs_are_cut_as_dense_ones_are(num_devices):
+    import tensorflow as tf
+
+    dense = X * (X > 0.5)
+    found = []
+    for is_sparse in (False, True):
+        with compiled(num_devices, kind=_of_inputs, layers=lambda is_sparse=is_sparse: is_sparse) as model:
+            x, few = (tf.sparse.from_dense(v) for v in (dense, dense[:3])) if is_sparse else (dense, dense[:3])
+            logs = list(model.fit(x, Y, batch_size=8, shuffle=False, epochs=2, verbose=0).history.values())
+            logs += [model.evaluate(x, Y, batch_size=8, verbose=0), model.train_on_batch(few, Y[:3])]
+            found.append([*map(np.array, logs), *map(keras.ops.convert_to_numpy, model.weights)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_several_steps_of_an_execution_are_made_one_by_one():
     found = []
     for steps in (1, 2):
