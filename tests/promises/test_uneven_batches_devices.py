@@ -345,6 +345,30 @@ def test_each_device_has_its_rows_of_an_uneven_batch():
     replicas.close()
 
 
+@pytest.mark.backends("tensorflow")
+def test_each_replica_has_its_rows_of_an_uneven_batch():
+    import tensorflow as tf
+
+    taken = []
+
+    class Looks(keras.Sequential):
+        def train_step(self, data):
+            x, _ = data
+            result = super().train_step(data)
+            with tf.control_dependencies(
+                [tf.numpy_function(lambda rows: taken.append(int(rows)), [tf.shape(x)[0]], [])]
+            ):
+                return tf.nest.map_structure(tf.identity, result)
+
+    with ks.data_parallel(2) as replicas:
+        model = Looks([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile(ks.CrossShard("sgd"), "mse", jit_compile=False)
+        model.fit(np.ones((29, 4), "f4"), np.ones((29, 3), "f4"), batch_size=16, epochs=2, shuffle=False, verbose=0)
+    replicas.close()
+    batches = [sorted(taken[i : i + 2]) for i in range(0, len(taken), 2)]  # of two replicas each
+    assert batches == [[8, 8], [6, 7]] * 2
+
+
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize("call", ["predict", "predict_on_batch", "test_on_batch", "train_on_batch"])
 def test_each_device_computes_its_rows_of_an_uneven_batch_only(call, monkeypatch):
