@@ -359,9 +359,8 @@ class FlatShards(Shards):
         for together in self._together:
             if together is not None:
                 together.flat()  # before slices are taken of weights that it moves
-        for i, piece in self._mine.items():
-            if self._may_cut[i]:
-                _alias_slice(self.stand_ins[i], self.variables[i], piece.start, piece.stop)
+        cut = [(i, piece) for i, piece in self._mine.items() if self._may_cut[i]]
+        _alias_slices([(self.stand_ins[i], self.variables[i], piece.start, piece.stop) for i, piece in cut])
 
     def _all_gather_weights(self, replicas: Communicator) -> None:
         """Gives every replica the slices of all others."""
@@ -546,10 +545,11 @@ _sliced = for_backend({"torch": "keras_shardopt.backends.torch.sliced_bucket"})
 _memory = for_backend({"torch": "keras_shardopt.backends.torch.memory"})
 
 
-def _alias_slice(stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
+def _alias_slices(parts: Sequence[tuple[Variable, Variable, int, int]]) -> None:
     if _memory is not None:
-        _memory.alias_slice(stand_in, variable, start, stop)
-    else:
+        _memory.alias_slices(parts)
+        return
+    for stand_in, variable, start, stop in parts:
         stand_in.assign(ops.reshape(flattened(variable)[start:stop], stand_in.shape))
 
 

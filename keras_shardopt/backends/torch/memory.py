@@ -10,21 +10,27 @@ import torch.distributed as dist
 
 from keras_shardopt.backends.torch import communicator
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
+from keras_shardopt.backends.torch.pieces import values_of
 from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
 from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import Tensor, Variable
 
 
 @torch.no_grad()
-def alias_slice(stand_in: Variable, variable: Variable, start: int, stop: int) -> None:
-    """Gives a stand-in for a slice of a flattened variable the values that the variable has now."""
-    whole, part = _tensor(variable), _tensor(stand_in)
-    if whole.is_contiguous():
-        # The same memory: an update of the slice is one of the weights. Each time anew, as a module may have
-        # got other memory in between.
-        part.data = whole.data.view(-1)[start:stop]
-    else:
-        part.copy_(whole.reshape(-1)[start:stop])
+def alias_slices(parts: Sequence[tuple[Variable, Variable, int, int]]) -> None:
+    """Gives stand-ins for slices of flattened variables the values that these have now.
+
+    Args:
+        parts: the stand-ins, their variables, and where slices start and stop in them.
+    """
+    own, wholes = values_of([part[0] for part in parts]), values_of([part[1] for part in parts])
+    for part, whole, (_, _, start, stop) in zip(own, wholes, parts):
+        if whole.is_contiguous():
+            # The same memory: an update of the slice is one of the weights. Each time anew, as a module may have
+            # got other memory in between.
+            part.data = whole.data.view(-1)[start:stop]
+        else:
+            part.copy_(whole.reshape(-1)[start:stop])
 
 
 @torch.no_grad()
@@ -56,7 +62,7 @@ class Together:
     @torch.no_grad()
     def flat(self) -> Tensor | None:
         """The memory, into which they are moved when they lie elsewhere; None where they share theirs with others."""
-        tensors = [_tensor(variable) for variable in self._variables]
+        tensors = values_of(self._variables)
         if self._flat is not None and _lie_in(self._flat, tensors):
             return self._flat
         if not all(t.is_contiguous() and _is_apart(t) for t in tensors):

@@ -41,6 +41,7 @@ from keras_shardopt.backends.torch.coded_bucket import CALL, CodedBucket, coded
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.flat_bucket import FlatBucket, laid_out
 from keras_shardopt.backends.torch.nonfinite import first_not_finite
+from keras_shardopt.backends.torch.pieces import values_of
 from keras_shardopt.backends.torch.process_group import exchanges_statistics, explaining_failures, wait_for
 from keras_shardopt.backends.torch.sliced_bucket import SlicedBucket, Slices, cut_up
 from keras_shardopt.backends.traffic import Kind
@@ -174,7 +175,7 @@ class Buckets:
         if not self._ranks.are_current():
             return
         self._begin()
-        parameters = [variable.value for variable in self._variables]
+        parameters = values_of(self._variables)
         trainable = [parameter.requires_grad for parameter in parameters]  # layers are frozen, and no longer
         if trainable != self._trainable or any(a is not b for a, b in zip(parameters, self._parameters)):
             self._listen_to(parameters, trainable)
@@ -193,8 +194,8 @@ class Buckets:
         _Autograd._execution_engine.queue_callback(self._finish)
 
     def _others_listen(self) -> bool:
-        hooks = (hook for p in self._parameters for hook in (p._post_accumulate_grad_hooks or {}).values())
-        return any(not isinstance(hook, _Listener) for hook in hooks)
+        of_each = [p._post_accumulate_grad_hooks or {} for p in self._parameters]
+        return any(not isinstance(hook, _Listener) for hooks in of_each for hook in hooks.values())
 
     def _listen_to(self, parameters: list[Tensor], trainable: list[bool]) -> None:
         _let_go(self._heard)
@@ -205,7 +206,6 @@ class Buckets:
                 handle = parameter.register_post_accumulate_grad_hook(_Listener(mine, i))
                 self._heard.append((parameter._post_accumulate_grad_hooks, handle.id))
 
-    @torch.no_grad()
     def _take(self, i: int, parameter: Tensor) -> None:
         """One gradient is there."""
         bucket = self._of[i]
@@ -216,7 +216,8 @@ class Buckets:
             return
         assert parameter.grad is not None
         self._seen[i] = (parameter.grad if self._can_resend else None), parameter.grad._version
-        self._put(i, self._of_window(i, parameter.grad))
+        grad = parameter.grad if self._window is None else self._window(i, parameter.grad)
+        self._put(i, grad)
         if not self._can_resend:
             parameter.grad = None
         bucket.num_missing -= 1
@@ -520,7 +521,9 @@ class _Listener:
     def __call__(self, parameter: Tensor) -> None:
         buckets = self._buckets()
         if buckets is not None and buckets._is_running:
-            buckets._take(self._i, parameter)
+            # They are on only in a backward pass that is differentiated itself.
+            take = torch.no_grad()(buckets._take) if torch.is_grad_enabled() else buckets._take
+            take(self._i, parameter)
 
 
 Window = Callable[[int, "Tensor | None"], "Tensor | None"]

@@ -139,25 +139,21 @@ class Columns:
     @property
     def num_elements(self) -> int:
         """Of all variables."""
-        return sum(row[0].numel() for row in self.rows)
+        return sum([row[0].numel() for row in self.rows])
 
     @property
     def are_alike(self) -> bool:
         """Whether all are float32, or all float64, on one CPU or GPU, and lie in memory as they are counted."""
         dtype, device = self.like.dtype, self.like.device
-        return (
-            all(
-                torch.is_tensor(t)
-                and t.dtype == dtype
-                and t.device == device
-                and t.layout == torch.strided
-                and t.is_contiguous()
-                for row in self.rows
-                for t in row
-            )
-            and dtype in DTYPES
-            and device.type in ("cpu", "cuda")
-        )
+        if dtype not in DTYPES or device.type not in ("cpu", "cuda"):
+            return False
+        for row in self.rows:
+            for t in row:
+                if not isinstance(t, torch.Tensor) or t.dtype != dtype or t.device != device:
+                    return False
+                if t.layout != torch.strided or not t.is_contiguous():
+                    return False
+        return True
 
     def only(self, chosen: Sequence[bool]) -> Columns:
         """Those of some variables."""

@@ -6,6 +6,7 @@ Arguments: the file to which rank 0 writes the names of the checks that passed, 
 import contextlib
 import functools
 import gc
+import sys
 import warnings
 from unittest import mock
 
@@ -1056,6 +1057,54 @@ def fit_sends_in_the_backward_pass_coded(scope):
         model = trained(scope, {"bucket_mib": TINY})
     assert_same(model, plain, close(scope))
     assert sum(inside for _, inside in calls) == 4 * (NUM_STEPS - 1), calls
+
+
+@check
+def backward_passes_that_are_differentiated_themselves(scope):
+    plain = trained(scope, {"overlap": False})
+    with_graph = functools.partialmethod(torch.Tensor.backward, create_graph=True)
+    with mock.patch.object(torch.Tensor, "backward", with_graph), recorded() as calls:
+        assert_same(trained(scope, {"bucket_mib": TINY}), plain, close(scope))
+    assert any(inside for _, inside in calls), calls
+
+
+def calls_of_a_step(make, num_layers):
+    """How many functions of Python each step of `fit` calls."""
+    model = keras.Sequential([keras.Input((4,)), *[keras.layers.Dense(4) for _ in range(num_layers)]])
+    model.compile(make(), "mse")
+
+    def calls_of(num_steps):
+        rows, count = np.ones((num_steps, 4), "float32"), 0
+
+        def note(frame, event, argument):
+            nonlocal count
+            count += event == "call"
+
+        gc.collect()
+        sys.setprofile(note)
+        try:
+            model.fit(rows, rows, batch_size=1, shuffle=False, verbose=0)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    calls_of(8)  # what happens once
+    return (calls_of(8) - calls_of(4)) / 4
+
+
+CALLS_MORE = {(): (450, 4), (("shard_state", True),): (750, 4)}
+"""Than with Keras' own optimizer, at most: for each step, and for each variable."""
+
+
+@check
+def a_step_calls_few_functions_of_python(scope):
+    for arguments, (of_step, of_variable) in CALLS_MORE.items():
+        makes = (keras.optimizers.Adam, lambda: ks.CrossShard(keras.optimizers.Adam(), **dict(arguments)))  # noqa: B023
+        few, many = ([calls_of_a_step(make, num_layers) for make in makes] for num_layers in (2, 8))
+        more_of_few, more_of_many = few[1] - few[0], many[1] - many[0]
+        slope = (more_of_many - more_of_few) / 12
+        assert slope <= of_variable, (few, many)
+        assert more_of_few - 4 * slope <= of_step, (few, many)
 
 
 @check
