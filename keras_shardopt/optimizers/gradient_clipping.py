@@ -74,6 +74,7 @@ class GradientClipping(OptimizerWrapper):
 
     _needs_global_gradients = True
     _shard_unit = "element"
+    _adds_up_slices = True
     _arguments = ("clip_gradients",)
 
     def __init__(self, inner_optimizer: Any, clip_gradients: float, name: str | None = None) -> None:

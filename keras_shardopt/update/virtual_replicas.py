@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from keras import ops
 
 from keras_shardopt.backends import for_backend
-from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dense, dtype_of, overwrites_variable
 from keras_shardopt.update.options import CrossShardOptions
@@ -32,6 +32,7 @@ from keras_shardopt.update.reducers import AllReduce
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.trainer_context import current_share
+from keras_shardopt.wrapping.chain import descendants
 
 _SMALL = 2**14
 """How many elements are sent whole to every replica, which adds them up by itself: one exchange in place of two."""
@@ -288,7 +289,18 @@ class VirtualReplicas(Stage):
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
         """The stage, where the options ask for it."""
-        return [] if options.virtual_replicas is None else [cls(options.virtual_replicas, optimizer)]
+        if options.virtual_replicas is None:
+            return []
+        if options.shard_state and placement.state_sharding != "layout":
+            for inside in descendants(optimizer):
+                if getattr(inside, "_adds_up_slices", False):
+                    raise ValueError(
+                        "`virtual_replicas` adds up in one order on any number of replicas, and where `shard_state` "
+                        "divides state into slices, a norm over all gradients is added up slice by slice. "
+                        f"Received: {inside!r}, with virtual_replicas={options.virtual_replicas}, shard_state=True. "
+                        "Leave one of the three out."
+                    )
+        return [cls(options.virtual_replicas, optimizer)]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Adds up, and proceeds with the last part of this replica."""

@@ -33,6 +33,9 @@ class Wrapping:
     _shard_unit: Literal["element", "variable"] | None = None
     """What of the gradients it must see to be right: all of some elements, or of some variables; None: all of all."""
 
+    _adds_up_slices: bool = False
+    """Whether it adds up something of all elements: where state is divided into slices, one slice after another."""
+
     _takes_penalties: bool = False
     """Whether it adds the gradients of regularizers itself."""
 

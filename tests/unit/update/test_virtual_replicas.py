@@ -83,6 +83,18 @@ def test_a_scale_that_would_change_with_each_part_is_refused():
     assert ks.LossScaling(inner, 8.0).loss_scale == 8.0
 
 
+def test_a_norm_that_would_be_added_up_slice_by_slice_is_refused():
+    def made(**options):
+        return ks.CrossShard(ks.LossScaling(ks.GradientClipping("sgd", 1.0), 8.0), virtual_replicas=4, **options)
+
+    assert made().virtual_replicas == 4
+    if keras.backend.backend() == "jax":  # there state is divided by a layout, and gradients are whole
+        assert made(shard_state=True).shard_state
+        return
+    with pytest.raises(ValueError, match=r"slice by slice. Received: .*GradientClipping.*virtual_replicas=4"):
+        made(shard_state=True)
+
+
 def test_it_comes_out_of_a_file_as_it_was():
     optimizer = ks.CrossShard("sgd", virtual_replicas=4)
     assert ks.CrossShard.from_config(optimizer.get_config()).virtual_replicas == 4
