@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from promises.problems import same_bits
-from support import launch
+from support import launch, problem
 
 import keras_shardopt as ks
 
@@ -87,6 +87,18 @@ def test_parts_go_forward_once_more_only_where_a_rank_has_several(num_parts, pas
     model.train_on_batch(*batch)
     replicas.close()
     assert len(calls) == passes
+
+
+def test_steps_are_not_compiled_which_is_said_once():
+    case = "normalizing-SGD-plain"
+    with ks.data_parallel() as replicas:
+        model = same_bits.model_of(case)
+    model.jit_compile = True
+    with problem.without_generated_code(), pytest.warns(UserWarning, match="steps are not compiled") as caught:
+        same_bits.fit(model, case)
+    replicas.close()
+    assert len([w for w in caught if "not compiled" in str(w.message)]) == 1
+    assert same_bits.digest(*model.weights) == alone(case)["weights"]
 
 
 def test_a_call_on_one_batch_needs_no_fit_before():

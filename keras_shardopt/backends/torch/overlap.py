@@ -252,8 +252,10 @@ class Buckets:
             else:
                 found = self._reduced_at_the_end(left, self._counts, self._trainable, present=present, adds=True)
         self._seen = {}
-        self._handed = found
-        if not self._can_resend:
+        if self._can_resend:
+            # Not the buckets' own views, which would lie elsewhere once `Module.to` or the like has moved `.grad`.
+            found = self._handed = [None if grad is None else grad.detach() for grad in found]
+        else:
             self._handed = [None if grad is None else _gone(p) for p, grad in zip(self._parameters, found)]
         for parameter, grad in zip(self._parameters, self._handed):
             parameter.grad = grad

@@ -30,6 +30,8 @@ class CutBatches:
         self.changed_weights: list[Any] | None = None
         """The weights that layers change when they are called; None until a batch of parts has shown them."""
         self.sees_loss: Callable[[], None] | None = None  # once, after the next loss
+        self.has_warned = False
+        """Whether it was said that their steps are not compiled."""
         self._num_parts: int | None = None
         self._optimizer: Any = None
         self._state: list[Variable] = []

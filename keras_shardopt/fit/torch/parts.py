@@ -10,6 +10,7 @@ forward once before, to count it; unless each rank has one part, and its loss ca
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ from keras_shardopt.update.virtual_replicas import (
 from keras_shardopt.wrapping.rollback import before_more
 
 
+# What is compiled for one shape may have been made for another one before, with other last digits; and parts are told
+# apart by what a compiler would take for constants.
+@torch.compiler.disable
 def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool) -> Any:
     """The logs of a batch of which this rank has the rows of its parts."""
     model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
@@ -46,6 +50,9 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
     own = own_parts(num_parts, replicas)
     rows = rows_of_parts(mine, len(own))
     reducer, cut = session.reducer, session.cut
+    if model.jit_compile and not cut.has_warned:
+        cut.has_warned = True
+        _warn_of_compiling(model)
     updates = runtime.version(reducer.iterations)
     layers = cut.state(session.call is not None) if trains else []
     state, logs = _State(model, trains, layers, cut.changed_weights), _Logs()
@@ -72,7 +79,7 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
 
         totals = count() if cut.counts_first else []
         cut.counts_first = bool(totals)
-        waits = len(own) == 1 and not model.jit_compile and (not trains or has_built_in_step(model))
+        waits = len(own) == 1 and (not trains or has_built_in_step(model))
         others = Tree(replicas, num_parts) if waits else None
         for i, part in enumerate(own):
             position: dict[str, Any] = {"is_first": not i, "is_last": part == own[-1], "others": others}
@@ -97,6 +104,14 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
     return logs.settle(model, Tree(replicas, num_parts), sum(counted))
 
 
+def _warn_of_compiling(model: Any) -> None:
+    warnings.warn(
+        "With `virtual_replicas` PyTorch's steps are not compiled, which gives equal operations other last digits. "
+        f"Received: jit_compile=True, for the model `{model.name}`. Use `model.compile(..., jit_compile=False)`.",
+        stacklevel=2,
+    )
+
+
 class _Counted(Exception):
     pass
 
@@ -104,7 +119,7 @@ class _Counted(Exception):
 def _count(real: Callable[[Any], Any], data: Any) -> None:
     """Goes through a step as far as its loss."""
     with contextlib.suppress(_Counted), torch.no_grad():
-        torch.compiler.disable(real)(data)
+        real(data)
 
 
 def after_loss(session: Session) -> None:

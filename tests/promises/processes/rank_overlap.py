@@ -681,6 +681,21 @@ def gradients_that_a_later_hook_changes(scope):
 
 
 @check
+def a_model_that_is_moved_between_two_fits(scope):
+    """`Module.to`, `half` and `float` give weights and their `.grad` other memory."""
+    for arguments in ({"bucket_mib": TINY}, {"shard_state": True}):
+        found = []
+        for more in ({"overlap": False}, {}):
+            model = trained(scope, {**arguments, **more}, num_steps=3)
+            model._apply(lambda tensor: tensor.clone())
+            (x, y), size = my_rows(scope, 3)
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+            assert scope.largest_difference(model) == 0
+            found.append(model)
+        assert_same(*found, 1e-6)
+
+
+@check
 def hooks_end_with_their_optimizer(scope):
     model = make_model()
     for _ in range(3):
