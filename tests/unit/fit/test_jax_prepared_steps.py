@@ -95,6 +95,18 @@ def test_weights_that_a_step_does_not_change_keep_their_bits(name):
         assert np.isfinite(history["loss"][0])
 
 
+def test_training_goes_on_after_averages_have_become_the_weights():
+    """Plain Keras has one array for both then, which the next step gives up."""
+    with compiled(net, num_devices=1) as model:
+        model.compile(ks.CrossShard(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)), "mse")
+        model.fit(X, Y, batch_size=8, verbose=0)
+        average = [value.copy() for value in values(model)]
+        model.evaluate(X, Y, batch_size=8, verbose=0)
+        model.fit(X, Y, batch_size=8, verbose=0)
+        assert all(np.isfinite(value).all() for value in values(model))
+        assert any((value != before).any() for value, before in zip(values(model), average))
+
+
 # -- steps that fail ---------------------------------------------------------------------------------------------------
 
 
