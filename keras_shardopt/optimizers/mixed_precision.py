@@ -246,7 +246,7 @@ class MixedPrecision(ScaledUpdate):
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`."""
-        self.inner.finalize_variable_values(self._variables_inside(var_list))
+        self._finalize_inner(self._variables_inside(var_list))
         if self.use_ema:
             self._write_back()
 

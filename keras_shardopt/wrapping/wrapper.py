@@ -326,10 +326,13 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """See `keras.optimizers.Optimizer.finalize_variable_values`."""
-        self.inner.finalize_variable_values(var_list)
+        self._finalize_inner(var_list)
+
+    def _finalize_inner(self, variables: Sequence[Variable]) -> None:
+        self.inner.finalize_variable_values(variables)
         if runtime.updates_are_stateless and self.use_ema:
             # Keras puts the arrays of the averages into the weights. A step gives up either, and then both are gone.
-            for variable in var_list:
+            for variable in variables:
                 variable.assign(keras.ops.copy(variable.value))
 
     def exclude_from_weight_decay(

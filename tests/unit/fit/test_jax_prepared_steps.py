@@ -95,10 +95,17 @@ def test_weights_that_a_step_does_not_change_keep_their_bits(name):
         assert np.isfinite(history["loss"][0])
 
 
-def test_training_goes_on_after_averages_have_become_the_weights():
+@pytest.mark.parametrize("policy", ["float32", "bfloat16"])
+def test_training_goes_on_after_averages_have_become_the_weights(policy):
     """Plain Keras has one array for both then, which the next step gives up."""
-    with compiled(net, num_devices=1) as model:
-        model.compile(ks.CrossShard(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)), "mse")
+
+    def make():
+        layers = [keras.layers.Dense(size, dtype=policy) for size in (3, 1)]
+        return keras.Sequential([keras.Input((5,)), *layers])
+
+    with compiled(make, num_devices=1) as model:
+        inner = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
+        model.compile(ks.CrossShard(ks.MixedPrecision(inner) if policy == "bfloat16" else inner), "mse")
         model.fit(X, Y, batch_size=8, verbose=0)
         average = [value.copy() for value in values(model)]
         model.evaluate(X, Y, batch_size=8, verbose=0)
