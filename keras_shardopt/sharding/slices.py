@@ -106,7 +106,7 @@ class FlatShards(Shards):
 
     def _stand_in(self, i: int) -> Variable:
         variable = self.variables[i]
-        if i not in self._owners and overwrites_variable(variable):
+        if i not in self._owners:  # a next value comes whole, or there are no elements
             return variable
         piece = self._mine.get(i)
         if piece is not None and not self._may_cut[i]:
@@ -196,7 +196,7 @@ class FlatShards(Shards):
             if i in result:
                 result[i] = value if value is None or factor == 1 else ops.multiply(value, factor)
         # Last, when it is clear that all replicas have the same of them.
-        nexts = [k for k, i in enumerate(positions) if i not in self._owners and grads[k] is not None]
+        nexts = [k for k, v in enumerate(step.variables) if overwrites_variable(v) and grads[k] is not None]
         for k, value in zip(nexts, replicas.all_reduce([grads[k] for k in nexts], "max") if nexts else []):
             result[positions[k]] = value
         reduced = [result[i] for i in positions]
@@ -516,7 +516,7 @@ def _groups(
 ) -> list[Bucket]:
     by_dtype: dict[str, list[int]] = {}
     for i, variable in enumerate(variables):
-        if not overwrites_variable(variable):
+        if not overwrites_variable(variable) and size_of(variable):
             by_dtype.setdefault(dtype_of(variable), []).append(i)
     groups = []
     for dtype, alike in by_dtype.items():

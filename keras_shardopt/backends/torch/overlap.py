@@ -252,11 +252,9 @@ class Buckets:
             else:
                 found = self._reduced_at_the_end(left, self._counts, self._trainable, present=present, adds=True)
         self._seen = {}
-        if self._can_resend:
-            # Not the buckets' own views, which would lie elsewhere once `Module.to` or the like has moved `.grad`.
-            found = self._handed = [None if grad is None else grad.detach() for grad in found]
-        else:
-            self._handed = [None if grad is None else _gone(p) for p, grad in zip(self._parameters, found)]
+        # Not the buckets' own views, which would lie elsewhere once `Module.to` or the like has moved `.grad`.
+        found = [None if grad is None else grad.detach() for grad in found]
+        self._handed = found if self._can_resend else [*map(_gone, self._parameters, found)]
         for parameter, grad in zip(self._parameters, self._handed):
             parameter.grad = grad
         self._finished = found
@@ -509,9 +507,9 @@ class Buckets:
         return any(memory == t.untyped_storage().data_ptr() for b in self._buckets for t in b.memory)
 
 
-def _gone(parameter: Tensor) -> Tensor:
+def _gone(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
     """What `.grad` is once the gradient is gone: NaN, in the memory of one number."""
-    return parameter.new_full((), math.nan).expand(parameter.shape)
+    return None if grad is None else parameter.new_full((), math.nan).expand(parameter.shape)
 
 
 class _Listener:

@@ -437,6 +437,28 @@ def weights_that_lie_elsewhere_on_one_rank(scope):
 
 
 @check
+def weights_without_elements(scope):
+    """One next to others of its dtype, and one that is the only one of it."""
+    for make in (ELEMENTWISE["adam"], lambda: keras.optimizers.Lamb(0.01)):
+        ends = []
+        for arguments in ({"shard_state": True, "on_nonfinite": "skip"}, {}):
+            weights = [keras.Variable(np.ones((0, 3), dtype), dtype=dtype) for dtype in ("float32", "float16")]
+            weights += [keras.Variable(np.ones((5, 3), "float32"))]
+            optimizer = ks.CrossShard(make(), fused=False, **arguments)
+            optimizer.build(weights)
+            with torch.no_grad():
+                for _ in range(2):
+                    optimizer.apply([torch.ones_like(weight.value) for weight in weights], weights)
+            ends.append((weights, saved(optimizer)))
+        (found, state), (expected, _) = ends
+        assert np.allclose(found[2].numpy(), expected[2].numpy(), rtol=1e-6)
+        again = ks.CrossShard(make(), shard_state=True, on_nonfinite="skip")
+        again.build(found)
+        again.load_own_variables(state)
+        assert all((saved(again)[key] == array).all() for key, array in state.items())
+
+
+@check
 def the_report_says_what_is_held(scope):
     optimizer = both(scope, ELEMENTWISE["adam"], num_steps=1)[0]
     report = optimizer.memory_report()
