@@ -31,7 +31,7 @@ def main() -> None:
         training = Training(given, replicas)
         peers = {}  # before models are prepared, which keeps Keras from making a DDP
         if hasattr(keras.Model, "_initialize_ddp"):
-            peers["fit, Keras' own DDP with Adam"] = training.fit(keras.optimizers.Adam(RATE))
+            peers["Keras' own DDP with Adam"] = training.fit(keras.optimizers.Adam(RATE))
     with ks.data_parallel(auto_shard=False):
 
         def fit(**more: object) -> object:
