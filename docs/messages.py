@@ -14,7 +14,7 @@ from typing import Any
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "keras_shardopt"
 GAP = "…"
-MADE = r"Error$|^warnings\.warn$|_warn_once$"  # calls that make a message
+MADE = r"Error$|^warn(_user)?$|_warn_once$"  # calls that make a message
 
 # Files begin with this; headings of the page, in its order; and the page to read.
 SUBJECTS = (

@@ -1,13 +1,15 @@
 """Finds the caller where Keras does not pass it: the only file that looks at frames of the call stack.
 
-Each function here speaks of the function that asks it. The frames are those of Keras and of the frameworks, so what is
-found hangs on how they call; a test next to each use holds that.
+Each function here but `warn_user` speaks of the function that asks it. The frames are those of Keras and of the
+frameworks, so what is found hangs on how they call; a test next to each use holds that.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -69,3 +71,33 @@ def running_local(function: str, name: str) -> Any:
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get(name)
+
+
+def warn_user(words: str) -> None:
+    """Warns, at the line of the user's program that has led here.
+
+    Not by a `stacklevel`: Keras and the frameworks put a varying number of frames between that line and this one.
+    """
+    frame = _user_frame()
+    where = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "")
+    warnings.warn_explicit(words, UserWarning, *where, registry=frame.f_globals.setdefault("__warningregistry__", {}))
+
+
+def _user_frame() -> types.FrameType:
+    # A thread of a framework has no frame of the user. The main thread then waits in a call of the user.
+    for innermost in (sys._getframe(), sys._current_frames().get(threading.main_thread().ident or 0)):
+        frame = innermost
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+                return frame
+            frame = frame.f_back
+    return sys._getframe()
+
+
+_LIBRARIES = frozenset(
+    [
+        *("keras_shardopt", "keras", "keras_hub", "tensorflow", "jax", "torch"),
+        *("concurrent", "contextlib", "functools", "threading"),
+    ]
+)
+"""The packages whose frames stand between the user's program and a warning."""

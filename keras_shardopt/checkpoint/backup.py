@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import random
-import warnings
 import zipfile
 from typing import Any
 
@@ -29,6 +28,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_local
 from keras_shardopt.backends.models import optimizers_of
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
     gather_despite_errors,
@@ -168,11 +168,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         windows = [part.accumulation for part in _cross_shards(self.model) if part.accumulation is not None]
         if not self._warned and any(window.num_taken for window in windows):
             self._warned = True
-            warnings.warn(
+            warn(
                 f"Epoch {epoch} ended within a window of micro-batches, which no backup holds: training that is "
                 "restored from it will differ from training that was never interrupted. Make the number of steps per "
                 "epoch a multiple of `gradient_accumulation_steps`.",
-                stacklevel=2,
             )
         random_states = processes.gather_objects(_random_state())
         model = self.model

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import warnings
 from typing import Any, TypeVar
 
 import keras
@@ -31,6 +30,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import layers_of
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Tensor, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
@@ -196,10 +196,9 @@ def _warn_if_apart(layer: Any) -> None:
         is_apart = True
     if is_apart and _WARNED not in vars(layer):
         object.__setattr__(layer, _WARNED, True)
-        warnings.warn(
+        warn(
             "Only in the steps of a prepared model does a synchronized `BatchNormalization` exchange statistics. "
             f"Received: {check.with_article(layer)} named {layer.name!r}, in training mode elsewhere, where each "
             "replica normalises with its own rows. Use `fit` or `train_on_batch` of a prepared model, whose "
             "`train_step` may be a custom one.",
-            stacklevel=2,
         )

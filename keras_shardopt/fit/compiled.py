@@ -1,14 +1,14 @@
-"""Models that are compiled, or trained, where there are several replicas: prepared at once, or warned of.
+"""Models that are made, compiled or trained where there are several replicas: prepared, warned of, or refused.
 
 Private names of Keras touched here (a test holds each of them):
-    `models.Trainer.compile` - what the `compile` of every model comes to, `load_model`'s as well.
+    `models.Trainer.__init__`, `compile` - what each constructor and each `compile` of a model comes to, also those of
+        `load_model`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,16 +16,19 @@ from typing import Any
 import keras
 
 from keras_shardopt.backends import for_backend
-from keras_shardopt.backends.active import processes, runtime
-from keras_shardopt.backends.models import Trainer, has_built_in_step, is_prepared
+from keras_shardopt.backends.active import processes
+from keras_shardopt.backends.models import Trainer, has_built_in_step, is_prepared, optimizers_in_step
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.fit.overrides import reducers_in
 from keras_shardopt.fit.prepare import prepare_for
 from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
 
-# On a model: it is compiled, and what it trains with is not known yet; it is left as it is because somebody said so.
+# On a model: it is compiled, and what it trains with is not known yet; it is left as it is because somebody said so;
+# it was made or compiled in a block that prepares models.
 _WAITS = "_keras_shardopt_waits"
 _IS_LEFT = "_keras_shardopt_left_unprepared"
+_IS_OF_BLOCK = "_keras_shardopt_of_block"
 
 
 class _Block:
@@ -37,8 +40,13 @@ class _Block:
         self.waiting: list[weakref.ref[Any]] = []
         """The models whose optimizers are not known yet."""
 
+    def made(self, model: Any) -> None:
+        """Notes where a model was made."""
+        object.__setattr__(model, _IS_OF_BLOCK, self.prepares)
+
     def compiled(self, model: Any) -> None:
         """Prepares a model, or warns of its optimizer."""
+        self.made(model)
         object.__setattr__(model, _IS_LEFT, not self.prepares)
         set_sharing(model, None if self._auto_shard else False, None)
         if not self.prepares or _prepare_if_possible(model):
@@ -55,6 +63,9 @@ class _Alone:
 
     waiting: Sequence[weakref.ref[Any]] = ()
 
+    def made(self, model: Any) -> None:
+        """Notes nothing: one replica trains with any optimizer."""
+
     def compiled(self, model: Any) -> None:
         """Lets the same program do what it does with several."""
         if _cuts_batches(model):
@@ -63,7 +74,7 @@ class _Alone:
             _steps.step_one_by_one(model)
 
 
-# Where Keras makes one step at a time, and refuses to be asked for more.
+# Where Keras makes one step at a time, and where each process trains a copy of the model.
 _steps = for_backend({"torch": "keras_shardopt.fit.torch"})
 _blocks: list[_Block | _Alone] = []
 
@@ -80,15 +91,19 @@ def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True)
     if not are_several and not wanted:
         yield
         return
-    before, block = Trainer.compile, _Block(wanted, auto_shard) if are_several else _Alone()
+    block = _Block(wanted, auto_shard) if are_several else _Alone()
+    before = Trainer.__init__, Trainer.compile
 
-    @functools.wraps(before)
-    def compile_and_prepare(model: Any, *args: Any, **kwargs: Any) -> None:
-        before(model, *args, **kwargs)
-        if _blocks[-1] is block:  # or one inside it says what becomes of the model
-            block.compiled(model)
+    def then(method: Callable[..., None], tell: Callable[[Any], None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def call_and_tell(model: Any, *args: Any, **kwargs: Any) -> None:
+            method(model, *args, **kwargs)
+            if _blocks[-1] is block:  # or one inside it says what becomes of the model
+                tell(model)
 
-    Trainer.compile = compile_and_prepare
+        return call_and_tell
+
+    Trainer.__init__, Trainer.compile = then(before[0], block.made), then(before[1], block.compiled)
     _blocks.append(block)
     try:
         yield
@@ -97,7 +112,7 @@ def preparing_compiled(wanted: bool, auto_shard: bool, are_several: bool = True)
                 _settle(model)
     finally:
         _blocks.remove(block)
-        Trainer.compile = before
+        Trainer.__init__, Trainer.compile = before
 
 
 def _settle(model: Any) -> bool:
@@ -121,24 +136,36 @@ def _prepare_if_possible(model: Any) -> bool:
 
 
 def _warn_of_plain_optimizer(model: Any) -> None:
-    if model.optimizer is None or is_prepared(model) or processes.process()[0] == 1:
+    if model.optimizer is None or is_prepared(model) or not _train_apart(model):
         return  # a prepared model refuses to train so
-    # One program for all replicas reduces gradients by itself.
-    if not processes.needs_initial_broadcast or (replicas := runtime.communicator("")).is_spmd:
+    warn(_apart_in_words(model))
+
+
+def _train_apart(model: Any) -> bool:
+    return _steps is not None and bool(_steps.train_apart(model))
+
+
+def _refuse_to_train_apart(model: Any) -> None:
+    """Raises ValueError if each process would train a model of a `data_parallel()` block by itself."""
+    if not vars(model).get(_IS_OF_BLOCK, False) or is_prepared(model) or not optimizers_in_step(model):
         return
-    object.__setattr__(model, _IS_LEFT, True)  # once is enough
-    name = type(model.optimizer).__name__
-    warnings.warn(
+    if not reducers_in(model, cross_shards) and _train_apart(model):
+        raise ValueError(_apart_in_words(model))
+
+
+def _apart_in_words(model: Any) -> str:
+    name = type(optimizers_in_step(model)[0]).__name__
+    return (
         "A model that several processes train together needs a `CrossShard`, which averages their gradients. Received: "
-        f"`{model.name}`, compiled with {name} on {replicas.num_replicas} processes, whose ranks will train apart. "
-        f"Use `keras_shardopt.CrossShard({name}(...))`, or `data_parallel(prepare=False)` if that is meant.",
-        stacklevel=3,
+        f"`{model.name}`, compiled with {name} on {processes.process()[0]} processes, whose ranks would train apart. "
+        f"Use `keras_shardopt.CrossShard({name}(...))`, or `data_parallel(prepare=False)` if that is meant."
     )
 
 
 def _fit(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     if _settle(model):
         return model.fit(*args, **kwargs)
+    _refuse_to_train_apart(model)
     if not is_prepared(model) and not vars(model).get(_IS_LEFT, False):
         if _cuts_batches(model) and processes.num_replicas() == 1:
             prepare_for(model)  # `compile` has not, outside of a scope
@@ -159,28 +186,34 @@ def _warn_of_unprepared(model: Any) -> None:
         # Without a process group, which asking for replicas is an error about, a plain model trains by itself.
         with contextlib.suppress(ValueError):
             if has_built_in_step(model) and processes.num_replicas() > 1:
+                object.__setattr__(model, _IS_LEFT, True)  # once is enough
                 _warn_of_plain_optimizer(model)
         return
     if processes.num_replicas() == 1:
         return
     object.__setattr__(model, _IS_LEFT, True)  # once is enough
-    warnings.warn(
+    warn(
         "A model that several processes train together must be prepared, or each of them has metrics of its own, "
         "callbacks decide apart, and uneven parts of a batch count alike. "
         f"Received: `fit` of `{model.name}`, which is not. Compile it inside `with keras_shardopt.data_parallel():`, "
         "or call `keras_shardopt.prepare(model)` after `compile`. If it is meant: `data_parallel(prepare=False)`.",
-        stacklevel=4,
     )
 
 
-def _watch_fit() -> None:
-    in_keras = keras.Model.fit
+def _train_on_batch(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_to_train_apart(model)
+    return in_keras(model, *args, **kwargs)
+
+
+def _watch(name: str, function: Callable[..., Any]) -> None:
+    in_keras = getattr(keras.Model, name)
 
     @functools.wraps(in_keras)
-    def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return _fit(in_keras, model, *args, **kwargs)
+    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(in_keras, model, *args, **kwargs)
 
-    keras.Model.fit = fit
+    setattr(keras.Model, name, watched)
 
 
-_watch_fit()
+_watch("fit", _fit)
+_watch("train_on_batch", _train_on_batch)

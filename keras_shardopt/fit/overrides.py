@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import keras
 
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.models import optimizers_in_step, override_method
+from keras_shardopt.backends.user_warnings import warn
 
 
 def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -125,10 +125,9 @@ def refuse_groups(reducers: Sequence[Any]) -> None:
 
 def warn_of_unequal_start(names: Sequence[str]) -> None:
     """Says, in one line, which variables were not equal on all processes when an epoch began."""
-    warnings.warn(
+    warn(
         "All processes must begin an epoch equal, so all go on with the values of the first one. "
         f"Received: other values of {check.listed(names, ', ')} on some. Change variables on every process alike.",
-        stacklevel=2,
     )
 
 

@@ -43,8 +43,8 @@ class data_parallel:
     `DataParallel` is replaced until the scope is left, and a distribution with layouts of its own is an error.
 
     A model that is compiled or loaded inside, with a `CrossShard`, is prepared: its `fit` does what one process with
-    the whole batch would do, see `keras_shardopt.prepare`. On ranks of PyTorch a model that is compiled with a plain
-    optimizer is warned of, as they would train apart.
+    the whole batch would do, see `keras_shardopt.prepare`. On ranks of PyTorch they would train apart with a
+    plain optimizer: `compile` warns of it, and `fit` and `train_on_batch` of a model made or compiled inside raise.
 
     `model.fit` may be called inside the block or after it. Leaving the block restores what it changed, except where
     JAX and PyTorch still need it for `fit`: if a `CrossShard` made inside is alive, the distribution or process

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from keras_shardopt import arguments as check
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.data.own_parts import is_own_part
 
 
@@ -98,9 +98,8 @@ def check_batches(batches: Sequence[tuple[int, int]], step: int, first: int | No
 
 def warn_of_same_parts() -> None:
     """Says that processes train on the same rows."""
-    warnings.warn(
+    warn(
         "Each process must be given its own rows with `auto_shard=False` or a `DistributedSampler`. Received: the same "
         "first batch on all of them, which then repeat each other's work. Leave out `auto_shard=False`, give the "
         "sampler this process's rank, or use `keras_shardopt.shard_data`.",
-        stacklevel=2,
     )

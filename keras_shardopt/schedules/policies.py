@@ -6,7 +6,6 @@ All formulas are written so that the step stays an integer until a ratio is take
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -15,6 +14,7 @@ import keras
 from keras import ops
 
 from keras_shardopt import arguments as check
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.schedules.schedule import Policy, at_least_float32
 from keras_shardopt.schedules.step_count import StepCount, repeated_squares
@@ -310,9 +310,8 @@ class CosineDecay(Policy):
         self.power = _power(power)
         if self.power != 1:
             # A cosine is what the caller asked for and gets, so configs of the original still work.
-            warnings.warn(
+            warn(
                 f"`power` has no effect on CosineDecay. Received: power={power!r}. Leave it out, or use PolyDecay.",
-                stacklevel=2,
             )
         self.begin_decay_at = check.count("begin_decay_at", begin_decay_at, 0)
         self.min_lr = check.number("min_lr", min_lr, at_least=0, fix="It is a fraction of `learning_rate`.")

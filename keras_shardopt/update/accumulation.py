@@ -5,7 +5,6 @@ Hides what is kept between micro-batches, and in which form: who communicates, a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from keras import ops
 
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dense, dtype_of, overwrites_variable
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import weighted_by_rows
@@ -254,12 +254,11 @@ class Accumulation(Stage):
         others = [i for i in sorted(self._given - set(positions)) if self._is_trained(i)]
         if others:
             names = [getattr(self._variables[i], "path", str(i)) for i in others]
-            warnings.warn(
+            warn(
                 "Micro-batches that are compiled should all have the same variables: which of them a window had is not "
                 "known there, so that those which had none are updated with a gradient of 0, which momentum and decay "
                 f"turn into a change. Received: micro-batches without {names}, after others with them. Use an "
                 "optimizer for each set of variables.",
-                stacklevel=2,
             )
 
     def _addend(self, i: int, grad: Tensor | None) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.traffic import Kind
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import (
     Gradients,
     ReduceOp,
@@ -343,9 +343,8 @@ def _warn_of_adam(optimizer: Any) -> None:
     kinds = (keras.optimizers.Adam, keras.optimizers.Adamax, keras.optimizers.Nadam, keras.optimizers.RMSprop)
     found = [leaf for leaf in base_optimizers(optimizer) if isinstance(leaf, kinds)]
     if found:
-        warnings.warn(
+        warn(
             "`PowerSGD` is made for SGD with momentum: optimizers that divide by a root of squared gradients learn "
             f"worse from gradients of low rank. Received: {type(found[0]).__name__}. "
             'Use `compression="int8"`, or `keras.optimizers.SGD(momentum=0.9)`.',
-            stacklevel=4,
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.update.options import GRADIENT_STATES, CrossShardOptions, check_groups
 from keras_shardopt.update.step import Step
 from keras_shardopt.wrapping.chain import children
@@ -115,7 +115,7 @@ class GradientStateFinder:
     def _warn_once(self, words: str, key: str | None = None) -> None:
         if (key or words) not in self._warned:
             self._warned.add(key or words)
-            warnings.warn(words, stacklevel=3)
+            warn(words)
 
     def _refuse(self, state: GradientState, num_replicas: int) -> None:
         rule = f"`{self.needing[0].partition('=')[0]}` needs the gradients of each replica, before they are reduced."

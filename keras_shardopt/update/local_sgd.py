@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.compression import Compressed
 from keras_shardopt.backends.models import models_with
 from keras_shardopt.backends.traffic import Collective, recording
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.update.apart import Copies, Rows, replicas_are_processes, statistics_of
 from keras_shardopt.update.coding import Coding
@@ -517,11 +517,10 @@ class LocalUpdates(Stage):
         left_out, reported = (int(ops.convert_to_numpy(v)) for v in (self.left_out, self._reported))
         if left_out > reported:
             self._reported.assign(left_out)
-            warnings.warn(
+            warn(
                 "A round whose mean is NaN or infinite is left out, and all replicas go on from the weights before it. "
                 f"Received: {left_out - reported} of them. Lower the learning rate, clip gradients, or use "
                 '`on_nonfinite="skip"`.',
-                stacklevel=2,
             )
 
     def reset(self) -> None:

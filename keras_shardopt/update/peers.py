@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from keras import ops
 
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Variable
 from keras_shardopt.update.agreement import check_agreement, described, losses_that_add_up
 from keras_shardopt.update.options import check_groups
@@ -122,10 +122,9 @@ class Peers:
         if self._optimizer.reduction == "sum" or current_share() is not None:
             return
         for loss in losses_that_add_up(self._optimizer, self._optimizer._trainable_variables)[:1]:
-            warnings.warn(
+            warn(
                 f"A loss that adds up over rows has gradients that add up over replicas, and their mean is "
                 f"{num_replicas} times too small. Received: {type(loss).__name__}(reduction='sum') with "
                 f"{self._optimizer!r}. "
                 'Use `CrossShard(..., reduction="sum")`, or call `keras_shardopt.prepare(model)` before `fit`.',
-                stacklevel=2,
             )

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.models import layers_of, models_with, optimizers_of, override_method
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.wrapping.chain import Wrapping, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
@@ -143,10 +143,9 @@ class Rollback:
     def _warn(self, received: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "Where an update is skipped, moving statistics and seeds cannot be put back here, so that a NaN may "
                 f"stay in them. {received}",
-                stacklevel=2,
             )
 
     # -- in the steps of `fit` -----------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +22,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras_shardopt.arguments import listed
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Variable
 from keras_shardopt.wrapping.chain import kind_of
 from keras_shardopt.wrapping.slots import without_counters, without_digits, without_numbers
@@ -49,7 +49,7 @@ class DividedState(Protocol):
 def load(optimizer: Any, store: Any) -> None:
     """Lets a wrapper read a state, or keep it until it is built; see `OptimizerWrapper.load_own_variables`."""
     if not list(store.keys()):
-        warnings.warn(f"The file holds no optimizer state; that of {optimizer!r} stays as it is.", stacklevel=3)
+        warn(f"The file holds no optimizer state; that of {optimizer!r} stays as it is.")
         return
     state = optimizer._inner_state
     if not optimizer.built:

@@ -3,7 +3,7 @@
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.jax.trainer` - the module whose `predict` asks for `DataParallel.auto_shard_dataset`.
 
-Of JAX: `jax._src.distributed.global_state.client` - the store of a job of several processes.
+Of JAX: `jax._src.distributed.global_state` - `client`, the store of a job of several processes, and `process_id`.
 """
 
 from __future__ import annotations
@@ -117,6 +117,13 @@ class JaxProcesses(Processes):
 
 
 processes = JaxProcesses()
+
+
+def is_first() -> bool:
+    """Whether this is process 0, found without `jax.process_index`, which makes the devices."""
+    if jax.distributed.is_initialized():
+        return bool(distributed.global_state.process_id == 0)
+    return os.environ.get("KERAS_DISTRIBUTION_PROCESS_ID", "0") == "0"
 
 
 def _is_named_process() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_shardopt.arguments import with_article
+from keras_shardopt.backends.keras_callers import warn_user
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import _process_of
@@ -86,13 +86,13 @@ def _check_can_divide(variables: Sequence[Variable]) -> None:
 
 
 def _warn_if_loaded_outside(variables: Sequence[Variable]) -> None:
-    if processes.num_replicas_of_last_scope > 1 and not any(num_mirrored(variable) > 1 for variable in variables):
-        warnings.warn(
+    is_alone = not any(num_mirrored(variable) > 1 for variable in variables)
+    if processes.num_replicas_of_last_scope > 1 and is_alone and processes.process()[1] == 0:
+        warn_user(
             "A model that is to train on several replicas must be loaded inside the scope. Received: a loaded "
             "optimizer and weights that are on one device, after a scope of "
             f"{processes.num_replicas_of_last_scope} replicas. Load it inside `with keras_shardopt.data_parallel():`. "
-            "To train on one device, load it inside `with keras_shardopt.data_parallel(1):`.",
-            stacklevel=3,
+            "To train on one device, load it inside `with keras_shardopt.data_parallel(1):`."
         )
 
 

@@ -17,7 +17,7 @@ from keras.src.backend.common import global_state
 from torch.nn.parallel import DistributedDataParallel
 
 from keras_shardopt.backends.communicator import Communicator, GradientState, in_buckets
-from keras_shardopt.backends.models import living_models
+from keras_shardopt.backends.models import has_built_in_step, living_models
 from keras_shardopt.backends.torch.ddp import _INITIALIZE_DDP, _REDUCED_BY_DDP, _ddps, _initialize_ddp, _owns
 from keras_shardopt.backends.torch.process_group import (
     explaining_failures,
@@ -274,6 +274,14 @@ class TorchProcessGroup(Communicator):
     def is_reduced_by_ddp(self, variable: Variable) -> bool:
         """Whether a DDP owns it."""
         return self._ddp_owner(_tensor(variable)) is not None
+
+    def is_reduced_elsewhere(self, model: Any) -> bool:
+        """Whether Keras, or a DDP, averages the gradients of a model that has no `CrossShard`."""
+        if isinstance(keras.distribution.distribution(), keras.distribution.ModelParallel):
+            return True
+        if _INITIALIZE_DDP is not None and has_built_in_step(model):
+            return True
+        return bool(model.trainable_variables) and all(map(self.is_reduced_by_ddp, model.trainable_variables))
 
     def has_found_no_ddp(self, variable: Variable) -> bool:
         """Whether a DDP that owns it has been looked for in vain, so that nobody looks again."""

@@ -28,7 +28,7 @@ class TorchRuntime(Runtime):
                 raise ValueError(
                     "Several processes were started, but no process group is open, so each would train a model of its "
                     f"own. Received: WORLD_SIZE={os.environ['WORLD_SIZE']}. Build and compile the model inside "
-                    "`with keras_shardopt.data_parallel():`, and do not close that before training ends."
+                    "`with keras_shardopt.data_parallel():`, with a `CrossShard`. Close that after training only."
                 )
             return SingleReplica()
         if dist.get_world_size() == 1:

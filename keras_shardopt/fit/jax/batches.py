@@ -256,7 +256,7 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         """Finds processes of which some have all data and others parts; and parts that are equal, unless meant."""
         told = gather_objects((self._is_whole, 0 if is_meant else checksum(first_rows(data[:2]))), "starts on data")
         check_kinds([is_whole for is_whole, _ in told])
-        if told[0][1] and len(set(told)) == 1 and jax.process_index() == 0:
+        if told[0][1] and len(set(told)) == 1:
             warn_of_same_parts()
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
@@ -365,8 +365,7 @@ def _start_equal(model: Any) -> None:
     prints = placement.fingerprints([*variables, *state])
     differs = (prints != prints[0]).any(axis=0)
     if differs.any():
-        if jax.process_index() == 0:
-            warn_of_unequal_start([v.path for v, each in zip([*variables, *state], differs) if each])
+        warn_of_unequal_start([v.path for v, each in zip([*variables, *state], differs) if each])
         placement.broadcast_state(variables, state)
 
 

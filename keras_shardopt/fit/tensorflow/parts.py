@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +32,7 @@ from keras_shardopt.backends.scopes import ScopeInScope
 from keras_shardopt.backends.tensorflow.losses import undivided
 from keras_shardopt.backends.tensorflow.processes import num_workers
 from keras_shardopt.backends.tensorflow.random_numbers import as_part, draw_apart
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.fit.overrides import reducers_in
 from keras_shardopt.fit.tensorflow.batches import rows_from
 from keras_shardopt.fit.tensorflow.cut_batches import Rows, start_of_part
@@ -108,7 +108,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
     grads, changes = sums[: work.num_gradients], sums[work.num_gradients :]
     logs = work.settle(tree, changes, found[-1]["same"])
     if trains and not work.variables:
-        warnings.warn("The model does not have any trainable weights.", stacklevel=2)  # as Keras' own step does
+        warn("The model does not have any trainable weights.")  # as Keras' own step does
     elif trains:
         positions = [part["found_inf"] for part in found if part["found_inf"] is not None]
         found_inf = functools.reduce(first_found, positions) if positions else None
@@ -324,11 +324,10 @@ def without_xla(model: Any) -> Iterator[None]:
     """Within it, steps of the model are made without XLA, which gives other last digits in other surroundings."""
     before = model.jit_compile
     if before:
-        warnings.warn(
+        warn(
             "With `virtual_replicas` TensorFlow's steps are not compiled with XLA, which gives equal operations other "
             f"last digits. Received: jit_compile=True, for the model `{model.name}`. Use "
             "`model.compile(..., jit_compile=False)`.",
-            stacklevel=2,
         )
         model.jit_compile = False
     try:

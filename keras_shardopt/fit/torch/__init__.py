@@ -1,5 +1,5 @@
 """Keras' torch trainer on several ranks."""
 
-from keras_shardopt.fit.torch.trainer import prepare, step_one_by_one
+from keras_shardopt.fit.torch.trainer import prepare, step_one_by_one, train_apart
 
-__all__ = ["prepare", "step_one_by_one"]
+__all__ = ["prepare", "step_one_by_one", "train_apart"]

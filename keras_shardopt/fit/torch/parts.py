@@ -10,7 +10,6 @@ forward once before, to count it; unless each rank has one part, and its loss ca
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.torch.random_numbers import as_parts, global_seed_state
 from keras_shardopt.backends.torch.threads import one_thread
+from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.torch.session import Session
@@ -105,10 +105,9 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
 
 
 def _warn_of_compiling(model: Any) -> None:
-    warnings.warn(
+    warn(
         "With `virtual_replicas` PyTorch's steps are not compiled, which gives equal operations other last digits. "
         f"Received: jit_compile=True, for the model `{model.name}`. Use `model.compile(..., jit_compile=False)`.",
-        stacklevel=2,
     )
 
 

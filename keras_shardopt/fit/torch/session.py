@@ -173,8 +173,7 @@ class Session:
         elif not differing:
             begin_anew(reducers)
         if differing:
-            if self.ranks.replica_id == 0:
-                warn_of_unequal_start(differing)
+            warn_of_unequal_start(differing)
             self.ranks.broadcast_from_rank_0(trained, shared)
         else:
             draw_apart(self.ranks.world, [])  # also where the program has seeded PyTorch since it was last said
@@ -244,7 +243,7 @@ class Session:
         if is_whole:
             check_alike(lengths, first_batches)
         elif not is_marked and self.call is Phase.TRAIN_BATCH and len(set(first_batches)) == 1 and first_batches[0]:
-            if not self._has_warned and self.ranks is not None and self.ranks.replica_id == 0:
+            if not self._has_warned:
                 warn_of_same_parts()
             self._has_warned = True
 

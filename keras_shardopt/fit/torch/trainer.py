@@ -24,10 +24,13 @@ from typing import Any
 
 import keras
 import torch
+import torch.distributed as dist
 from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.utils.python_utils import pythonify_logs
 
+from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import override_method
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import callbacks_of_call
@@ -71,6 +74,14 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         override_method(model, "_initialize_ddp", _without_ddp)
     if "get_metrics_result" in vars(_KerasTrainer):
         _KerasTrainer.get_metrics_result = _metrics_result
+
+
+def train_apart(model: Any) -> bool:
+    """Whether each rank trains this model, which has no `CrossShard`, without the others."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return processes.process()[0] > 1
+    replicas = runtime.communicator("")
+    return isinstance(replicas, TorchProcessGroup) and not replicas.is_reduced_elsewhere(model)
 
 
 def step_one_by_one(model: Any) -> None:

@@ -65,7 +65,13 @@ def divided_state(scope, x, y, mine):
 
 def main():
     folder = pathlib.Path(sys.argv[1])
-    keras.distribution.initialize()
+    # A warning comes from process 0 only, and starts no JAX, whose processes are connected before that.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ks.schedules.CosineDecay(0.1, 10, power=2)
+        keras.distribution.initialize()
+        ks.schedules.CosineDecay(0.1, 10, power=2)
+    assert [each.filename for each in caught] == 2 * [__file__] * (jax.process_index() == 0)
     with ks.data_parallel(prepare=False) as scope:
         assert (scope.num_replicas, scope.num_processes) == (4, 2)
         assert scope.process_id == jax.process_index() and scope.replica_id == 2 * scope.process_id

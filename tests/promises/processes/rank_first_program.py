@@ -15,6 +15,7 @@ import warnings
 
 import keras
 import numpy as np
+import torch
 import torch.distributed as dist
 from support import checks, problem
 from support.checks import check, refused
@@ -22,6 +23,7 @@ from support.checks import check, refused
 import keras_shardopt as ks
 from keras_shardopt.backends.models import is_prepared
 from keras_shardopt.fit import callbacks as fit_callbacks
+from keras_shardopt.fit.compiled import preparing_compiled
 
 warnings.filterwarnings("ignore")
 NUM_ROWS, ROWS_OF_RANK = 61, 5
@@ -34,7 +36,8 @@ def compiled(scope=None, model=None, **more):
     """Of all ranks, or where there is no scope of this process."""
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **more.pop("optimizer", {}))
     model = problem.model() if model is None else model
-    model.compile(ks.CrossShard(optimizer) if scope else optimizer, "mse", metrics=["mae"], **more)
+    with contextlib.nullcontext() if scope else preparing_compiled(False, True):
+        model.compile(ks.CrossShard(optimizer) if scope else optimizer, "mse", metrics=["mae"], **more)
     assert is_prepared(model) == bool(scope)
     return model
 
@@ -77,7 +80,9 @@ def warned(function):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
-    return [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    ours = [warning for warning in caught if issubclass(warning.category, UserWarning)]
+    assert all(warning.filename == __file__ for warning in ours), [warning.filename for warning in ours]
+    return [str(warning.message) for warning in ours]
 
 
 def lambda_callback(name, function):
@@ -303,7 +308,8 @@ def state_in_parts_is_saved_by_keras_callbacks(scope):
         fit(divided(), callbacks=[keras.callbacks.ModelCheckpoint(path)], epochs=2)
         loaded = keras.saving.load_model(path)
         alone = problem.model()
-        alone.compile(keras.optimizers.Adam(0.1), "mse")
+        with preparing_compiled(False, True):
+            alone.compile(keras.optimizers.Adam(0.1), "mse")
         fit(alone, epochs=2)
         assert problem.relative_difference(loaded.get_weights(), alone.get_weights()) <= problem.TOLERANCE
         assert is_prepared(loaded)
@@ -404,8 +410,12 @@ def logs_of_a_step_of_ones_own_are_the_mean_over_rows(scope):
 @check
 def what_trains_apart_is_warned_of_once(scope):
     model = problem.model()
-    (words,) = warned(lambda: model.compile("sgd", "mse"))
-    assert "compiled with SGD on 3 processes, whose ranks will train apart. Use `keras_shardopt.CrossShard(SGD" in words
+    words = warned(lambda: model.compile("sgd", "mse"))
+    assert len(words) == scope.is_chief  # once in a job
+    apart = "compiled with SGD on 3 processes, whose ranks would train apart. Use `keras_shardopt.CrossShard(SGD"
+    assert all(apart in text for text in words)
+    refused(lambda: model.fit(X, Y, verbose=0), ValueError, apart)
+    refused(lambda: model.train_on_batch(X, Y), ValueError, apart)
     assert warned(lambda: model.compile(ks.CrossShard("sgd"), "mse")) == []
     with ks.data_parallel(prepare=False):
         assert warned(lambda: problem.model().compile("sgd", "mse")) == []
@@ -415,18 +425,47 @@ def what_trains_apart_is_warned_of_once(scope):
     assert warned(lambda: model.fit(X[:15], Y[:15], batch_size=5, verbose=0)) == []
 
 
+class Reducing(keras.Sequential):
+    """Trains with DDP around its layers, as a program that came from PyTorch does."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = ((self.ddp(x) - y) ** 2).mean()
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in self.trainable_variables], self.trainable_variables)
+        return {"loss": loss}
+
+
+@check
+def a_plain_optimizer_may_train_what_a_ddp_reduces(scope):
+    inside = problem.model()
+    model = Reducing([inside])
+    object.__setattr__(model, "ddp", torch.nn.parallel.DistributedDataParallel(inside))
+    assert warned(lambda: model.compile("sgd", "mse")) == []
+    mine = slice(scope.replica_id, None, scope.num_replicas)
+    model.fit(X[:60][mine], Y[:60][mine], batch_size=ROWS_OF_RANK, epochs=4, shuffle=False, verbose=0)
+    with preparing_compiled(False, True):
+        alone = problem.model()
+        alone.compile("sgd", "mse")
+    assert_same(scope, model, fit(alone, X[:60], Y[:60], validation=None).model)
+
+
 def compiled_after_the_block(scope):
     model = problem.model()
     model.compile(ks.CrossShard("sgd"), "mse")
     train = lambda: model.fit(X[:15], Y[:15], batch_size=5, verbose=0)  # noqa: E731
-    (words,) = warned(train)
-    assert "Received: `fit` of `" in words and "or call `keras_shardopt.prepare(model)` after `compile`" in words
+    words = warned(train)
+    assert len(words) == scope.is_chief
+    assert all("or call `keras_shardopt.prepare(model)` after `compile`" in text for text in words), words
     assert warned(train) == []
     plain = problem.model()
     plain.compile("sgd", "mse")
     alone = lambda: plain.fit(X[:15], Y[:15], batch_size=5, verbose=0)  # noqa: E731
-    (words,) = warned(alone)
-    assert f"compiled with SGD on {scope.num_processes} processes, whose ranks will train apart" in words
+    words = warned(alone)
+    assert len(words) == scope.is_chief
+    assert all(f"SGD on {scope.num_processes} processes, whose ranks would train apart" in text for text in words)
     assert warned(alone) == []
     other = problem.model()
     other.compile(ks.CrossShard("sgd"), "mse")
@@ -439,10 +478,14 @@ def main():
     with ks.data_parallel() as scope:
         kept = ks.CrossShard("sgd")
         checks.make(scope, [name for name in names if name in checks.CHECKS], dist.barrier)
+        made_inside = problem.model()
     compiled_after_the_block(scope)
+    scope.close()
+    # The process group closes with a block that has no `CrossShard`, too; each rank would then train alone.
+    made_inside.compile("sgd", "mse")
+    refused(lambda: made_inside.fit(X, Y, verbose=0), ValueError, "SGD on 3 processes, whose ranks would train apart")
     if scope.is_chief:
         pathlib.Path(file).write_text(json.dumps(names))
-    scope.close()
     del kept
 
 

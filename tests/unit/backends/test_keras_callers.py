@@ -1,5 +1,8 @@
 """Who is calling, as the frames of the call stack say it."""
 
+import functools
+import threading
+
 import keras
 import pytest
 
@@ -177,3 +180,37 @@ def test_predict_asks_the_distribution():
         del asked[:]
         model.fit(x, keras.ops.ones((8, 1)), verbose=0)
         assert not any(asked)
+
+
+def of_library(name, function):
+    """Calls the function from code of that module."""
+    return eval("function()", {"__name__": name, "function": function})
+
+
+@pytest.mark.neutral
+def test_a_warning_points_at_the_line_of_the_user():
+    def warning():
+        keras_callers.warn_user("words")
+
+    through = functools.partial(
+        of_library, "keras.src.trainers.trainer", functools.partial(of_library, "torch", warning)
+    )
+    with pytest.warns(UserWarning, match="words") as caught:
+        through()
+    # `warning` is the innermost function of this file.
+    assert [(each.filename, each.lineno) for each in caught] == [(__file__, warning.__code__.co_firstlineno + 1)]
+    with pytest.warns(UserWarning) as caught:
+        of_library(
+            "keras_shardopt.fit", lambda: of_library("tensorflow", functools.partial(keras_callers.warn_user, "x"))
+        )
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.neutral
+def test_a_warning_in_a_thread_of_a_framework_points_at_what_the_main_thread_waits_for():
+    thread = threading.Thread(target=functools.partial(of_library, "tensorflow", lambda: None))
+    thread.run = functools.partial(of_library, "tensorflow", functools.partial(keras_callers.warn_user, "words"))
+    with pytest.warns(UserWarning) as caught:
+        thread.start()
+        thread.join()
+    assert caught[0].filename == __file__

@@ -1,0 +1,16 @@
+"""Warnings: at the user's line, and once in a job of several processes."""
+
+from __future__ import annotations
+
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import processes, runtime
+from keras_shardopt.backends.keras_callers import warn_user
+
+# Where asking which process this is makes devices, and constructors warn before that.
+_before_devices = for_backend({"jax": "keras_shardopt.backends.jax.processes"})
+
+
+def warn(words: str) -> None:
+    """Warns on process 0 only, as all processes make the same calls."""
+    if processes.process()[1] == 0 if _before_devices is None else _before_devices.is_first():
+        runtime.no_compile(warn_user, words)
