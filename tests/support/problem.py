@@ -12,6 +12,8 @@ from unittest import mock
 import keras
 import numpy as np
 
+from keras_shardopt.fit.compiled import preparing_compiled
+
 NUM_FEATURES = 5
 NUM_OUTPUTS = 3
 BATCH_SIZE = 16
@@ -35,6 +37,11 @@ def rows_of_replica(x, replica, num_replicas):
     """The rows that a replica sees: the same part of every batch, as TensorFlow and JAX divide it."""
     batches = x.reshape(-1, num_replicas, BATCH_SIZE // num_replicas, *x.shape[1:])
     return batches[:, replica].reshape(-1, *x.shape[1:])
+
+
+def alone():
+    """A block for models that this process trains without the others, inside of `data_parallel()` too."""
+    return preparing_compiled(False, True)
 
 
 def rows_here(replicas):

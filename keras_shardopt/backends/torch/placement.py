@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from keras_shardopt.backends.communicator import Communicator
-from keras_shardopt.backends.models import models_with
+from keras_shardopt.backends.models import layers_of, models_with
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes, _tensor, alike_in_buckets
 from keras_shardopt.backends.torch.process_group import gather_objects, tell
@@ -30,9 +32,11 @@ class TorchPlacement(Placement):
         self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
     ) -> None:
         if dist.is_available() and dist.is_initialized():
+            models = models_with(variables)
+            _check_whole(variables, models)
             replicas = runtime.communicator("")
             if isinstance(replicas, TorchProcessGroup):
-                draw_apart(replicas, models_with(variables))
+                draw_apart(replicas, models)
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         mine = fingerprints([_tensor(v).detach() for v in variables])
@@ -61,6 +65,29 @@ class TorchPlacement(Placement):
 
 
 placement = TorchPlacement()
+
+
+def _check_whole(variables: Sequence[Variable], models: Sequence[Any]) -> None:
+    """Raises ValueError if FSDP or Keras divides the weights among ranks."""
+    kept = "Every rank must hold whole weights for a `CrossShard`, which averages their gradients."
+    if isinstance(keras.distribution.distribution(), keras.distribution.ModelParallel):
+        raise ValueError(
+            f"{kept} Received: {variables[0].path!r} under a `ModelParallel`, for which Keras reduces gradients. Train "
+            "with the optimizer that is inside the `CrossShard`, or under `data_parallel()` instead."
+        )
+    # Both modules are slow to import, and nothing is divided before.
+    kinds = [("fsdp", "FSDPModule"), ("tensor", "DTensor")]
+    module_kind, tensor_kind = (getattr(sys.modules.get(f"torch.distributed.{file}"), name, ()) for file, name in kinds)
+    divided = [v for v in variables if isinstance(_tensor(v), tensor_kind)]
+    layers = [layer for model in models for layer in layers_of(model)]
+    if divided or any(isinstance(module, module_kind) for layer in layers for module in layer.modules()):
+        raise ValueError(
+            f"{kept} Received: {(divided or variables)[0].path!r} under `fully_shard`. A Keras layer computes with the "
+            "weights that it had before, so FSDP trains nothing. Leave `fully_shard` out; "
+            "`CrossShard(..., shard_state=True)` divides the optimizer state among ranks."
+        )
+
+
 _CHUNK = 2**16
 """How many 32-bit words are summed up at a time, so that they stay in the CPU's cache."""
 

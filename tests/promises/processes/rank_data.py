@@ -107,9 +107,9 @@ def trains_as_one_process(scope):
         model.fit(*data, epochs=2, verbose=0, **arguments)
         return model
 
-    reference = trained(
-        problem.sgd_momentum(), x, y, batch_size=per_rank * scope.num_replicas, shuffle=False
-    ).get_weights()
+    with problem.alone():
+        whole = {"batch_size": per_rank * scope.num_replicas, "shuffle": False}
+        reference = trained(problem.sgd_momentum(), x, y, **whole).get_weights()
     both = torch.utils.data.TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
     loader = ks.shard_data(torch.utils.data.DataLoader(both, per_rank))
     for data, arguments in (

@@ -23,7 +23,6 @@ from support.checks import check, refused
 import keras_shardopt as ks
 from keras_shardopt.backends.models import is_prepared
 from keras_shardopt.fit import callbacks as fit_callbacks
-from keras_shardopt.fit.compiled import preparing_compiled
 
 warnings.filterwarnings("ignore")
 NUM_ROWS, ROWS_OF_RANK = 61, 5
@@ -36,7 +35,7 @@ def compiled(scope=None, model=None, **more):
     """Of all ranks, or where there is no scope of this process."""
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **more.pop("optimizer", {}))
     model = problem.model() if model is None else model
-    with contextlib.nullcontext() if scope else preparing_compiled(False, True):
+    with contextlib.nullcontext() if scope else problem.alone():
         model.compile(ks.CrossShard(optimizer) if scope else optimizer, "mse", metrics=["mae"], **more)
     assert is_prepared(model) == bool(scope)
     return model
@@ -308,7 +307,7 @@ def state_in_parts_is_saved_by_keras_callbacks(scope):
         fit(divided(), callbacks=[keras.callbacks.ModelCheckpoint(path)], epochs=2)
         loaded = keras.saving.load_model(path)
         alone = problem.model()
-        with preparing_compiled(False, True):
+        with problem.alone():
             alone.compile(keras.optimizers.Adam(0.1), "mse")
         fit(alone, epochs=2)
         assert problem.relative_difference(loaded.get_weights(), alone.get_weights()) <= problem.TOLERANCE
@@ -446,10 +445,30 @@ def a_plain_optimizer_may_train_what_a_ddp_reduces(scope):
     assert warned(lambda: model.compile("sgd", "mse")) == []
     mine = slice(scope.replica_id, None, scope.num_replicas)
     model.fit(X[:60][mine], Y[:60][mine], batch_size=ROWS_OF_RANK, epochs=4, shuffle=False, verbose=0)
-    with preparing_compiled(False, True):
+    with problem.alone():
         alone = problem.model()
         alone.compile("sgd", "mse")
     assert_same(scope, model, fit(alone, X[:60], Y[:60], validation=None).model)
+
+
+@check
+def weights_that_fsdp_divides_are_refused(scope):
+    """Keras' layers compute with the weights from before, so that nothing would train."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    model = problem.model()
+    for layer in model.layers[1:]:
+        fully_shard(layer)
+    model.compile(ks.CrossShard("sgd"), "mse")
+    refused(
+        lambda: model.fit(X, Y, verbose=0), ValueError, "under `fully_shard`. A Keras layer computes with the weights"
+    )
+    # As a layer holds weights that were divided before it was made.
+    variable = keras.Variable(np.ones((6, 2), "float32"))
+    mesh = torch.distributed.init_device_mesh("cpu", (scope.num_replicas,))
+    variable._value = torch.nn.Parameter(distribute_tensor(variable.value.detach(), mesh))
+    refused(lambda: ks.CrossShard("sgd").build([variable]), ValueError, "Leave `fully_shard` out")
 
 
 def compiled_after_the_block(scope):
