@@ -308,7 +308,8 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    # A tensor without elements that comes from NumPy has a stride of 0, and PyTorch makes no bytes of it as it is.
+    return tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8).reshape(-1)
 
 
 def _joined(received: Tensor, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -28,7 +28,7 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.models import has_built_in_step, optimizers_of
-from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes
 from keras_shardopt.backends.torch.placement import fingerprints, joint_fingerprint
 from keras_shardopt.backends.torch.process_group import can_promise, gather_objects, owe_steps, tell, tell_soon
 from keras_shardopt.backends.torch.random_numbers import draw_apart
@@ -407,7 +407,7 @@ class Session:
         sizes = [t[:1].numel() * t.element_size() * factor for t, factor in zip(tensors, factors)]
         parts = []
         for tensor, factor, size in zip(tensors, factors, sizes):
-            part = tensor.contiguous()[: mine * factor].reshape(-1).view(torch.uint8)
+            part = _bytes(tensor[: mine * factor])
             parts.append(torch.nn.functional.pad(part, (0, size * max(rows) - part.numel())))
         (everyones,) = self.ranks.all_gather([torch.cat(parts)])
         columns = everyones.view(len(rows), -1).split([size * max(rows) for size in sizes], dim=1)

@@ -679,6 +679,24 @@ def a_model_with_two_optimizers_of_its_own(scope):
 
 
 @check
+def variables_without_elements_change_nothing(scope):
+    """Of an array: PyTorch takes its stride from NumPy."""
+    empty = lambda: keras.Variable(np.zeros(0, "float32"), name="empty")  # noqa: E731
+    alone = trained(ELEMENTWISE["momentum"](), lambda step: mean_gradients(scope.num_replicas, step), variables())
+    for shard_state in (False, True):
+        optimizer = ks.CrossShard(ELEMENTWISE["momentum"](), shard_state=shard_state, fused=False)
+        *mine, last = trained(
+            optimizer,
+            lambda step: [*gradients(scope.replica_id, step), torch.zeros(0)],
+            [*variables(), empty()],
+        )
+        assert tuple(last.shape) == (0,)
+        for variable, reference in zip(mine, alone, strict=True):
+            torch.testing.assert_close(variable.value, reference.value, rtol=1e-6, atol=1e-6)
+        assert largest_difference([*mine, last]) == 0
+
+
+@check
 def files_travel_between_numbers_of_ranks(scope):
     folder = pathlib.Path(sys.argv[1]).parent
     for name, make in (("adam", ELEMENTWISE["ema"]), ("lamb", lambda: keras.optimizers.Lamb(0.01))):

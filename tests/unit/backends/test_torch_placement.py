@@ -20,6 +20,13 @@ def test_host_and_device_find_the_same(dtype):
         assert placement._on_host(tensor) % 2**64 == int(placement._on_device(tensor)) % 2**64
 
 
+def test_tensors_without_elements_are_no_bytes():
+    for shape in ((0,), (0, 3), (3, 0)):  # PyTorch takes the first one's stride of 0 from NumPy
+        tensor = torch.from_numpy(np.zeros(shape, "float32"))
+        assert placement._bytes(tensor).shape == (0,)
+        assert placement.fingerprints([tensor]) == placement.fingerprints([torch.zeros(shape)])
+
+
 @pytest.mark.parametrize("size", [1, 3, 8, placement._CHUNK + 5])
 def test_no_change_of_one_bit_or_of_signs_is_lost(size):
     random = np.random.default_rng(0)
