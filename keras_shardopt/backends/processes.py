@@ -1,4 +1,8 @@
-"""The control plane: the processes of a program, and what they exchange on the host."""
+"""The control plane: the processes of a program, and what they exchange on the host.
+
+Private names of Keras touched here (a test holds each of them):
+    `keras.src.utils.rng_utils.tf` - the TensorFlow that `keras.utils.set_random_seed` imports and seeds.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ import contextlib
 import dataclasses
 import datetime
 import pickle
+import sys
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from keras.src.utils import rng_utils
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +45,18 @@ class World:
 
     forget: Callable[[], None] = lambda: None
     """Called when the scope is closed for good, and not only left: what comes next may be for one device."""
+
+
+@contextlib.contextmanager
+def seeding_without_tensorflow() -> Iterator[None]:
+    """Within it `keras.utils.set_random_seed` imports no TensorFlow. It seeds one that the program has imported."""
+    in_keras = rng_utils.tf
+    if "tensorflow" not in sys.modules:
+        rng_utils.tf = types.SimpleNamespace(available=False)
+    try:
+        yield
+    finally:
+        rng_utils.tf = in_keras
 
 
 def unlike_calls(calls: dict[int, str], noun: str, more: str = "") -> str:

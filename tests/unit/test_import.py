@@ -1,5 +1,6 @@
-"""What `import keras_shardopt` loads beyond `import keras`."""
+"""What `import keras_shardopt` loads beyond `import keras`, and `data_parallel()` beyond that."""
 
+import functools
 import subprocess
 import sys
 
@@ -16,15 +17,46 @@ import keras_shardopt
 print(*({name.partition(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)))
 """
 
+# Two processes, as those of a job are seeded alike.
+IN_A_JOB = """
+import os
+sys.stdout.flush()
+rank = 0 if os.fork() else 1
+os.environ["RANK"] = os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] = str(rank)
+with keras_shardopt.data_parallel() as replicas:
+    assert replicas.num_processes == 2
+    first = keras.random.uniform(())
+    assert "tensorflow" not in sys.modules
+    keras.utils.set_random_seed(keras.src.utils.rng_utils.get_random_seed())
+    assert keras.random.uniform(()) == first and "tensorflow" in sys.modules  # it is installed, and the seed is Keras'
+    keras_shardopt.backends.active.processes.gather_objects(rank)
+if rank == 0:
+    print("in a job")
+"""
+
+
+@functools.cache
+def printed():
+    """The lines of the program, which is one interpreter for several tests."""
+    if BACKEND == "tensorflow":  # a fork has imported nothing but Keras there
+        return launch.program(BACKEND, PROGRAM, environment=launch.variables(BACKEND)).splitlines()
+    port = str(launch.free_ports(1)[0])
+    of_ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    addresses = {"KERAS_DISTRIBUTION_JOB_ADDRESSES": f"127.0.0.1:{port}", "KERAS_DISTRIBUTION_NUM_PROCESSES": "2"}
+    of_jax = {**addresses, "JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    environment = launch.variables(BACKEND, **(of_ranks if BACKEND == "torch" else of_jax))
+    return launch.run([sys.executable, "-c", PROGRAM + IN_A_JOB], 120, environment).splitlines()
+
 
 @pytest.mark.xdist_group("processes")
 def test_no_package_but_itself_is_loaded_that_keras_does_not_load():
-    if BACKEND == "tensorflow":  # a fork has imported nothing but Keras there
-        printed = launch.program(BACKEND, PROGRAM, environment=launch.variables(BACKEND))
-    else:
-        command = [sys.executable, "-c", PROGRAM]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patient(120)).stdout
-    assert printed.split() == ["keras_shardopt"]
+    assert printed()[0] == "keras_shardopt"
+
+
+@pytest.mark.backends("torch", "jax")
+@pytest.mark.xdist_group("processes")
+def test_processes_of_a_job_are_seeded_without_tensorflow():
+    assert printed()[-1] == "in a job"
 
 
 WITHOUT_FRAMEWORKS = """

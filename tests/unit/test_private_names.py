@@ -242,6 +242,19 @@ def test_seed_state_on_torch():
     assert tuple(global_state.get_global_attribute("global_seed_generator").state.shape) == (2,)
 
 
+def test_seeds_reach_the_tensorflow_of_one_name(monkeypatch):
+    from types import SimpleNamespace
+
+    from keras.src.utils import rng_utils
+
+    seeds = []
+    random = SimpleNamespace(set_seed=seeds.append)
+    for available in (True, False):
+        monkeypatch.setattr(rng_utils, "tf", SimpleNamespace(available=available, random=random))
+        keras.utils.set_random_seed(1234)
+    assert seeds == [1234]
+
+
 @pytest.mark.backends("torch")
 def test_random_numbers_on_torch_take_their_seeds_from_one_function(monkeypatch):
     from keras.src.backend.torch import random

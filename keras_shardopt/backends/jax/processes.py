@@ -30,7 +30,14 @@ from jax.experimental import multihost_utils
 
 from keras_shardopt.backends.jax.communicator import batch_size_of, spans_processes
 from keras_shardopt.backends.keras_callers import is_running
-from keras_shardopt.backends.processes import Processes, World, check_same_calls, gather_pickled, wait_in
+from keras_shardopt.backends.processes import (
+    Processes,
+    World,
+    check_same_calls,
+    gather_pickled,
+    seeding_without_tensorflow,
+    wait_in,
+)
 
 
 class JaxProcesses(Processes):
@@ -141,7 +148,8 @@ def _initialize(num_replicas: int | None, timeout: datetime.timedelta | None) ->
         limits = {"heartbeat_timeout_seconds": seconds, "shutdown_timeout_seconds": seconds}
         jax.distributed.initialize = functools.partial(in_jax, **limits)
     try:
-        keras.distribution.initialize()
+        with seeding_without_tensorflow():
+            keras.distribution.initialize()
     except RuntimeError as error:
         if "before any JAX" not in str(error):
             raise

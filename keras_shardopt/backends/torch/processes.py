@@ -21,7 +21,7 @@ from keras.src.utils import rng_utils
 
 from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.keras_callers import caller_function
-from keras_shardopt.backends.processes import Processes, World
+from keras_shardopt.backends.processes import Processes, World, seeding_without_tensorflow
 from keras_shardopt.backends.torch.process_group import (
     close_group,
     explaining_failures,
@@ -117,4 +117,5 @@ def _agree_on_seed() -> None:
         chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]
         with explaining_failures():
             dist.broadcast_object_list(chosen)
-        keras.utils.set_random_seed(chosen[0])
+        with seeding_without_tensorflow():
+            keras.utils.set_random_seed(chosen[0])
