@@ -60,16 +60,27 @@ def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
 _VARIABLE = "trainable variable "
 _LAYER = "layer "
 _OF_LAYER = " of layer "
+_LOSS = ("`loss`", "`loss_weights`")
 
 
-def check_agreement(mine: Description) -> None:
+def check_agreement(mine: Description, optimizer: Any, variables: Sequence[Variable]) -> None:
     """Compares this process's description with those of all others. All processes must call it together.
+
+    Args:
+        mine: what `described` has returned.
+        optimizer: the optimizer that it was called with.
+        variables: the variables that it was called with.
 
     Raises:
         ValueError: on every process, if descriptions differ. It names what does.
     """
-    digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
-    if len(set(processes.gather_objects(digest))) == 1:
+    if _is_everyones(mine):
+        return
+    # A model that nothing holds any more may live on in some processes. All search their garbage here, and only here.
+    gc.collect()
+    mine = {thing: value for thing, value in mine.items() if not _is_of_model(thing)}
+    _describe_model(optimizer, variables, mine)
+    if _is_everyones(mine):
         return
     everyones = processes.gather_objects(mine)
     things = list(dict.fromkeys(thing for theirs in everyones for thing in theirs))
@@ -88,6 +99,16 @@ def check_agreement(mine: Description) -> None:
         f"updated yet. Received {listed(received)}. "
         "Run the same script with the same arguments, and the same installation, in every process."
     )
+
+
+def _is_everyones(mine: Description) -> bool:
+    digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
+    return len(set(processes.gather_objects(digest))) == 1
+
+
+def _is_of_model(thing: str) -> bool:
+    """Whether `_describe_model` has added it."""
+    return thing in _LOSS or thing.startswith(_LAYER) or _OF_LAYER in thing
 
 
 _MOST_NAMES = 8
@@ -133,13 +154,9 @@ def _describe_model(optimizer: Any, variables: Sequence[Variable], found: Descri
     # Others that hold these variables do not count: one process may have made some for itself.
     compiled = _compiled_with(optimizer, models_with(variables))
     if compiled is not None:
-        del compiled
-        gc.collect()  # one that nothing holds any more may have gone on some processes and not on others
-        compiled = _compiled_with(optimizer, models_with(variables))
-    if compiled is not None:
-        found["`loss`"] = _short(_loss_in_words(getattr(compiled, "loss", None)))
+        found[_LOSS[0]] = _short(_loss_in_words(getattr(compiled, "loss", None)))
         weights = getattr(getattr(compiled, "_compile_loss", None), "_user_loss_weights", None)
-        found["`loss_weights`"] = _short(_in_words(weights, {}))
+        found[_LOSS[1]] = _short(_in_words(weights, {}))
     # Models inside it have nothing of their own, or nothing that could be told from their layers.
     layers = [] if compiled is None else [layer for layer in layers_of(compiled) if not isinstance(layer, keras.Model)]
     for i, (layer, name) in enumerate(zip(layers, without_counters([layer.name for layer in layers]))):

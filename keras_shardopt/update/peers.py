@@ -47,7 +47,7 @@ class Peers:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.
             self._described = described(self._optimizer, variables)
             if processes.creates_variables_collectively():
-                self._compare()
+                self._compare(variables)
 
     def ready(self, variables: Sequence[Variable], comm: Communicator) -> float:
         """Makes sure that these replicas may train, and start with equal weights and state.
@@ -94,7 +94,7 @@ class Peers:
             if not self._optimizer.built:
                 return
             self._described = described(self._optimizer, self._optimizer._trainable_variables)
-        runtime.no_compile(self._compare)
+        runtime.no_compile(self._compare, self._optimizer._trainable_variables)
 
     def check_parts(self) -> None:
         """Makes sure, where state is divided, that its parts still belong together. All processes call it together.
@@ -107,8 +107,8 @@ class Peers:
         if self._agree:
             self._check_start()
 
-    def _compare(self) -> None:
-        check_agreement(self._described)
+    def _compare(self, variables: Sequence[Variable]) -> None:
+        check_agreement(self._described, self._optimizer, variables)
         self._check_start()
         self._agree = True
 

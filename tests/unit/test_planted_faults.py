@@ -278,8 +278,8 @@ FAULTS = [
     ),
     fault(
         "update/agreement.py",
-        "if len(set(processes.gather_objects(digest))) == 1:",
-        "if True:",
+        "return len(set(processes.gather_objects(digest))) == 1",
+        "return True",
         "unit/update/test_agreement_in_words.py::test_what_differs_is_named_at_any_depth",
     ),
     # Arithmetic.

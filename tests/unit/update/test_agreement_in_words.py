@@ -1,5 +1,7 @@
 """What processes exchange about what they train, and the error where it differs."""
 
+import gc
+
 import keras
 import pytest
 from support import problem
@@ -13,7 +15,7 @@ def description(make):
     model = problem.model()
     optimizer = make()
     optimizer.build(model.trainable_variables)
-    return described(optimizer, model.trainable_variables)
+    return described(optimizer, model.trainable_variables), optimizer, model.trainable_variables
 
 
 def clipping(limit=1.0, momentum=0.9, **arguments):
@@ -38,17 +40,42 @@ def clipping(limit=1.0, momentum=0.9, **arguments):
 def test_what_differs_is_named_at_any_depth(monkeypatch, other, words):
     mine, odd = description(clipping()), description(clipping(**other))
     for each in (mine, odd):
-        others = [mine, odd, mine]
-        digests = iter([["one", "another", "one"], others])
+        others = [mine[0], odd[0], mine[0]]
+        digests = iter([["one", "another", "one"], ["one", "another", "one"], others])
         monkeypatch.setattr(processes, "gather_objects", lambda value: next(digests))  # noqa: B023
         with pytest.raises(ValueError) as caught:
-            check_agreement(each)
+            check_agreement(*each)
         assert words in str(caught.value), str(caught.value)
 
 
 def test_equal_ones_pass_after_one_exchange(monkeypatch):
     exchanged = []
     monkeypatch.setattr(processes, "gather_objects", lambda value: exchanged.append(value) or [value] * 3)
-    check_agreement(description(clipping()))
-    check_agreement(description(clipping()))
+    check_agreement(*description(clipping()))
+    check_agreement(*description(clipping()))
     assert len(exchanged) == 2 and exchanged[0] == exchanged[1]
+
+
+def test_garbage_is_collected_only_where_descriptions_differ(monkeypatch):
+    """A model that nothing holds any more, and that the other process has got rid of, makes no difference."""
+    exchanged, collected, real = [], [], gc.collect
+    monkeypatch.setattr(processes, "gather_objects", lambda value: exchanged.append(value) or [value] * 2)
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(real()))
+    model, optimizer = problem.model(), clipping()()
+    model.compile(optimizer, "mse")
+    arguments = optimizer, model.trainable_variables
+    check_agreement(described(*arguments), *arguments)
+    assert len(exchanged) == 1 and not collected
+    of_other = exchanged.pop()
+    monkeypatch.setattr(processes, "gather_objects", lambda value: exchanged.append(value) or [value, of_other])
+    gc.disable()
+    try:
+        dropped = keras.Model(model.inputs, model.outputs)
+        dropped.compile(optimizer, "mae")
+        del dropped
+        mine = described(*arguments)
+        check_agreement(mine, *arguments)
+    finally:
+        gc.enable()
+    first, second = exchanged
+    assert first != of_other == second and len(collected) == 1
