@@ -21,7 +21,7 @@ SUBJECTS = (
     (
         "Starting processes and replicas",
         "processes.md",
-        r"__init__|fit/scope|backends/(\w+/)?process|update/agreement",
+        r"__init__|fit/scope|backends/((\w+/)?process|jobs)|update/agreement",
     ),
     ("Preparing models, and `fit`", "uneven_batches.md", r"fit/|update/losses"),
     ("Data", "processes.md#data", r"data/"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 
@@ -38,4 +39,9 @@ def report() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m keras_shardopt",
+        description="Prints versions, devices and replicas, for bug reports.",
+        epilog="To start a program in several processes: python -m keras_shardopt.launch --help",
+    ).parse_args()
     print(report())

@@ -14,7 +14,7 @@ import pickle
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,9 @@ class World:
 
     process_id: int = 0
     """Which of these processes this is."""
+
+    devices: Sequence[str] = ()
+    """The devices of this process, of which each runs a replica: "cuda:0"."""
 
     persists: bool = False
     """Whether `model.fit` needs what was set up even when it is called after the `with` block."""

@@ -16,6 +16,7 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.jobs import check_joined
 from keras_shardopt.backends.processes import World
 from keras_shardopt.fit import TRAINERS
 from keras_shardopt.fit.compiled import preparing_compiled
@@ -63,8 +64,9 @@ class data_parallel:
         timeout: float > 0 in seconds, `datetime.timedelta`, or None. For ranks of PyTorch: how long a rank waits for
             the others before it raises; None (default) is PyTorch's own limit (30 minutes with "gloo", 10 with
             "nccl"). A rank that dies is noticed at once. For processes of JAX and workers of TensorFlow it is set where
-            they are connected: by the first scope of the program, unless the program has done it before. One process
-            waits for nobody.
+            they are connected: by the first scope of the program, unless the program has done it before. It bounds the
+            wait for the others at the start, too, which ends the process on JAX and TensorFlow. One process waits for
+            nobody.
         prepare: bool. True (default) prepares each model that is compiled or loaded inside and trains with a
             `CrossShard`, as `keras_shardopt.prepare` does. False leaves that to you.
         auto_shard: bool. True (default) divides each batch among processes. False takes what a process gives to `fit`,
@@ -74,7 +76,8 @@ class data_parallel:
         ValueError: if `num_replicas` is less than 1, more than there are devices, or not the number of processes; if
             `timeout` is out of range, or cannot be set any more; on JAX, if a `ModelParallel` is active.
         TypeError: if `num_replicas` is not an int, or `timeout` not a duration.
-        RuntimeError: if TensorFlow runs already with fewer CPU devices; if a rank does not come. Later, from what
+        RuntimeError: if TensorFlow runs already with fewer CPU devices; if a rank does not come; if the environment
+            names a job of several processes that this one does not join, as with another `KERAS_BACKEND`. Later, from what
             needs all ranks, if one has died or stalled: on every other rank, with the number of that rank.
 
     Example:
@@ -109,7 +112,10 @@ class data_parallel:
             raise RuntimeError("This `data_parallel()` scope has been entered before. Make a new one.")
         if _lingering is not None:
             _lingering.close()
-        self._world = self._open.enter_context(processes.open(self._requested, self._timeout))
+        with contextlib.ExitStack() as opening:
+            world = opening.enter_context(processes.open(self._requested, self._timeout))
+            check_joined(world.num_processes, next(iter(processes.versions()), "another backend"))
+            self._world, self._open = world, opening.pop_all()
         trainer = for_backend(_KNOWING_SCOPES)
         if trainer is not None and self._world.num_replicas > 1:
             trainer.watch_batches()
@@ -146,6 +152,14 @@ class data_parallel:
         self._open.close()
         if self._world is not None:
             self._world.forget()
+
+    def __repr__(self) -> str:
+        if self._world is None:
+            return "<data_parallel: not entered>"
+        world = self._world
+        replicas = f"{world.num_replicas} replica{'s' if world.num_replicas > 1 else ''}"
+        devices = f", devices {', '.join(world.devices)}" if world.devices else ""
+        return f"<data_parallel: {replicas}, process {world.process_id} of {world.num_processes}{devices}>"
 
     def _entered(self) -> World:
         if self._world is None:

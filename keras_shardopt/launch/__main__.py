@@ -7,9 +7,9 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from keras_shardopt.backends import for_backend
+from keras_shardopt.backends import for_backend, jobs
 from keras_shardopt.launch.job import Job, JobError
-from keras_shardopt.launch.supervisor import ENDING
+from keras_shardopt.launch.supervisor import Stopped
 
 # By backend, what starts its processes: torchrun on PyTorch.
 _STARTERS = {name: f"keras_shardopt.launch.{name}" for name in ("tensorflow", "jax", "torch")}
@@ -22,12 +22,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         least, job = _job(given)
         job.check()
+        found = jobs.started_by()
+        if found is not None and found[1] > job.nnodes:
+            print(
+                f"keras_shardopt.launch: `{found[0]}` starts this launcher {found[1]} times, and each starts a job of "
+                f"{job.nnodes} machine(s). Start it once on each machine, with `--nnodes` and `--node-rank`.",
+                file=sys.stderr,
+                flush=True,
+            )
         while True:
             starter = for_backend(_STARTERS)
             if starter is None:
                 raise JobError("The Keras backend must be tensorflow, jax or torch. Set KERAS_BACKEND to one of them.")
             status = int(starter.start(job))
-            if status in (0, *(128 + number for number in ENDING)) or given.max_restarts == 0:
+            if status == 0 or given.max_restarts == 0:
                 return status
             given.max_restarts -= 1
             job = dataclasses.replace(job, nproc=max(least, job.nproc - 1))
@@ -36,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
                 flush=True,
             )
+    except Stopped as stopped:
+        return 128 + stopped.number
     except JobError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
@@ -69,28 +79,77 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,  # of the program's own arguments
         prog="python -m keras_shardopt.launch",
-        description="Starts a training program in several processes: what the Keras backend needs for that.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
     )
     parser.add_argument(
-        "--nproc", default="1", metavar="N", help="processes of each machine; 2:3 goes on with 2 after a death"
+        "--nproc",
+        default="1",
+        metavar="N",
+        help="The number of processes on this machine (default: 1). 2:3 starts 3, and 2 after a failure.",
     )
     parser.add_argument(
-        "--devices-per-process", type=int, metavar="N", help="CPU devices, or GPUs, of each (not PyTorch)"
+        "--devices-per-process",
+        type=int,
+        metavar="N",
+        help="JAX, TensorFlow: the number of GPUs of each process, or of CPU devices if there are no GPUs "
+        "(default: an equal part of the GPUs, or one CPU device).",
     )
     parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="how often to start again after a failure"
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="How many times the job is started again after a process has failed (default: 0).",
     )
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is, from 0")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="an address of machine 0, for several machines")
-    parser.add_argument("--hosts", default="", metavar="HOST,...", help="addresses of all machines (TensorFlow)")
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="The number of machines (default: 1).")
     parser.add_argument(
-        "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE ...", help="a module, not a file"
+        "--node-rank", type=int, default=0, metavar="I", help="The number of this machine, from 0 (default: 0)."
     )
     parser.add_argument(
-        "program", nargs=argparse.REMAINDER, metavar="train.py ...", help="the program and its arguments"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="With several machines: an address of machine 0 and a free port there, equal on all machines.",
+    )
+    parser.add_argument(
+        "--hosts",
+        default="",
+        metavar="HOST,...",
+        help="TensorFlow with several machines: the addresses of all machines, in their order.",
+    )
+    parser.add_argument(
+        "-m",
+        nargs=argparse.REMAINDER,
+        dest="module",
+        metavar="MODULE ...",
+        help="A module to run in place of a file, and its arguments.",
+    )
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="train.py ...", help="The program to run, and its arguments."
     )
     return parser
+
+
+_DESCRIPTION = """\
+Starts a training program in several processes, which train one model together.
+
+The Keras backend (KERAS_BACKEND) decides how they find each other; `keras_shardopt.data_parallel()` in the program
+connects them. Each line that a process prints has the number of the process in front."""
+
+_EXAMPLES = """\
+examples:
+  # two processes on this machine
+  KERAS_BACKEND=torch python -m keras_shardopt.launch --nproc 2 train.py --epochs 3
+
+  # three processes; up to two restarts after a failure, with two processes at least
+  python -m keras_shardopt.launch --nproc 2:3 --max-restarts 2 train.py
+
+  # two machines with eight processes each; on the second machine with --node-rank 1
+  python -m keras_shardopt.launch --nnodes 2 --node-rank 0 --coordinator 10.0.0.1:29500 --nproc 8 train.py
+
+The exit status is 0 if all processes end well. It is the status of the first process that failed, or 128 plus the
+number of the signal that ended it or the launcher."""
 
 
 if __name__ == "__main__":

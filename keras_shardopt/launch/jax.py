@@ -20,9 +20,9 @@ def start(job: Job) -> int:
 def environments(job: Job) -> list[dict[str, str]]:
     """The variables that each process has in addition to this one's."""
     gpus = visible_gpus(job)
-    common: dict[str, str] = {}
+    common = {"KERAS_BACKEND": "jax"}
     if job.num_processes > 1:
-        common = {
+        common |= {
             "KERAS_DISTRIBUTION_JOB_ADDRESSES": job.coordinator or f"127.0.0.1:{free_ports(1)[0]}",
             "KERAS_DISTRIBUTION_NUM_PROCESSES": str(job.num_processes),
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION": os.environ.get("JAX_CPU_COLLECTIVES_IMPLEMENTATION", "gloo"),

@@ -1,4 +1,4 @@
-"""Runs processes side by side: prefixes what they print, forwards signals, and ends all when one fails."""
+"""Runs processes side by side: forwards signals, and ends all when one fails."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 from keras_shardopt.launch.job import Job
+from keras_shardopt.launch.output import Output
 
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 """The signals by which people, schedulers and terminals end a program. The processes do not get a terminal's."""
@@ -24,6 +23,14 @@ _SECONDS_TO_END = 15.0
 """How long a process has to end after a signal that is handed on, before it is killed."""
 
 
+class Stopped(Exception):
+    """A signal has ended the job: `number`, which the launcher received and not only one of its processes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: str = "") -> int:
     """Runs the job's command once for each of these environments.
 
@@ -33,12 +40,14 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
         about_aborts: what is said of a process that has aborted itself.
 
     Returns:
-        0 if all end well, else the exit status of the first that failed; 128 and the number of a signal that ended it,
-        or that this process got.
+        0 if all end well, else the exit status of the first that failed: 128 and the number of a signal that ended it.
+
+    Raises:
+        Stopped: if this process received a signal of `ENDING`, after all have ended.
     """
+    output = Output(job.ranks[0])
     with _forwarded_signals() as received:
         processes: list[subprocess.Popen[bytes]] = []
-        readers: list[threading.Thread] = []
         try:
             for rank, environment in zip(job.ranks, environments):
                 # In a session of its own: Ctrl-C in a terminal reaches only this process, which forwards it once.
@@ -50,50 +59,64 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
                     start_new_session=True,
                 )
                 processes.append(process)
-                for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                    reader = threading.Thread(target=_copy, args=(stream, out, f"[{rank}] "), daemon=True)
-                    reader.start()
-                    readers.append(reader)
-            return _wait(job, processes, received, about_aborts)
+                output.copy(rank, process.stdout, process.stderr)
+            failed = _wait(job, processes, received, output)
         finally:
             for process in processes:
                 _signal(process, signal.SIGKILL)  # with what it has started
                 process.wait()
-            for reader in readers:
-                reader.join(1.0)
+            output.join()
+        if received:
+            raise Stopped(received[0])
+    if failed is None:
+        return 0
+    how, status = _ending(processes[failed].returncode, output.raised.get(job.ranks[failed]))
+    advice = about_aborts if status == 128 + signal.SIGABRT else ""
+    output.say(f"process {job.ranks[failed]} {how}.{advice} Exit status: {status}.")
+    return status
 
 
-def _wait(job: Job, processes: Sequence[subprocess.Popen[bytes]], received: list[int], about_aborts: str) -> int:
+def _wait(
+    job: Job, processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], output: Output
+) -> int | None:
+    """Waits until all have ended, and ends them if one fails. Returns the index of the first that failed."""
     failed: int | None = None
     limit, then, num_sent = float("inf"), signal.SIGKILL, 0
-    while None in (statuses := [process.poll() for process in processes]):
-        ended = [i for i, status in enumerate(statuses) if status]
+    while True:
+        statuses = [process.poll() for process in processes]
+        if failed is None and not received:
+            # Of several that have ended since then, the first that raised.
+            ended = [i for i, status in enumerate(statuses) if status]
+            failed = min(ended, key=lambda i: output.raised.get(job.ranks[i], _NEVER), default=None)
+            if failed is not None and None in statuses:
+                limit, then = time.monotonic() + _SECONDS_TO_FAIL, signal.SIGTERM
+                output.say(f"process {job.ranks[failed]} failed; the others are ended after {_SECONDS_TO_FAIL:g} s.")
+        if None not in statuses:
+            return failed
         if len(received) > num_sent:
             number = received[0] if num_sent == 0 else signal.SIGKILL  # who asks twice waits no longer
             limit, then, num_sent = time.monotonic() + _SECONDS_TO_END, signal.SIGKILL, len(received)
             _signal_all(processes, number)
-        elif ended and failed is None and not received:
-            failed, limit, then = ended[0], time.monotonic() + _SECONDS_TO_FAIL, signal.SIGTERM
-            _say_failed(job, failed, statuses, about_aborts)
         elif time.monotonic() > limit:
             _signal_all(processes, then)
             limit, then = time.monotonic() + _SECONDS_TO_FAIL, signal.SIGKILL
         time.sleep(0.05)
-    if received:
-        return 128 + received[0]
-    if failed is None:
-        failed = next((i for i, status in enumerate(statuses) if status), None)
-        if failed is None:
-            return 0
-        _say_failed(job, failed, statuses, about_aborts)
-    status = statuses[failed] or 0
-    return status if status >= 0 else 128 - status
 
 
-def _say_failed(job: Job, failed: int, statuses: Sequence[int | None], about_aborts: str) -> None:
-    others = "; the others are ended" if None in statuses else ""
-    more = about_aborts if statuses[failed] == -signal.SIGABRT else ""
-    _say(f"process {job.ranks[failed]} ended with status {statuses[failed]}{others}.{more}")
+_NEVER = (float("inf"), "")
+
+
+def _ending(returncode: int, raised: tuple[float, str] | None) -> tuple[str, int]:
+    """How a process ended, in words, and the exit status that says so."""
+    if returncode < 0:
+        name = next((each.name for each in signal.Signals if each == -returncode), f"signal {-returncode}")
+        return f"was ended by {name}", 128 - returncode
+    if raised is not None and returncode == 1:  # the status of an error that is not caught
+        return f"raised {raised[1][:_MOST_LETTERS].rstrip('.')}", returncode
+    return "failed", returncode
+
+
+_MOST_LETTERS = 300
 
 
 @contextlib.contextmanager
@@ -123,30 +146,3 @@ def _signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> No
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-
-
-_lock = threading.Lock()
-
-
-def _copy(stream: IO[bytes] | None, out: IO[str], prefix: str) -> None:
-    """Writes what comes line by line, each with a prefix; a progress bar begins its lines with a carriage return."""
-    assert stream is not None
-    rest = b""
-    with stream:
-        while chunk := os.read(stream.fileno(), 65536):
-            *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-            _write(lines, out, prefix)
-        _write([rest] if rest else [], out, prefix)
-
-
-def _write(lines: Sequence[bytes], out: IO[str], prefix: str) -> None:
-    if lines:
-        text = "".join(f"{prefix}{line.decode(errors='replace')}\n" for line in lines)
-        with _lock, contextlib.suppress(OSError, ValueError):
-            out.write(text)
-            out.flush()
-
-
-def _say(words: str) -> None:
-    with _lock:
-        print(f"keras_shardopt.launch: {words}", file=sys.stderr, flush=True)

@@ -19,7 +19,9 @@ def start(job: Job) -> int:
 def environments(job: Job) -> list[dict[str, str]]:
     """The variables that each process has in addition to this one's."""
     gpus = visible_gpus(job)
-    common = {} if job.devices_per_process is None else {DEVICES: str(job.devices_per_process)}
+    common = {"KERAS_BACKEND": "tensorflow"}
+    if job.devices_per_process is not None:
+        common[DEVICES] = str(job.devices_per_process)
     workers = _addresses(job) if job.num_processes > 1 else []
     found = []
     for rank, mine in zip(job.ranks, gpus):

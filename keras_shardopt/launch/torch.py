@@ -1,17 +1,13 @@
-"""Ranks of PyTorch: torchrun's own launcher."""
+"""Ranks of PyTorch: the variables that torchrun sets, and the store in which the ranks find each other."""
 
 from __future__ import annotations
 
-import signal
-import sys
-import uuid
+import os
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import elastic_launch
+from torch import distributed as dist
 
 from keras_shardopt.launch.job import Job, JobError
+from keras_shardopt.launch.supervisor import supervise
 
 
 def start(job: Job) -> int:
@@ -21,35 +17,30 @@ def start(job: Job) -> int:
             "On PyTorch each process has one device. "
             f"Received: --devices-per-process {job.devices_per_process}. Leave it out, and start more processes."
         )
-    config, command, arguments = run.config_from_args(run.parse_args(_arguments(job)))
-    config.log_line_prefix_template = "[${rank}] "
+    host, _, port = (job.coordinator or "127.0.0.1:0").rpartition(":")
+    if job.node_rank > 0:
+        return supervise(job, environments(job, host, int(port)))
     try:
-        elastic_launch(config=config, entrypoint=command)(*arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(
-            f"keras_shardopt.launch: rank {rank} ended with status {failure.exitcode}; all others were ended.",
-            file=sys.stderr,
-            flush=True,
-        )
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as ended:
-        return 128 + int(ended.sigval)
-    except KeyboardInterrupt:
-        return 128 + int(signal.SIGINT)
-    return 0
+        # Not in rank 0, so that the others can say which rank is missing when that one ends.
+        store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise JobError(
+            "`--coordinator` must name this machine, with --node-rank 0, and a port that is free. "
+            f"Received: {job.coordinator}. PyTorch's error is: {str(error).partition(chr(10))[0]}"
+        ) from error
+    return supervise(job, environments(job, host, store.port))
 
 
-def _arguments(job: Job) -> list[str]:
-    """Those of torchrun."""
-    found = ["--nproc-per-node", str(job.nproc), "--tee", "3"]
-    if job.nnodes == 1:
-        found += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(uuid.uuid4())]
-    else:
-        is_first = str(job.node_rank == 0).lower()
-        found += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank), "--rdzv-backend", "c10d"]
-        found += ["--rdzv-endpoint", str(job.coordinator), "--rdzv-conf", f"is_host={is_first}"]
-        if job.hosts:
-            found += ["--local-addr", job.hosts[job.node_rank]]
-    module, program = (["-m"], job.program[1:]) if job.program[0] == "-m" else ([], job.program)
-    return [*found, *module, "--", *program]  # or it would take the program's own arguments for its own
+def environments(job: Job, host: str, port: int) -> list[dict[str, str]]:
+    """The variables that each rank has in addition to those of this process, with the address of the store."""
+    common = {
+        "KERAS_BACKEND": "torch",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 serves none
+        "WORLD_SIZE": str(job.num_processes),
+        "LOCAL_WORLD_SIZE": str(job.nproc),
+    }
+    if job.nproc > 1:
+        common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(job.ranks)]

@@ -75,6 +75,37 @@ def test_a_job_that_loses_a_process_goes_on_with_fewer(tmp_path):
     assert resumed - died < launch.patient(60)
 
 
+ALONE = """
+import keras_shardopt as ks
+print("before", flush=True)
+with ks.data_parallel(timeout=3):
+    pass
+"""
+ALONE_IN = {
+    "torch": {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{0}"},
+    "jax": {
+        "KERAS_DISTRIBUTION_JOB_ADDRESSES": "127.0.0.1:{0}",
+        "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
+        "KERAS_DISTRIBUTION_PROCESS_ID": "0",
+    },
+    "tensorflow": {
+        "TF_CONFIG": '{{"cluster": {{"worker": ["127.0.0.1:{0}", "127.0.0.1:{1}"]}}, '
+        '"task": {{"type": "worker", "index": 0}}}}'
+    },
+}
+
+
+def test_the_timeout_bounds_the_wait_for_processes_that_are_not_started():
+    ports = launch.free_ports(2)
+    job = {name: value.format(*ports) for name, value in ALONE_IN[BACKEND].items()}
+    begin = time.monotonic()
+    # PyTorch raises. JAX aborts, and TensorFlow cannot be interrupted.
+    said = {"torch": "All 2 ranks must be started", "jax": "DEADLINE_EXCEEDED", "tensorflow": "in _make_workers_str"}
+    with pytest.raises(launch.WorkersFailed, match=f"before\n(.|\n)*{said[BACKEND]}"):
+        launch.program(BACKEND, ALONE, environment=launch.variables(BACKEND, **job), timeout=60)
+    assert time.monotonic() - begin < launch.patient(20)
+
+
 RAISES = """
 import sys, time
 import keras_shardopt as ks

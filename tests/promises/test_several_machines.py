@@ -209,7 +209,7 @@ def test_all_raise_where_a_link_is_cut(machines, tmp_path):
     print(f"{BACKEND}: all have raised {seconds:.1f} s after the cut")
     # What is left of the job says who is missing: each machine the other.
     named = {
-        "torch": (r"no answer from ranks 2, 3,", r"no answer from torchrun's store at 10\.77\.31\.1:\d+,"),
+        "torch": (r"no answer from ranks 2, 3,", r"no answer from the launcher's store at 10\.77\.31\.1:\d+,"),
         "jax": (r"tasks are unhealthy[^:]*:\n\[0\] 1\n", r"process 0 \(10\.77\.31\.1:29511\) does not answer"),
         "tensorflow": tuple(rf"no answer from worker {i} \(10\.77\.31\.{i + 1}:29511\)" for i in (1, 0)),
     }[BACKEND]

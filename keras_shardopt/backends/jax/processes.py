@@ -112,6 +112,7 @@ class JaxProcesses(Processes):
                 is_chief=process_id == 0,
                 num_processes=num_processes,
                 process_id=process_id,
+                devices=[each for each in map(_name, jax.local_devices()) if each in devices],
                 persists=True,
             )
         finally:
@@ -133,6 +134,11 @@ def is_first() -> bool:
     return os.environ.get("KERAS_DISTRIBUTION_PROCESS_ID", "0") == "0"
 
 
+def _name(device: jax.Device) -> str:
+    """The name of a device as in `keras.distribution.list_devices()`."""
+    return f"{device.platform}:{device.id}"
+
+
 def _is_named_process() -> bool:
     """Whether this is one of the processes of a job that the variables of Keras name."""
     return {"KERAS_DISTRIBUTION_JOB_ADDRESSES", "KERAS_DISTRIBUTION_NUM_PROCESSES"} <= os.environ.keys()
@@ -145,8 +151,8 @@ def _initialize(num_replicas: int | None, timeout: datetime.timedelta | None) ->
     in_jax = jax.distributed.initialize
     if timeout is not None:  # which Keras does not hand on
         seconds = max(1, round(timeout.total_seconds()))
-        limits = {"heartbeat_timeout_seconds": seconds, "shutdown_timeout_seconds": seconds}
-        jax.distributed.initialize = functools.partial(in_jax, **limits)
+        names = ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_timeout_seconds")
+        jax.distributed.initialize = functools.partial(in_jax, **dict.fromkeys(names, seconds))
     try:
         with seeding_without_tensorflow():
             keras.distribution.initialize()

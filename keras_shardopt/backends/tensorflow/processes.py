@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import functools
 import os
 import re
+import sys
 import types
 import weakref
 import zlib
@@ -84,7 +86,7 @@ class TensorFlowProcesses(Processes):
         devices = _devices(num_replicas)
         self.num_replicas_of_last_scope = len(devices)
         if len(devices) == 1:
-            yield World(forget=self._forget_scope)
+            yield World(devices=[_name(devices[0].name)], forget=self._forget_scope)
             return
         if devices[0].device_type == "TPU":
             strategy = tf.distribute.TPUStrategy()
@@ -212,7 +214,13 @@ def _world_of(strategy: tf.distribute.Strategy) -> World:
         is_chief=bool(strategy.extended.should_checkpoint),
         num_processes=num_processes,
         process_id=process_id,
+        devices=[_name(device) for device in strategy.extended.worker_devices],
     )
+
+
+def _name(device: str) -> str:
+    """The end of a device's name: "cpu:0" of "/job:worker/replica:0/task:1/device:CPU:0"."""
+    return device.rpartition("device:")[2].lower()
 
 
 def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, int]:
@@ -264,6 +272,9 @@ def _make_workers_strategy(num_replicas: int | None, timeout: datetime.timedelta
         return (tuple(f"{worker}/device:CPU:{i}" for i in range(len(have))) if kind == "CPU" else devices), kind
 
     extended._initialize_local_devices = all_cpus
+    if seconds is not None:
+        # TensorFlow waits for the workers in C++, without a limit, and no Python thread can raise an error meanwhile.
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     except RuntimeError as error:
@@ -274,6 +285,8 @@ def _make_workers_strategy(num_replicas: int | None, timeout: datetime.timedelta
             "after some tensor, variable or model was made. Enter `data_parallel()` first."
         ) from error
     finally:
+        if seconds is not None:
+            faulthandler.cancel_dump_traceback_later()
         extended._initialize_local_devices = in_tensorflow
 
 

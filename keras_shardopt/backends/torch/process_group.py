@@ -402,7 +402,7 @@ def _in_words(group: _Group, seconds: float, call: str, words: list[str]) -> tup
     asking.join(seconds + 0.5)
     if not found:
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        who = "rank 0, which holds the store" if _rank_0_serves() else f"torchrun's store at {where}"
+        who = "rank 0, which holds the store" if _rank_0_serves() else f"the launcher's store at {where}"
         return {}, f"no answer from {who}"
     missing = sorted(set(range(group.size)) - set(found[-1]))
     if not missing:

@@ -69,7 +69,7 @@ class TorchProcesses(Processes):
 
     def _open(self, size: int, rank: int, timeout: datetime.timedelta | None) -> Iterator[World]:
         if size == 1:
-            yield World(persists=True)
+            yield World(persists=True, devices=[_device()])
             return
         running = dist.is_available() and dist.is_initialized()
         if running and timeout is not None:
@@ -86,7 +86,7 @@ class TorchProcesses(Processes):
             open_group("gloo" if device is None else "nccl", rank, size, timeout)
         try:
             _agree_on_seed()
-            yield World(size, replica_id=rank, is_chief=rank == 0, num_processes=size, process_id=rank, persists=True)
+            yield World(size, rank, rank == 0, num_processes=size, process_id=rank, persists=True, devices=[_device()])
         finally:
             if not running:
                 if runtime._ranks is not None:
@@ -108,6 +108,10 @@ _CALLS = {  # of functions that ask for objects
     "_check_all_were_given_alike": "calls `shard_data`",
     "_take_from_first": "begins to draw batches",
 }
+
+
+def _device() -> str:
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
 def _agree_on_seed() -> None:

@@ -53,6 +53,19 @@ def test_it_is_entered_once():
         pass
 
 
+def test_its_repr_names_replicas_process_and_devices(backend):
+    scope = ks.data_parallel(1)
+    assert repr(scope) == "<data_parallel: not entered>"
+    with scope:
+        assert repr(scope) == f"<data_parallel: 1 replica, process 0 of 1, devices {DEVICE_0[backend]}>"
+    if backend != "torch":
+        with ks.data_parallel(2) as scope:
+            assert repr(scope) == "<data_parallel: 2 replicas, process 0 of 1, devices cpu:0, cpu:1>"
+
+
+DEVICE_0 = {"torch": "cpu", "jax": "cpu:0", "tensorflow": "cpu:0"}
+
+
 @pytest.mark.backends("tensorflow", "jax")
 @pytest.mark.parametrize("num_replicas", [None, 2, 3])
 def test_devices_of_one_process(num_replicas, backend):

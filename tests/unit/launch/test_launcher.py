@@ -1,16 +1,23 @@
 """`python -m keras_shardopt.launch`: what each process is given, and what becomes of them."""
 
+import contextlib
+import datetime
 import json
+import os
 import pathlib
+import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from torch import distributed
 
+from keras_shardopt.backends import jobs
 from keras_shardopt.launch import __main__ as command
-from keras_shardopt.launch import jax, job, supervisor, tensorflow
+from keras_shardopt.launch import jax, job, supervisor, tensorflow, torch
 
 pytestmark = pytest.mark.neutral
 
@@ -48,7 +55,123 @@ def test_one_that_fails_ends_all_and_its_status_is_that_of_the_job(tmp_path, mon
         "ready.touch(); time.sleep(600)\n"
     )
     assert supervisor.supervise(made(tmp_path, text), numbered(2)) == 7
-    assert "process 1 ended with status 7" in capfd.readouterr().err
+    assert capfd.readouterr().err.splitlines() == [
+        "keras_shardopt.launch: process 1 failed; the others are ended after 0.2 s.",
+        "keras_shardopt.launch: process 1 failed. Exit status: 7.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "ending, said, status",
+    [
+        ("{}['key']", "raised KeyError: 'key'", 1),
+        # As PyTorch prints it on ranks, at the end of others.
+        ("raise ValueError('wrong.\\nAnd more')", "raised ValueError: wrong", 1),
+        ("print('Exception in thread 1:\\n' + ''.join(other), file=sys.stderr); sys.exit('words')", "failed", 1),
+        ("traceback.print_exc(); sys.exit(3)", "failed", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL", 137),
+        ("os.kill(os.getpid(), 44)", "was ended by signal 44", 172),
+    ],
+)
+def test_the_last_line_names_the_process_its_error_and_the_exit_status(tmp_path, capfd, ending, said, status):
+    text = (
+        "import os, signal, sys, time, traceback\n"
+        "def hook(*error): print(*('[rank1]: ' + line for line in ''.join(traceback.format_exception(*error))"
+        ".split('\\n')), sep='\\n', file=sys.stderr)\n"
+        "sys.excepthook = hook\n"
+        "other = traceback.format_exception(RuntimeError('of another'))\n"
+        "other.insert(0, 'Traceback (most recent call last):\\n')\n"
+        "if os.environ['NUMBER'] == '0':\n"
+        "    time.sleep(0.5)\n"
+        "    raise RuntimeError('a process is missing')\n"
+        f"{ending}\n"
+    )
+    assert supervisor.supervise(made(tmp_path, text), numbered(2)) == status
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1] == f"keras_shardopt.launch: process 1 {said}. Exit status: {status}.", lines
+    assert any("RuntimeError: a process is missing" in line for line in lines)
+
+
+def test_the_first_error_counts_where_several_end_at_a_time(tmp_path, capfd, monkeypatch):
+    """What the others say of it comes later, and perhaps from a process with a smaller number."""
+    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds, sleep=time.sleep: sleep(2.0))  # until all have ended
+    text = (
+        "import os, pathlib, sys, time\n"
+        "raised = pathlib.Path(__file__).with_name('raised')\n"
+        "if os.environ['NUMBER'] == '1':\n"
+        "    sys.excepthook = lambda *error: (sys.__excepthook__(*error), raised.touch())\n"
+        "    raise ValueError('the first')\n"
+        "while not raised.exists(): time.sleep(0.01)\n"
+        "time.sleep(0.1); raise RuntimeError('a process is missing')\n"
+    )
+    assert supervisor.supervise(made(tmp_path, text), numbered(2)) == 1
+    assert "process 1 raised ValueError: the first. Exit" in capfd.readouterr().err.splitlines()[-1]
+
+
+BARS = """
+import os, sys, time
+for epoch in (1, 2):
+    print("Epoch", epoch)
+    for step in range(3):  # as Keras writes them, in pieces that end anywhere
+        text = ("\\b" * 9 if step else "") + f"\\r{step + 1}/3 ━━ 0s" + ("\\n" if step == 2 else "")
+        cut = len(text.encode()) // 2
+        os.write(1, text.encode()[:cut]); time.sleep(0.05); os.write(1, text.encode()[cut:]); time.sleep(0.05)
+        if step == 1 and os.environ["NUMBER"] == "0":
+            print("a warning", file=sys.stderr)
+            time.sleep(0.1)
+os.write(1, b"\\r1/9")
+""".replace("\\\\", "\\")
+
+
+def test_a_progress_bar_in_a_file_is_a_line_for_each_epoch(tmp_path, capfd):
+    assert supervisor.supervise(made(tmp_path, BARS), numbered(2)) == 0
+    out = capfd.readouterr().out.splitlines()
+    for rank in range(2):
+        lines = [line for line in out if line.startswith(f"[{rank}]")]
+        wanted = ["Epoch 1", "3/3 ━━ 0s", "Epoch 2", "3/3 ━━ 0s", "1/9"]
+        assert lines == [f"[{rank}] {line}" for line in wanted]
+
+
+def test_a_progress_bar_of_process_0_moves_on_a_terminal(tmp_path):
+    made(tmp_path, BARS)
+    master, slave = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", starts(tmp_path)], stdout=slave, stderr=slave)
+    os.close(slave)
+    written = b""
+    with contextlib.suppress(OSError):  # the end, on Linux
+        while chunk := os.read(master, 65536):
+            written += chunk
+    os.close(master)
+    assert process.wait(100) == 0
+    text = written.decode().replace("\x1b[?7l", "").replace("\x1b[?7h", "").replace("\r\n", "\n")
+    screen, moved = [""], []
+    for line in text.split("\n"):
+        *before, last = line.split("\r\x1b[K")  # cleared, and written again
+        moved += before
+        screen.append(last)
+    assert {"[0] 1/3 ━━ 0s", "[0] 2/3 ━━ 0s"} <= {bar.rpartition("\r")[2] for bar in moved}, text
+    assert not any("[1]" in bar for bar in moved)
+    assert [line for line in screen if line.startswith("[0]")] == [
+        "[0] Epoch 1", "[0] a warning", "[0] 3/3 ━━ 0s", "[0] Epoch 2", "[0] a warning", "[0] 3/3 ━━ 0s", "[0] 1/9"
+    ]  # fmt: skip
+    assert [line for line in screen if line.startswith("[1]")] == [
+        "[1] Epoch 1", "[1] 3/3 ━━ 0s", "[1] Epoch 2", "[1] 3/3 ━━ 0s", "[1] 1/9"
+    ]  # fmt: skip
+
+
+def starts(tmp_path, before=""):
+    """A program that supervises two processes, without the package around it, whose import takes longer than that."""
+    return (
+        f"{before}\nimport importlib.util, sys, types; sys.path.insert(0, {str(PACKAGE)!r})\n"
+        "parent = types.ModuleType('keras_shardopt'); parent.__path__ = [sys.path[0] + '/keras_shardopt']\n"
+        "sys.modules['keras_shardopt'] = parent\n"
+        "from keras_shardopt.launch import job, supervisor\n"
+        f"given = job.Job([{str(tmp_path / 'program.py')!r}], 2)\n"
+        "try:\n"
+        "    sys.exit(supervisor.supervise(given, [{'NUMBER': '0'}, {'NUMBER': '1'}]))\n"
+        "except supervisor.Stopped as stopped:\n"
+        "    sys.exit(128 + stopped.number)\n"
+    )
 
 
 def test_one_that_does_not_end_is_killed_with_what_it_has_started(tmp_path, monkeypatch):
@@ -78,17 +201,9 @@ def test_signals_are_handed_on(tmp_path, number):
         "print('ready', flush=True); time.sleep(600)\n"
     )
     made(tmp_path, text)
-    # Without the package around it, whose import takes longer than all of this.
-    starts = (
-        # As in a terminal, also where the tests run without one, and such signals are ignored.
-        f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n"
-        f"import importlib.util, sys, types; sys.path.insert(0, {str(PACKAGE)!r})\n"
-        "parent = types.ModuleType('keras_shardopt'); parent.__path__ = [sys.path[0] + '/keras_shardopt']\n"
-        "sys.modules['keras_shardopt'] = parent\n"
-        "from keras_shardopt.launch import job, supervisor\n"
-        f"sys.exit(supervisor.supervise(job.Job([{str(tmp_path / 'program.py')!r}], 2), [{{}}, {{}}]))\n"
-    )
-    process = subprocess.Popen([sys.executable, "-u", "-c", starts], stdout=subprocess.PIPE, text=True)
+    # As in a terminal, also where the tests run without one, and such signals are ignored.
+    program = starts(tmp_path, f"import signal; signal.signal({int(number)}, signal.SIG_DFL)")
+    process = subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         printed = [process.stdout.readline() for _ in range(2)]
         process.send_signal(number)
@@ -109,7 +224,7 @@ def test_what_processes_of_jax_are_given(tmp_path, monkeypatch):
     (second,) = jax.environments(made(tmp_path, "", 1, nnodes=2, node_rank=1, coordinator="10.0.0.1:99"))
     assert second["KERAS_DISTRIBUTION_JOB_ADDRESSES"] == "10.0.0.1:99"
     assert second["KERAS_DISTRIBUTION_PROCESS_ID"] == "1"
-    assert jax.environments(made(tmp_path, "", 1)) == [{}]
+    assert jax.environments(made(tmp_path, "", 1)) == [{"KERAS_BACKEND": "jax"}]
 
 
 def test_what_workers_of_tensorflow_are_given(tmp_path, monkeypatch):
@@ -119,8 +234,50 @@ def test_what_workers_of_tensorflow_are_given(tmp_path, monkeypatch):
     configs = [json.loads(each["TF_CONFIG"]) for each in found]
     assert configs[0]["cluster"]["worker"] == ["10.0.0.1:99", "10.0.0.1:100", "10.0.0.2:99", "10.0.0.2:100"]
     assert [each["task"]["index"] for each in configs] == [2, 3]
+    assert found[0]["KERAS_BACKEND"] == "tensorflow"
     with pytest.raises(job.JobError, match="--hosts HOST,HOST"):
         tensorflow.environments(made(tmp_path, "", **nodes))
+
+
+def test_what_ranks_of_pytorch_are_given(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    nodes = {"nnodes": 2, "node_rank": 1, "coordinator": "10.0.0.1:99"}
+    found = torch.environments(made(tmp_path, "", **nodes), "10.0.0.1", 99)
+    assert [(each["RANK"], each["LOCAL_RANK"], each["OMP_NUM_THREADS"]) for each in found] == [
+        ("2", "0", "1"),
+        ("3", "1", "1"),
+    ]
+    assert found[0]["WORLD_SIZE"] == "4" and found[0]["KERAS_BACKEND"] == "torch"
+    assert (found[0]["MASTER_ADDR"], found[0]["MASTER_PORT"]) == ("10.0.0.1", "99")
+    assert "OMP_NUM_THREADS" not in torch.environments(made(tmp_path, "", 1), "127.0.0.1", 99)[0]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert torch.environments(made(tmp_path, ""), "127.0.0.1", 99)[0]["OMP_NUM_THREADS"] == "3"
+
+
+def test_ranks_of_one_machine_find_each_other_by_an_address_and_not_by_its_name(tmp_path, monkeypatch):
+    """The name may not resolve, in a container or on a laptop. Then torchrun's ranks wait for it, for half an hour."""
+    given = []
+
+    def supervise(job, environments):
+        address = environments[0]["MASTER_ADDR"]
+        store = distributed.TCPStore(
+            address, int(environments[0]["MASTER_PORT"]), timeout=datetime.timedelta(seconds=9)
+        )
+        given.append((address, store.check(["anything"])))
+        return 0
+
+    monkeypatch.setattr(torch, "supervise", supervise)
+    assert torch.start(made(tmp_path, "")) == 0
+    assert given == [("127.0.0.1", False)]
+
+
+def test_a_coordinator_whose_port_is_taken_is_an_error(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(job.JobError, match=f"a port that is free. Received: {address}"):
+            torch.start(made(tmp_path, "", nnodes=2, coordinator=address))
 
 
 def test_processes_divide_the_gpus(tmp_path, monkeypatch):
@@ -170,6 +327,49 @@ def test_a_job_goes_on_with_fewer_processes(monkeypatch, capsys):
     del started[:]
     assert command.main(["--nproc", "3", "--max-restarts", "1", __file__]) == 9
     assert started == [3, 3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_job_is_started_again_after_a_signal_to_a_process_but_not_to_the_launcher(
+    tmp_path, monkeypatch, capfd, number
+):
+    text = (
+        "import os, pathlib, time\n"
+        "again = pathlib.Path(__file__).with_name('again')\n"
+        f"if os.environ['NUMBER'] == '1' and not again.exists(): again.touch(); os.kill(os.getpid(), {int(number)})\n"
+        "while not again.exists(): time.sleep(0.01)\n"
+    )
+    monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 0.2)
+    made(tmp_path, text)
+    starts_with(monkeypatch, lambda given: supervisor.supervise(given, numbered(2)))
+    program = str(tmp_path / "program.py")
+    assert command.main(["--nproc", "2", "--max-restarts", "1", program]) == 0
+    assert f"process 1 was ended by {number.name}. Exit status: {128 + number}." in capfd.readouterr().err
+
+    def stopped(given):
+        raise supervisor.Stopped(number)
+
+    starts_with(monkeypatch, stopped)
+    assert command.main(["--nproc", "2", "--max-restarts", "1", program]) == 128 + number
+    assert "again" not in capfd.readouterr().err
+
+
+def test_help_has_sentences_and_an_example(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--help"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "python -m keras_shardopt.launch --nproc 2 train.py" in printed
+    for name in ("nproc", "devices-per-process", "max-restarts", "nnodes", "node-rank", "coordinator", "hosts"):
+        assert f"--{name}" in printed
+
+
+@pytest.mark.parametrize("nnodes, warns", [(1, True), (2, False)])
+def test_a_launcher_that_srun_starts_several_times_says_so(monkeypatch, capsys, nnodes, warns):
+    monkeypatch.setattr(jobs, "started_by", lambda: ("srun", 2, 0))
+    starts_with(monkeypatch, lambda given: 0)
+    assert command.main(["--nnodes", str(nnodes), "--coordinator", "a:1", __file__]) == 0
+    assert ("`srun` starts this launcher 2 times" in capsys.readouterr().err) == warns
 
 
 def starts_with(monkeypatch, start):

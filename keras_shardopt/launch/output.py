@@ -1,0 +1,108 @@
+"""What the processes of a job print: prefixes, progress bars, and the exception that ended a process."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+
+class Output:
+    """Copies what the processes print to this process' streams, with a prefix on each line.
+
+    A carriage return starts a line over, as a progress bar does. A terminal shows the bar of the first process while it
+    moves. Elsewhere, and for the other processes, a line is printed when it is finished: one for each epoch of Keras.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._lock = threading.Lock()
+        self._terminal = next((out for out in (sys.stdout, sys.stderr) if out.isatty()), sys.stdout)
+        self._bar = ""  # in the last line of the terminal
+        self._readers: list[threading.Thread] = []
+        self.raised: dict[int, tuple[float, str]] = {}
+        """By process, when its last traceback was printed, and the last line of that."""
+
+    def copy(self, process: int, stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
+        """Begins to copy what a process prints."""
+        for stream, out in ((stdout, sys.stdout), (stderr, sys.stderr)):
+            reader = threading.Thread(target=self._copy, args=(process, stream, out), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def say(self, words: str) -> None:
+        """Prints a line of the launcher."""
+        self._write([f"keras_shardopt.launch: {words}"], sys.stderr)
+
+    def join(self) -> None:
+        """Waits until all is copied, but not for processes that their processes have left behind."""
+        for reader in self._readers:
+            reader.join(1.0)
+
+    def _copy(self, process: int, stream: IO[bytes] | None, out: IO[str]) -> None:
+        assert stream is not None
+        shows_bars = process == self._first and out.isatty()
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        tracebacks = _Tracebacks()
+        prefix, rest = f"[{process}] ", ""
+        with stream:
+            while chunk := os.read(stream.fileno(), 65536):
+                *lines, rest = (rest + decoder.decode(chunk)).split("\n")
+                for line in lines:
+                    if (error := tracebacks.error_of(line)) is not None:
+                        self.raised[process] = time.monotonic(), error
+                bar = ""
+                if "\r" in rest:  # what it has started over is gone
+                    bar = prefix + _shown(rest)
+                    rest = "\r" + _shown(rest)
+                self._write([prefix + _shown(line) for line in lines], out, bar, shows_bars)
+            self._write([prefix + _shown(rest)] if rest else [], out, "", shows_bars)
+
+    def _write(self, lines: Sequence[str], out: IO[str], bar: str = "", shows_bars: bool = False) -> None:
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            before, self._bar = self._bar, bar if shows_bars else self._bar
+            if before and (lines or self._bar != before):
+                self._terminal.write("\r\x1b[K")  # clears the line
+                self._terminal.flush()
+            out.write("".join(f"{line}\n" for line in lines))
+            out.flush()
+            if self._bar and (lines or self._bar != before):
+                self._terminal.write(f"\x1b[?7l{self._bar}\x1b[?7h")  # without a second line, which \r would not clear
+                self._terminal.flush()
+
+
+def _shown(line: str) -> str:
+    """The part of a line that a terminal shows when carriage returns have started it over."""
+    parts = [part.rstrip("\b") for part in line.split("\r")]
+    return next((part for part in reversed(parts) if part.strip()), parts[-1])
+
+
+_RANK = re.compile(r"^\[rank\d+\]: ")
+"""PyTorch puts this in front of each line of a traceback."""
+
+
+class _Tracebacks:
+    """Finds the errors that a program has not caught in the lines that it prints."""
+
+    def __init__(self) -> None:
+        self._is_inside = False
+        self._before = ""
+
+    def error_of(self, line: str) -> str | None:
+        """The error, if this is the line after the frames of a traceback."""
+        line = _RANK.sub("", line.rstrip("\r"))
+        found = self._is_inside and bool(line) and line[0] != " "
+        if line == "Traceback (most recent call last):":
+            # Not those of threads and of `__del__`, which end no process.
+            self._is_inside = not self._before.startswith(("Exception in thread", "Exception ignored"))
+            found = False
+        elif found:
+            self._is_inside = False
+        self._before = line
+        return line if found else None
