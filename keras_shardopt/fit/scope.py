@@ -77,8 +77,8 @@ class data_parallel:
             `timeout` is out of range, or cannot be set any more; on JAX, if a `ModelParallel` is active.
         TypeError: if `num_replicas` is not an int, or `timeout` not a duration.
         RuntimeError: if TensorFlow runs already with fewer CPU devices; if a rank does not come; if the environment
-            names a job of several processes that this one does not join, as with another `KERAS_BACKEND`. Later, from what
-            needs all ranks, if one has died or stalled: on every other rank, with the number of that rank.
+            names a job of several processes that this one does not join, as with another `KERAS_BACKEND`. Later, from
+            what needs all ranks, if one has died or stalled: on every other rank, with the number of that rank.
 
     Example:
         >>> import keras, keras_shardopt as ks
