@@ -1,4 +1,4 @@
-"""The job that a launcher started this process for, as its environment variables say."""
+"""The job of this process, from the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BACKENDS = {
     "KERAS_DISTRIBUTION_NUM_PROCESSES": ("jax", "JAX"),
     "TF_CONFIG": ("tensorflow", "TensorFlow"),
 }
-"""The variables that count processes which train together, and the backend that reads each."""
+"""The variables with the number of processes that train together, and the backend that reads each of them."""
 
 _TASKS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),  # SLURM_NTASKS is set in a batch script, too, which is one task
@@ -21,11 +21,13 @@ _TASKS = (
     ("PMI_SIZE", "PMI_RANK", "mpiexec"),  # MPICH, Intel MPI
     ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run"),
 )
-"""The variables that count copies of a program, that number them, and the command that starts the copies."""
+"""The variables with the number of copies of a program and the number of this one, and the command that starts them."""
 
 
 def check_joined(num_processes: int, framework: str) -> None:
-    """Raises an error, or warns, if `data_parallel()` connects one process only and its launcher has started several.
+    """Checks that `data_parallel()` has connected this process to the others that its launcher started.
+
+    Copies that `srun` or `mpirun` started may be independent of each other. The first one warns.
 
     Args:
         num_processes: how many processes are connected.
@@ -53,9 +55,8 @@ def check_joined(num_processes: int, framework: str) -> None:
         command, size, _ = found
         warnings.warn(
             f"Processes that `{command}` starts are not connected: each is replica 0 of 1, trains on all data and "
-            f"writes all files. Received: {size} processes. Start `python -m keras_shardopt.launch --nproc {size} ...` "
-            f"once on each machine in place of {size} copies of the program. If they are independent, filter this "
-            "warning.",
+            f"writes all files. Received: {size} processes. In place of them, start `python -m keras_shardopt.launch "
+            "--nproc N train.py` once on each machine (`--nnodes`). If they are independent, filter this warning.",
             stacklevel=3,
         )
 
@@ -72,9 +73,8 @@ def _size_of(variable: str) -> int:
     value = os.environ.get(variable, "")
     if variable != "TF_CONFIG":
         return int(value) if value.isdecimal() else 0
-    with contextlib.suppress(
-        ValueError, LookupError, AttributeError, TypeError
-    ):  # it is TensorFlow that says what is wrong
+    # TensorFlow itself reports errors in it.
+    with contextlib.suppress(ValueError, LookupError, AttributeError, TypeError):
         config = json.loads(value)
         if config["task"]["type"] in ("chief", "worker"):  # evaluators and parameter servers do not train
             return sum(len(config["cluster"].get(kind, ())) for kind in ("chief", "worker"))

@@ -16,15 +16,15 @@ from typing import IO
 class Output:
     """Copies what the processes print to this process' streams, with a prefix on each line.
 
-    A carriage return starts a line over, as a progress bar does. A terminal shows the bar of the first process while it
-    moves. Elsewhere, and for the other processes, a line is printed when it is finished: one for each epoch of Keras.
+    A progress bar starts its line over with a carriage return. On a terminal, the bar of the first process moves. In a
+    file, and for the other processes, the line is printed once, when it ends.
     """
 
     def __init__(self, first: int) -> None:
         self._first = first
         self._lock = threading.Lock()
         self._terminal = next((out for out in (sys.stdout, sys.stderr) if out.isatty()), sys.stdout)
-        self._bar = ""  # in the last line of the terminal
+        self._bar = ""  # the last line of the terminal
         self._readers: list[threading.Thread] = []
         self.raised: dict[int, tuple[float, str]] = {}
         """By process, when its last traceback was printed, and the last line of that."""
@@ -58,7 +58,7 @@ class Output:
                     if (error := tracebacks.error_of(line)) is not None:
                         self.raised[process] = time.monotonic(), error
                 bar = ""
-                if "\r" in rest:  # what it has started over is gone
+                if "\r" in rest:  # of what was started over, nothing is kept
                     bar = prefix + _shown(rest)
                     rest = "\r" + _shown(rest)
                 self._write([prefix + _shown(line) for line in lines], out, bar, shows_bars)
@@ -78,7 +78,7 @@ class Output:
 
 
 def _shown(line: str) -> str:
-    """The part of a line that a terminal shows when carriage returns have started it over."""
+    """The part of a line after its last carriage return, which is all that a terminal shows."""
     parts = [part.rstrip("\b") for part in line.split("\r")]
     return next((part for part in reversed(parts) if part.strip()), parts[-1])
 
@@ -88,14 +88,14 @@ _RANK = re.compile(r"^\[rank\d+\]: ")
 
 
 class _Tracebacks:
-    """Finds the errors that a program has not caught in the lines that it prints."""
+    """Finds uncaught errors in the lines that a program prints."""
 
     def __init__(self) -> None:
         self._is_inside = False
         self._before = ""
 
     def error_of(self, line: str) -> str | None:
-        """The error, if this is the line after the frames of a traceback."""
+        """The line itself if it is the end of a traceback, the error; else None."""
         line = _RANK.sub("", line.rstrip("\r"))
         found = self._is_inside and bool(line) and line[0] != " "
         if line == "Traceback (most recent call last):":

@@ -24,7 +24,7 @@ _SECONDS_TO_END = 15.0
 
 
 class Stopped(Exception):
-    """A signal has ended the job: `number`, which the launcher received and not only one of its processes."""
+    """The launcher received the signal `number`, and has ended the job."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -67,6 +67,8 @@ def supervise(job: Job, environments: Sequence[dict[str, str]], about_aborts: st
                 process.wait()
             output.join()
         if received:
+            how, status = _ending(-received[0], None)
+            output.say(f"the launcher {how}. Exit status: {status}.")
             raise Stopped(received[0])
     if failed is None:
         return 0
@@ -85,7 +87,7 @@ def _wait(
     while True:
         statuses = [process.poll() for process in processes]
         if failed is None and not received:
-            # Of several that have ended since then, the first that raised.
+            # Of several that have ended since the last look, the first that raised.
             ended = [i for i, status in enumerate(statuses) if status]
             failed = min(ended, key=lambda i: output.raised.get(job.ranks[i], _NEVER), default=None)
             if failed is not None and None in statuses:

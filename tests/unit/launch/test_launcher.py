@@ -203,14 +203,18 @@ def test_signals_are_handed_on(tmp_path, number):
     made(tmp_path, text)
     # As in a terminal, also where the tests run without one, and such signals are ignored.
     program = starts(tmp_path, f"import signal; signal.signal({int(number)}, signal.SIG_DFL)")
-    process = subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-u", "-c", program], **pipes)
     try:
         printed = [process.stdout.readline() for _ in range(2)]
         process.send_signal(number)
-        printed += process.communicate(timeout=100)[0].splitlines(keepends=True)
+        rest, errors = process.communicate(timeout=100)
+        printed += rest.splitlines(keepends=True)
     finally:
         process.kill()
     assert process.returncode == 128 + number
+    last = f"keras_shardopt.launch: the launcher was ended by {number.name}. Exit status: {128 + number}."
+    assert errors.splitlines()[-1] == last
     wanted = ["[0] got it\n", "[0] ready\n", "[1] got it\n", "[1] ready\n"]
     assert sorted(printed) == wanted
 
