@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import warnings
+
+from keras_shardopt.backends.keras_callers import warn_user
 
 _BACKENDS = {
     "WORLD_SIZE": ("torch", "PyTorch"),
@@ -53,11 +54,10 @@ def check_joined(num_processes: int, framework: str) -> None:
     found = started_by()
     if found is not None and found[2] == 0:
         command, size, _ = found
-        warnings.warn(
+        warn_user(
             f"Processes that `{command}` starts are not connected: each is replica 0 of 1, trains on all data and "
             f"writes all files. Received: {size} processes. In place of them, start `python -m keras_shardopt.launch "
-            "--nproc N train.py` once on each machine (`--nnodes`). If they are independent, filter this warning.",
-            stacklevel=3,
+            "--nproc N train.py` once on each machine (`--nnodes`). If they are independent, filter this warning."
         )
 
 
