@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 
-from keras_shardopt.backends.keras_callers import warn_user
+from keras_shardopt.backends.user_warnings import warn
 
 _BACKENDS = {
     "WORLD_SIZE": ("torch", "PyTorch"),
@@ -54,7 +54,7 @@ def check_joined(num_processes: int, framework: str) -> None:
     found = started_by()
     if found is not None and found[2] == 0:
         command, size, _ = found
-        warn_user(
+        warn(
             f"Processes that `{command}` starts are not connected: each is replica 0 of 1, trains on all data and "
             f"writes all files. Received: {size} processes. In place of them, start `python -m keras_shardopt.launch "
             "--nproc N train.py` once on each machine (`--nnodes`). If they are independent, filter this warning."

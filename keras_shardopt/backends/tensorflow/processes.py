@@ -16,7 +16,6 @@ import faulthandler
 import functools
 import os
 import re
-import sys
 import types
 import weakref
 import zlib
@@ -274,7 +273,7 @@ def _make_workers_strategy(num_replicas: int | None, timeout: datetime.timedelta
     extended._initialize_local_devices = all_cpus
     if seconds is not None:
         # TensorFlow waits for the workers in C++, without a limit, and no Python thread can raise an error meanwhile.
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     except RuntimeError as error:
