@@ -23,10 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         least, job = _job(given)
         job.check()
         found = jobs.started_by()
-        if found is not None and found[1] > job.nnodes:
+        if found is not None and found[1] > job.nnodes and found[2] == 0:
             print(
-                f"keras_shardopt.launch: `{found[0]}` starts this launcher {found[1]} times, and each starts a job of "
-                f"{job.nnodes} machine(s). Start it once on each machine, with `--nnodes` and `--node-rank`.",
+                f"keras_shardopt.launch: `{found[0]}` starts this launcher {found[1]} times, and each of them a separate "
+                f"job (--nnodes {job.nnodes}). Start it once on each machine, with `--nnodes` and `--node-rank`.",
                 file=sys.stderr,
                 flush=True,
             )
