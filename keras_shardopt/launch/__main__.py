@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = jobs.started_by()
         if found is not None and found[1] > job.nnodes and found[2] == 0:
             print(
-                f"keras_shardopt.launch: `{found[0]}` starts this launcher {found[1]} times, and each of them a separate "
-                f"job (--nnodes {job.nnodes}). Start it once on each machine, with `--nnodes` and `--node-rank`.",
+                f"keras_shardopt.launch: `{found[0]}` starts this launcher {found[1]} times, each for a separate job "
+                f"(--nnodes {job.nnodes}). Start it once on each machine, with `--nnodes` and `--node-rank`.",
                 file=sys.stderr,
                 flush=True,
             )

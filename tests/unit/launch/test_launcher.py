@@ -259,7 +259,7 @@ def test_what_ranks_of_pytorch_are_given(tmp_path, monkeypatch):
 
 
 def test_ranks_of_one_machine_find_each_other_by_an_address_and_not_by_its_name(tmp_path, monkeypatch):
-    """The name may not resolve, in a container or on a laptop. Then torchrun's ranks wait for it, for half an hour."""
+    """The name may not resolve, in a container or on a laptop. Then torchrun waits, and starts no rank."""
     given = []
 
     def supervise(job, environments):
