@@ -78,7 +78,7 @@ def test_a_job_that_loses_a_process_goes_on_with_fewer(tmp_path):
 ALONE = """
 import keras_shardopt as ks
 print("before", flush=True)
-with ks.data_parallel(timeout=3):
+with ks.data_parallel(timeout=1):
     pass
 """
 ALONE_IN = {
