@@ -14,7 +14,6 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import optimizers_in_step, override_method
 from keras_shardopt.backends.user_warnings import warn
 
@@ -116,11 +115,10 @@ def _logs_of_epoch(model: Any, real: Callable[..., Any], logs: Any) -> Any:
     is_empty = before and (logs is before or logs == {})
     if not is_empty:
         object.__setattr__(model, _LAST_LOGS, logs)
-    elif processes.process()[1] == 0:
-        warnings.warn(
+    else:
+        warn(
             "An epoch without batches logs no metrics. Received: no batch left for an epoch of `fit`. "
-            "Repeat the data (`dataset.repeat()`), or leave out `steps_per_epoch`.",
-            stacklevel=2,
+            "Repeat the data (`dataset.repeat()`), or leave out `steps_per_epoch`."
         )
     return real({} if is_empty else logs)
 
