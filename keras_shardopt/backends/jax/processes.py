@@ -244,7 +244,7 @@ def naming_lost_processes() -> Iterator[None]:
         ) from error
 
 
-# How XLA's errors begin; not RESOURCE_EXHAUSTED and the like, which are about this process alone.
+# The beginnings of XLA's errors. RESOURCE_EXHAUSTED and the like are this process's own errors.
 _LOST_CONNECTION = re.compile(
     "(UNAVAILABLE|DEADLINE_EXCEEDED): |(UNKNOWN|INTERNAL|ABORTED): .*(?i:gloo|nccl|connection)"
 )
