@@ -128,10 +128,11 @@ class Communicator(abc.ABC):
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         """Like `all_reduce` (sum or mean), but each replica gets its slice only.
 
-        Each tensor is flat, with a length that the number of replicas divides.
+        Slices lie along the first dimension, which the number of replicas divides.
         """
         reduced = self.all_reduce(tensors, op)
-        return [ops.reshape(tensor, (self.num_replicas, -1))[self.replica_id] for tensor in reduced]
+        rows = [(self.num_replicas, tensor.shape[0] // self.num_replicas, *tensor.shape[1:]) for tensor in reduced]
+        return [ops.reshape(tensor, shape)[self.replica_id] for tensor, shape in zip(reduced, rows)]
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Every replica gets its part of each replica's flat tensors, which it joins in the order of their ids.

@@ -60,14 +60,16 @@ class Runtime:
         variables: Sequence[Variable],
         communicates: bool = True,
         apart: bool = False,
+        mostly: bool = False,
     ) -> None:
         """Calls `update(grads)` where `condition`, a bool or a scalar bool tensor, is true.
 
         `update` assigns `variables` only. If it `communicates` it may reduce over replicas; then the condition is equal
         on all of them, and `grads` are all that it reads of this replica's own tensors. With `apart` it is an optimizer
-        that updates, and reduces nothing: the condition is this replica's own.
+        that updates, and reduces nothing: the condition is this replica's own. If the condition holds `mostly`, a
+        compiled program may compute the update in any case and keep the values from before if it does not hold.
         """
-        del variables, communicates, apart
+        del variables, communicates, apart, mostly
         # Not `bool(condition)`, which costs torch.compile one more break of its graph.
         if condition:
             update(grads)

@@ -181,6 +181,7 @@ class ScaledUpdate(OptimizerWrapper):
             [*grads, scale],
             [*self._trainable_variables, *self.variables],
             apart=self._scope.trains_apart,
+            mostly=True,
         )
 
     def _is_good(self, grads: Gradients, variables: Sequence[Variable]) -> bool:

@@ -55,10 +55,9 @@ class Scattered(Communicator):
         axes, self._axes = self._axes, ()
         results: dict[int, Tensor] = {}
         divided = {i: axis for i, axis in enumerate(axes) if axis is not None}
-        flat = [ops.reshape(ops.moveaxis(tensors[i], axis, 0), (-1,)) for i, axis in divided.items()]
-        for (i, axis), own in zip(divided.items(), self._replicas.reduce_scatter(flat, op)):
-            rest = [size for place, size in enumerate(tensors[i].shape) if place != axis]
-            results[i] = ops.moveaxis(ops.reshape(own, (-1, *rest)), 0, axis)
+        moved = [ops.moveaxis(tensors[i], axis, 0) for i, axis in divided.items()]
+        for (i, axis), own in zip(divided.items(), self._replicas.reduce_scatter(moved, op)):
+            results[i] = ops.moveaxis(own, 0, axis)
         whole = [i for i in range(len(tensors)) if i not in results]
         results |= zip(whole, self._replicas.all_reduce([tensors[i] for i in whole], op))
         return [results[i] for i in range(len(tensors))]

@@ -177,7 +177,7 @@ class Stage:
 def proceed_if(
     condition: Tensor, proceed: Proceed, step: Step, variables: Sequence[Variable], apart: bool = False
 ) -> None:
-    """Proceeds where a scalar bool tensor, equal on all replicas, is true.
+    """Proceeds where a scalar bool tensor, equal on all replicas and mostly true, is true.
 
     Args:
         condition: the scalar.
@@ -191,4 +191,4 @@ def proceed_if(
     def inside(tensors: Sequence[Any]) -> None:
         proceed(step.replace(grads=list(tensors[:count]), notes=dict(zip(names, tensors[count:])), found_inf=None))
 
-    runtime.cond(condition, inside, [*step.grads, *step.notes.values()], variables, apart=apart)
+    runtime.cond(condition, inside, [*step.grads, *step.notes.values()], variables, apart=apart, mostly=True)

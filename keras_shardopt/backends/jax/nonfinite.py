@@ -1,7 +1,4 @@
-"""What is not finite on JAX, in one pass that only reads: in sums of squares.
-
-A mask as large as a gradient would be written to memory, and read once more.
-"""
+"""Finite checks on JAX that only read: XLA for CPUs would write a mask as large as the gradient, and read it."""
 
 from __future__ import annotations
 
@@ -23,11 +20,14 @@ def are_finite(values: Sequence[Tensor]) -> Tensor:
 # Compiled where a step is not, in which each branch would be compiled in each call.
 @functools.partial(jax.jit, inline=True)
 def _are_finite(values: list[Tensor]) -> Tensor:
-    sums = [jnp.isfinite(jnp.sum(jnp.square(in_float32(value)))) for value in values]
+    return jax.lax.platform_dependent(values, cpu=_by_squares, default=_by_elements)
 
-    def look() -> Tensor:
-        """Squares overflow before their elements do."""
-        return jnp.stack([jnp.all(jnp.isfinite(value)) for value in values])
 
-    found = jnp.stack(sums)
-    return jax.lax.cond(jnp.all(found), lambda: found, look)
+def _by_elements(values: list[Tensor]) -> Tensor:
+    return jnp.stack([jnp.all(jnp.isfinite(value)) for value in values])
+
+
+def _by_squares(values: list[Tensor]) -> Tensor:
+    found = jnp.stack([jnp.isfinite(jnp.sum(jnp.square(in_float32(value)))) for value in values])
+    # Squares overflow before their elements do.
+    return jax.lax.cond(jnp.all(found), lambda: found, lambda: _by_elements(values))

@@ -79,6 +79,7 @@ class JaxRuntime(Runtime):
         variables: Sequence[Variable],
         communicates: bool = True,
         apart: bool = False,
+        mostly: bool = False,
     ) -> None:
         if not isinstance(condition, jax.core.Tracer):
             super().cond(condition, update, grads, variables)
@@ -91,7 +92,13 @@ class JaxRuntime(Runtime):
                 update(grads)
             return [scope.get_current_value(variable) for variable in variables]
 
-        for variable, value in zip(variables, jax.lax.cond(condition, updated, lambda: before)):
+        if mostly:
+            # A branch cannot write into the memory of what it gets: temporary memory as large as the state.
+            pairs = zip(updated(), before)
+            chosen = [new if new is old else jax.numpy.where(condition, new, old) for new, old in pairs]
+        else:
+            chosen = jax.lax.cond(condition, updated, lambda: before)
+        for variable, value in zip(variables, chosen):
             variable.assign(value)
 
     def map_replicas(self, function: Callable[..., Any], stacked: Any, axes: Sequence[int | None]) -> Any:

@@ -133,6 +133,7 @@ class TensorFlowRuntime(Runtime):
         variables: Sequence[Variable],
         communicates: bool = True,
         apart: bool = False,
+        mostly: bool = False,
     ) -> None:
         grads = tuple(grads)
         if apart and not isinstance(condition, bool):
