@@ -18,6 +18,7 @@ FRAMEWORKS = {"tensorflow", "jax", "jaxlib", "torch", "flax", "optax"}
 ROOMS = [
     "keras_shardopt",
     "launch",
+    "compile_for",
     "callbacks",
     "steps",
     "fit",

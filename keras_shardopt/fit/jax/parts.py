@@ -10,8 +10,6 @@ they share the sum's broadcast, and is a product with 1/sum where each has its o
 that pass (`compiled_alike`), and one device has the bits of several.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.jax.trainer.jit` - compiles the step that a model's `make_train_function` or
-        `make_test_function` makes.
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
     `keras.src.backend.common.masking.get_keras_mask`, `set_keras_mask` - the mask that goes with a tensor.
 """
@@ -29,13 +27,13 @@ import jax
 import keras
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-from keras.src.backend.jax import trainer as jax_trainer
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
+from keras_shardopt.fit.jax.jitted import making_steps
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses
@@ -64,12 +62,9 @@ def compiled_alike(model: Any, num_parts: int) -> Iterator[None]:
             "`virtual_replicas` needs steps that JAX compiles as a whole. "
             f"Received: {received}, virtual_replicas={num_parts}. Leave one of them out."
         )
-    jit = jax_trainer.jit
-    jax_trainer.jit = functools.partial(jit, compiler_options={"xla_disable_hlo_passes": _passes_left_out()})
-    try:
+    options = {"xla_disable_hlo_passes": _passes_left_out()}
+    with making_steps(lambda jit: functools.partial(jit, compiler_options=options)):
         yield
-    finally:
-        jax_trainer.jit = jit
 
 
 def _passes_left_out() -> str:

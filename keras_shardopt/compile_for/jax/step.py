@@ -1,0 +1,139 @@
+"""The step of a program, compiled for a device that is not there.
+
+The step is the function that Keras' trainer hands to `jax.jit`. JAX exports it for the platform, and XLA's compiler for
+that platform, from `libtpu` or from JAX's CUDA plugin, compiles it for a description of the devices.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from keras_shardopt.compile_for import hlo
+from keras_shardopt.compile_for.report import Compiled
+from keras_shardopt.compile_for.targets import Target
+from keras_shardopt.fit.jax.jitted import making_steps
+
+# GSPMD's own calls, which mean the same on each platform.
+_ALLOWED = [
+    jax.export.DisabledSafetyCheck.custom_call(name)
+    for name in ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+]
+
+_TRAINING_STATE = 4
+"""How many parts the state of a training step has: weights, other variables, optimizer, metrics."""
+
+
+class FirstStep(BaseException):
+    """Ends the program at its first step. No `except Exception` of the program stops it."""
+
+    def __init__(self, exported: jax.export.Exported, arguments: Any, options: dict[str, Any], lowered: Any) -> None:
+        super().__init__()
+        self.exported = exported
+        self.arguments = arguments
+        self.compiler_options = options
+        self.on_cpu = lowered
+
+
+def missing_packages(target: Target) -> list[str]:
+    """The packages to install for this target; none if all are there."""
+    if target.device.platform == "tpu":
+        return [] if importlib.util.find_spec("libtpu") else ["libtpu"]
+    version = jax.__version__
+    if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda12"):
+        return []
+    return [f"jax-cuda12-plugin=={version}", f"jax-cuda12-pjrt=={version}"]
+
+
+def first_step(program: Callable[[], object], target: Target) -> FirstStep | None:
+    """Runs the program on as many CPU devices as the target has, up to its first step; None if it makes none."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", target.num_devices)
+
+    def catching(jit: Callable[..., Any]) -> Callable[..., Any]:
+        def making(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+            jitted = jit(function, **options)
+
+            def call(*arguments: Any) -> Any:
+                if not (isinstance(arguments[0], tuple) and len(arguments[0]) == _TRAINING_STATE):
+                    return jitted(*arguments)  # evaluates or predicts
+                shapes = jax.tree.map(_shape, arguments)
+                export = jax.export.export(jitted, platforms=[target.device.platform], disabled_checks=_ALLOWED)
+                options_of_step = options.get("compiler_options") or {}
+                raise FirstStep(export(*shapes), shapes, options_of_step, jitted.lower(*shapes))
+
+            return call
+
+        return making
+
+    try:
+        with making_steps(catching):
+            program()
+    except FirstStep as step:
+        return step
+    return None
+
+
+def _shape(value: Any) -> Any:
+    if not hasattr(value, "shape"):
+        return value
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=getattr(value, "sharding", None))
+
+
+def compiled(step: FirstStep, target: Target) -> Compiled:
+    """Compiles the step for the target's devices."""
+    mesh = Mesh(np.array(_devices(target)), ("batch",))
+    shardings = jax.tree.unflatten(step.exported.in_tree, step.exported.in_shardings_jax(mesh))[0]
+    plain = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), step.arguments)
+    begin = time.perf_counter()
+    lowered = jax.jit(step.exported.call, in_shardings=shardings, donate_argnums=0).lower(*plain)
+    # Autotuning runs kernels on the device.
+    options = {"xla_gpu_autotune_level": "0"} if target.device.platform == "cuda" else {}
+    program = lowered.compile(compiler_options={**step.compiler_options, **options})
+    seconds = time.perf_counter() - begin
+    text = program.as_text() or ""
+    memory: Any = program.memory_analysis()
+    cost: Any = program.cost_analysis() or {}
+    if cost.get("flops", -1) < 0:  # XLA's compiler for GPUs counts none, the one for CPUs does
+        cost = {**cost, "flops": (step.on_cpu.compile().cost_analysis() or {}).get("flops", 0.0)}
+    state = step.arguments[0]
+    return Compiled(
+        target=target,
+        collectives=hlo.collectives(text, target.num_devices),
+        weights=sum(_num_bytes(value) for value in jax.tree.leaves(state[0])),
+        arguments=int(memory.argument_size_in_bytes),
+        output=int(memory.output_size_in_bytes),
+        aliased=int(memory.alias_size_in_bytes),
+        temporary=int(memory.temp_size_in_bytes),
+        flops=cost["flops"],
+        bytes_accessed=cost["bytes accessed"] if cost.get("bytes accessed", -1) > 0 else None,
+        seconds=seconds,
+        text=text,
+    )
+
+
+def _num_bytes(value: Any) -> int:
+    return int(np.prod(value.shape)) * value.dtype.itemsize
+
+
+def _devices(target: Target) -> Any:
+    if target.device.platform == "tpu":
+        found = importlib.util.find_spec("libtpu")
+        assert found is not None and found.origin is not None
+        os.environ.setdefault("TPU_LIBRARY_PATH", str(pathlib.Path(found.origin).parent / "libtpu.so"))
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no server of a cloud is asked what machine this is
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
+    else:
+        topology = topologies.get_topology_desc(
+            "", "cuda", topology=target.topology, target_config=target.device.gpu_config
+        )
+    return topology.devices

@@ -1,0 +1,159 @@
+"""The report of a compiled step: memory, collectives, and the shortest time that the step can take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from keras_shardopt.compile_for.hlo import Collective
+from keras_shardopt.compile_for.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A step as the target's compiler has made it. Bytes and FLOPs are those of one device."""
+
+    target: Target
+    collectives: list[Collective]
+    weights: int
+    """Bytes of the trainable weights, whole."""
+    arguments: int
+    output: int
+    aliased: int
+    """Bytes of the output that take the place of arguments."""
+    temporary: int
+    flops: float
+    bytes_accessed: float | None
+    """None if the compiler does not say."""
+    seconds: float
+    """How long the compiler took."""
+    text: str
+    """The optimized program."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes of memory that the step needs."""
+        return self.arguments + self.output - self.aliased + self.temporary
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends in a step, by the bound of a ring."""
+        return sum(collective.sent_bytes for collective in self.collectives)
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Seconds that a step takes at least, by the part of the device that takes them."""
+        device = self.target.device
+        return {
+            "compute": self.flops / device.flops,
+            "memory": (self.arguments + self.output) / device.memory_bandwidth,
+            "communication": self.sent / self.target.bandwidth,
+        }
+
+    def predicted(self, kind: str) -> float:
+        """Seconds of communication in the alpha-beta model, by a "ring" or a "tree".
+
+        With N devices, latency a, bandwidth B and S bytes a ring all-reduce takes 2(N-1)a + 2(N-1)/N * S/B, a tree
+        2*log2(N)*a + 2*S/B. The other collectives take half. (Thakur, Rabenseifner, Gropp, "Optimization of Collective
+        Communication Operations in MPICH", 2005, sections 4.1 to 4.5.)
+        """
+        latency, bandwidth = self.target.device.latency, self.target.bandwidth
+        total = 0.0
+        for each in self.collectives:
+            passes = 2 if each.kind == "all-reduce" else 1
+            if kind == "ring":
+                total += passes * (each.group_size - 1) * latency + each.sent_bytes / bandwidth
+            else:
+                total += passes * (math.ceil(math.log2(max(each.group_size, 1))) * latency + each.num_bytes / bandwidth)
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {
+            "target": self.target.name,
+            "num_devices": self.target.num_devices,
+            "weights_bytes": self.weights,
+            "memory_bytes": {
+                "arguments": self.arguments,
+                "output": self.output,
+                "aliased": self.aliased,
+                "temporary": self.temporary,
+                "peak": self.peak,
+                "device": self.target.device.memory,
+            },
+            "collectives": [dataclasses.asdict(each) for each in self.collectives],
+            "sent_bytes": self.sent,
+            "flops": self.flops,
+            "bytes_accessed": self.bytes_accessed,
+            "bounds_seconds": self.bounds,
+            "predicted_seconds": {kind: self.predicted(kind) for kind in ("ring", "tree")},
+            "compile_seconds": self.seconds,
+        }
+
+
+def table(compiled: Compiled) -> str:
+    """The report as text."""
+    memory = compiled.target.device.memory
+    bounds = compiled.bounds
+    slowest = max(bounds, key=lambda name: bounds[name])
+    lines = [
+        f"compiled for {compiled.target.name} ({compiled.target.num_devices} devices) in {compiled.seconds:.1f} s; "
+        "not run",
+        "",
+        f"memory of one device   {_mb(compiled.peak)} of {memory / 1e9:.0f} GB ({compiled.peak / memory:.2%})",
+        f"  arguments            {_mb(compiled.arguments)}",
+        f"  temporary            {_mb(compiled.temporary)}",
+        f"  output               {_mb(compiled.output)}, of which {_mb(compiled.aliased)} in place of arguments",
+        "",
+        "collectives            number  bytes each    in a branch",
+        *_rows(compiled.collectives),
+        f"sent by one device     {_mb(compiled.sent)}",
+        "",
+        f"FLOPs                  {compiled.flops:.3g}",
+        f"bytes accessed         {'unknown' if compiled.bytes_accessed is None else _mb(compiled.bytes_accessed)}",
+        "",
+        "a step takes at least",
+        *(
+            f"  {name:20} {seconds * 1e6:10.1f} us{'   <- bound' if name == slowest else ''}"
+            for name, seconds in bounds.items()
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _rows(collectives: Sequence[Collective]) -> list[str]:
+    alike: dict[tuple[str, float, tuple[str, ...], bool], int] = {}
+    for each in collectives:
+        key = (each.kind, each.num_bytes, each.dtypes, each.in_branch)
+        alike[key] = alike.get(key, 0) + 1
+    return [
+        f"  {kind:20} {number:6}  {_mb(size):12}  {'yes' if in_branch else 'no':3}  {' '.join(dtypes)}"
+        for (kind, size, dtypes, in_branch), number in alike.items()
+    ] or ["  none"]
+
+
+def scale_table(everything: Sequence[dict[str, Any]]) -> str:
+    """A row for each target, from `Compiled.as_dict`."""
+    head = ("target", "devices", "collectives", "sent MB", "compute us", "ring us", "tree us", "ring / compute")
+    rows = [head]
+    for each in everything:
+        compute, ring = each["bounds_seconds"]["compute"], each["predicted_seconds"]["ring"]
+        times = [compute, ring, each["predicted_seconds"]["tree"]]
+        rows.append(
+            (
+                each["target"],
+                str(each["num_devices"]),
+                str(len(each["collectives"])),
+                f"{each['sent_bytes'] / 1e6:.3f}",
+                *(f"{seconds * 1e6:.1f}" for seconds in times),
+                f"{ring / compute if compute else math.inf:.2f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.3f} MB"

@@ -1,0 +1,25 @@
+"""How Keras' trainer compiles its steps.
+
+Private names of Keras touched here (test_private_names.py holds them):
+    `keras.src.backend.jax.trainer.jit` - compiles the step that a model's `make_train_function` or
+        `make_test_function` makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras.src.backend.jax import trainer as jax_trainer
+
+
+@contextlib.contextmanager
+def making_steps(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """A block in which Keras makes compiled steps with `change(jit)` instead of `jit`."""
+    jit = jax_trainer.jit
+    jax_trainer.jit = change(jit)
+    try:
+        yield
+    finally:
+        jax_trainer.jit = jit
