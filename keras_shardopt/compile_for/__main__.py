@@ -59,7 +59,8 @@ def _compiled(target: targets.Target, program: Sequence[str]) -> report.Compiled
     step = compiler.first_step(_running(program), target)
     if step is None:
         raise ValueError(
-            f"{program[0]} ended without a compiled training step. Call `model.fit` or `train_on_batch` with `jit_compile` on."
+            f"{program[0]} must make a compiled training step. Received: none. Call `model.fit` or `train_on_batch`, "
+            "without `run_eagerly` or `jit_compile=False`."
         )
     compiled: report.Compiled = compiler.compiled(step, target)
     return compiled

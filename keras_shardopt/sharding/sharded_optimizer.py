@@ -12,9 +12,10 @@ from keras_shardopt.backends.communicator import Communicator, GlobalView
 from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.sharding.even_slices import PaddedShards
+from keras_shardopt.sharding.padded_layout import PaddedLayout, needs_padding
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
-from keras_shardopt.wrapping.chain import innermost
+from keras_shardopt.wrapping.chain import descendants, innermost
 from keras_shardopt.wrapping.stored_state import DividedState, assign_all, named_store, stored_value
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -25,14 +26,17 @@ _SAVE_TOGETHER = (
 )
 
 
+OwnShards = FlatShards | PaddedShards | PaddedLayout
+
+
 class ShardedState(OptimizerWrapper):
-    """Knows where state is divided: in `FlatShards` of each replica, in `PaddedShards` of a program, or by a layout."""
+    """Divides state: in `FlatShards` of each replica, in `PaddedShards` of a program, or by a layout."""
 
     axis_name: str
     shard_state: bool
-    _shards: FlatShards | PaddedShards | None = None  # where no state is divided, or by a layout
+    _shards: OwnShards | None = None  # where no state is divided, or by a layout
 
-    def _divided(self, variables: Sequence[Variable]) -> FlatShards | PaddedShards | None:
+    def _divided(self, variables: Sequence[Variable]) -> OwnShards | None:
         """Who owns what, where each replica has state of its own."""
         divide = _STRATEGIES.get(placement.state_sharding)
         return None if divide is None else divide(self, variables)
@@ -55,7 +59,7 @@ class ShardedState(OptimizerWrapper):
 
     def _check_shards(self, variables: Sequence[Variable], comm: Communicator) -> None:
         """Raises ValueError where these replicas cannot hold the parts that there are, or lay them out."""
-        if self._shards is not None:
+        if self._shards is not None and not self._shards.lays_out:
             self._shards.check(comm)
         elif self.shard_state and comm.num_replicas > 1 and not isinstance(comm, GlobalView):
             raise ValueError(
@@ -83,7 +87,9 @@ class ShardedState(OptimizerWrapper):
     @property
     def _replica_state(self) -> list[Variable]:
         """State that is divided."""
-        return [] if self._shards is None else [v for v in self.inner.variables if self._shards.is_divided(v)]
+        if self._shards is None or self._shards.lays_out:
+            return []
+        return [v for v in self.inner.variables if self._shards.is_divided(v)]
 
     def memory_report(self) -> MemoryReport:
         """How many bytes of optimizer state each replica holds, and what each of them holds all of, and why.
@@ -119,7 +125,7 @@ class ShardedState(OptimizerWrapper):
         Raises:
             ValueError: where each replica holds a part of the state only.
         """
-        if self._shards is not None:
+        if self._shards is not None and not self._shards.lays_out:
             raise ValueError(
                 "With `shard_state=True` a replica has slots of its own slices only. "
                 f"Received: get_slot({getattr(variable, 'path', variable)!r}, {name!r}). "
@@ -156,7 +162,7 @@ class ShardedState(OptimizerWrapper):
     def _saving_needs_all_replicas(self) -> bool:
         """Whether state is divided, so that what this process has is to be put together before it is stored."""
         is_laid_out = self._lays_out_state and processes.process()[0] > 1
-        return self._shards is not None or is_laid_out
+        return is_laid_out or (self._shards is not None and not self._shards.lays_out)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the state as the inner optimizer would without a wrapper. With divided state all replicas call it.
@@ -202,11 +208,20 @@ def _slices_in_copies(optimizer: ShardedState, variables: Sequence[Variable]) ->
         return PaddedShards(optimizer, variables, num_copies)
 
 
-_STRATEGIES: dict[str | None, Callable[..., FlatShards | PaddedShards | None]] = {
+def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> PaddedLayout | None:
+    num_replicas = runtime.communicator(optimizer.axis_name).num_replicas
+    chain = [optimizer, *descendants(optimizer)]
+    if num_replicas == 1 or any(one.use_ema for one in chain) or not needs_padding(variables, num_replicas):
+        return None  # averages keep the shapes of the weights: callbacks swap them in
+    return PaddedLayout(optimizer, variables, num_replicas)
+
+
+_STRATEGIES: dict[str | None, Callable[..., OwnShards | None]] = {
     "slices": _own_slices,
     "copies": _slices_in_copies,
+    "layout": _padded_rows,
 }
-"""By `Placement.state_sharding`, who makes what each replica owns. By a layout replicas own nothing of their own."""
+"""By `Placement.state_sharding`, the function that makes stand-ins. A layout needs them for padding only."""
 
 
 def _refuse_several() -> None:

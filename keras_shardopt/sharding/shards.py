@@ -31,6 +31,9 @@ class Shards(abc.ABC):
     reduces_in_slices = True
     """Whether replicas exchange slices of gradients, by `reduce`; else all gradients go to all replicas."""
 
+    lays_out = False
+    """Whether one program holds the parts of all replicas, as arrays that lie on all devices."""
+
     gradient_slices: Any = None
     """How gradients are cut into slices while they are computed; None where they are not."""
 
@@ -59,7 +62,7 @@ class Shards(abc.ABC):
 
     def _find_slots(self, optimizer: Any) -> list[tuple[int, Variable]]:
         """Looks at the state, now that the inner optimizers are built. Returns that of wrappers, with positions."""
-        optimizer.scope_inside.holds_slices = True
+        optimizer.scope_inside.holds_slices = not self.lays_out
         of_leaf = [(i, slot) for i, _, slot in slots_of(self._leaf, self._leaf._trainable_variables)]
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}
         of_wrappers = [

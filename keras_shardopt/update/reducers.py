@@ -75,12 +75,16 @@ class AllReduce:
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
         """Those along which a layout divides state; none of gradients that are reduced already, or sent coded."""
-        optimizer = self._optimizer
-        is_local = optimizer.state_finder.told not in (GradientState.GLOBAL, GradientState.SUMMED)
-        if not (optimizer._lays_out_state and is_local) or optimizer.pipeline.coding is not None:
+        if not self._leaves_slices:
             return [None for _ in variables]
         axes = placement.dividing_axes(variables)
         return [None if overwrites_variable(v) else axis for v, axis in zip(variables, axes)]
+
+    @property
+    def _leaves_slices(self) -> bool:
+        optimizer = self._optimizer
+        is_local = optimizer.state_finder.told not in (GradientState.GLOBAL, GradientState.SUMMED)
+        return optimizer._lays_out_state and is_local and optimizer.pipeline.coding is None
 
     def finish(self, comm: Communicator) -> None:
         """Sends zeros, and that there are no more gradients, as if it were one more update."""
@@ -150,7 +154,7 @@ class ReduceScatter(AllReduce):
 
     Args:
         optimizer: the `CrossShard`.
-        shards: who owns what, a `FlatShards` or `PaddedShards`.
+        shards: who owns what, a `FlatShards`, `PaddedShards` or `PaddedLayout`.
     """
 
     def __init__(self, optimizer: Any, shards: Any) -> None:
@@ -161,10 +165,17 @@ class ReduceScatter(AllReduce):
         """This replica's slices."""
         return step.replace(grads=self._shards.slices_of(step.grads, step.variables))
 
+    def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
+        """As `AllReduce.dividing_axes`; padded gradients are divided by rows."""
+        axes = super().dividing_axes(variables)
+        return self._shards.axes_inside(variables, axes) if self._leaves_slices else axes
+
     def _send(self, step: Step, members: Communicator, trained: Sequence[bool] | None) -> Step:
         if step.is_local and self._shards.reduces_in_slices:
             reduced: Step = self._shards.reduce(step, members, self._options.reduction, trained)
             return reduced
+        if step.is_local and step.axes is not None and self._leaves_slices:
+            return super()._send(self.own_part(step), members, trained)
         return self.own_part(super()._send(step, members, trained))
 
     def _join(self, members: Communicator, num_flags: int) -> None:

@@ -86,8 +86,11 @@ def assign_all(optimizer: Any, store: Any, variables: Sequence[Variable]) -> Non
 def stored_value(optimizer: Any, variable: Variable) -> np.ndarray:
     """What a file has for a variable of the state. Where replicas hold parts of it, all of them call this together."""
     divided: DividedState | None = optimizer._divided_state
-    if divided is not None:
-        return divided.stored(variable)
+    return whole_value(variable) if divided is None else divided.stored(variable)
+
+
+def whole_value(variable: Variable) -> np.ndarray:
+    """All of a variable. Processes that hold parts of it call this together."""
     return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
 
 

@@ -23,7 +23,7 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.jax.communicator import batch_size_of
 from keras_shardopt.backends.jax.processes import processes
 from keras_shardopt.backends.placement import Layout, Placement
-from keras_shardopt.numerics import Variable
+from keras_shardopt.numerics import Tensor, Variable
 
 
 def dividing_axis(shape: Sequence[int], num_replicas: int) -> int | None:
@@ -85,6 +85,15 @@ class JaxPlacement(Placement):
         if batch_size_of(distribution) == 1:
             return super().dividing_axes(variables)
         return [_chosen_axis(variable, distribution)[1] for variable in variables]
+
+    def divided(self, tensor: Tensor, is_divided: bool) -> Tensor:
+        distribution = keras.distribution.distribution()
+        if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
+            return tensor
+        axes = [distribution.batch_dim_name if is_divided else None, *[None] * (len(tensor.shape) - 1)]
+        return keras.distribution.distribute_tensor(
+            tensor, keras.distribution.TensorLayout(axes, distribution.device_mesh)
+        )
 
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         distribution = keras.distribution.distribution()
@@ -255,6 +264,8 @@ def _chosen_axis(variable: Variable, distribution: Any) -> tuple[list[str | None
     axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
     # What a model's own layout divides stays as it is, and is divided once more.
     free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
+    if distribution.batch_dim_name in axes:  # state of a padded variable, made like its stand-in
+        return axes, None
     return axes, dividing_axis(free, batch_size_of(distribution))
 
 

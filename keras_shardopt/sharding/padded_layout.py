@@ -1,0 +1,171 @@
+"""Optimizer state laid out over the devices of one program, also of variables that have no dimension to divide.
+
+JAX divides an array only along a dimension that the number of devices divides. A variable without one gets a stand-in:
+its elements and padding in one row per replica. The inner optimizer is built on the stand-ins, so its state has their
+shape and is laid out by rows. Files hold the shape of the variable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overwrites_variable
+from keras_shardopt.sharding.report import MemoryReport, item_size, laid_out_report, size_of
+from keras_shardopt.sharding.separability import are_elementwise_inside, keep_exclusions
+from keras_shardopt.sharding.shards import Shards, flattened
+from keras_shardopt.wrapping.slots import named_like
+from keras_shardopt.wrapping.stored_state import whole_value
+
+_MAX_OVER_IDEAL = 1.02
+"""How much more than an equal share a replica may hold before variables are padded."""
+
+
+class PaddedLayout(Shards):
+    """State of which each replica holds an equal share, padded to the next element per variable.
+
+    Args:
+        optimizer: the `CrossShard`, around optimizers that are not built.
+        variables: the trainable variables.
+        num_replicas: int >= 2.
+    """
+
+    reduces_in_slices = False
+    lays_out = True
+
+    def __init__(self, optimizer: Any, variables: Sequence[Variable], num_replicas: int) -> None:
+        super().__init__(optimizer, variables, num_replicas)
+        may_pad = placement.outside_strategy(lambda: self._may_pad(optimizer))
+        self._divided = [i for i in _undivided(self.variables) if may_pad[i]]
+        self.stand_ins = [self._stand_in(i) if i in self._divided else v for i, v in enumerate(self.variables)]
+        keep_exclusions(optimizer, self.variables, self.inside)
+
+    def _may_pad(self, optimizer: Any) -> list[bool]:
+        """Whether each variable may be updated in another shape."""
+        try:
+            return are_elementwise_inside(optimizer, self.variables)
+        except ValueError:  # an update that depends on several variables, which a layout permits
+            return [False for _ in self.variables]
+
+    def _stand_in(self, i: int) -> Variable:
+        variable = self.variables[i]
+        rows = self._rows(flattened(variable))
+        arguments = {"shape": rows.shape, "dtype": dtype_of(variable)}
+        stand_in = named_like(variable, initializer=lambda *_, **__: rows, trainable=False, autocast=False, **arguments)
+        placement.place([stand_in], "sharded")
+        return stand_in
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """A flat tensor with padding, one row per replica."""
+        length = -(-flat.shape[0] // self.num_replicas)
+        missing = length * self.num_replicas - flat.shape[0]
+        # Said in full: left to itself, XLA moves the elements between devices to reshape them.
+        rows = ops.reshape(ops.pad(placement.divided(flat, False), (0, missing)), (self.num_replicas, length))
+        return placement.divided(rows, True)
+
+    def _unpadded(self, i: int, rows: Any) -> Any:
+        return rows.reshape(-1)[: size_of(self.variables[i])].reshape(tuple(self.variables[i].shape))
+
+    def bind_state(self, optimizer: Any) -> None:
+        """Finds the state of padded variables, now that the inner optimizers are built."""
+        self._find_slots(optimizer)
+        own = {id(v) for v in optimizer._variables}
+        placement.place([v for v in optimizer.variables if id(v) not in own], "sharded")
+
+    def is_divided(self, variable: Variable) -> bool:
+        """Whether this state has the shape of a stand-in."""
+        return id(variable) in self._slots and len(variable.shape) > 0
+
+    def check_start(self, iterations: int) -> None:
+        """Nothing to do: one program holds all parts."""
+
+    def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
+        """Nothing to do: replicas of one program end with it."""
+
+    def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
+        """Gradients in the shapes of the stand-ins; some come so from the reduction."""
+        inside = self.inside(variables)
+        return [
+            grad
+            if grad is None or stand_in is v or tuple(grad.shape) == tuple(stand_in.shape)
+            # Of a padded variable.
+            else self._rows(flattened(grad, v))
+            for grad, v, stand_in in zip(grads, variables, inside)
+        ]
+
+    def _own_slice(self, i: int, whole: Tensor) -> Tensor:
+        return self._rows(whole)
+
+    def axes_inside(self, variables: Sequence[Variable], axes: Sequence[int | None]) -> list[int | None]:
+        """The dimensions along which gradients are divided: `axes`, and rows of those that are padded."""
+        return [0 if self._position(v) in self._divided else axis for v, axis in zip(variables, axes)]
+
+    def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
+        """Lets `inner` update the stand-ins, and gives their values to the variables."""
+        for i in self._divided:
+            self.stand_ins[i].assign(self._rows(flattened(self.variables[i])))
+        inner.apply(list(grads), self.inside(variables))
+        given = {self._position(v) for v, grad in zip(variables, grads) if grad is not None}
+        for i in given & set(self._divided):
+            self._take(i)
+
+    def _take(self, i: int) -> None:
+        rows = placement.divided(ops.convert_to_tensor(self.stand_ins[i]), False)
+        self.variables[i].assign(self._unpadded(i, rows))
+
+    def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
+        """Lets `inner` set the final values of the weights."""
+        for i in self._divided:
+            self.stand_ins[i].assign(self._rows(flattened(self.variables[i])))
+        inner.finalize_variable_values(self.inside(variables))
+        for i in self._divided:
+            self._take(i)
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def stored_shape(self, variable: Variable) -> tuple[int, ...]:
+        """The shape of this state in files."""
+        if self.is_divided(variable):
+            return tuple(self.variables[self._slots[id(variable)]].shape)
+        return tuple(variable.shape)
+
+    def stored(self, variable: Variable) -> np.ndarray:
+        """The whole of this state."""
+        value = whole_value(variable)
+        return self._unpadded(self._slots[id(variable)], value) if self.is_divided(variable) else value
+
+    def assign_stored(self, variable: Variable, array: Any) -> None:
+        """Gives this state the values of a whole array."""
+        if self.is_divided(variable):
+            array = self._rows(ops.reshape(ops.convert_to_tensor(array, dtype_of(variable)), (-1,)))
+        variable.assign(array)
+
+    def memory_report(self, state: Sequence[Variable]) -> MemoryReport:
+        """Bytes that each replica holds of this state; padding counts."""
+        report = laid_out_report(state)
+        return MemoryReport(
+            report.held, sum(math.prod(self.stored_shape(v)) * item_size(v) for v in state), report.replicated
+        )
+
+
+def needs_padding(variables: Sequence[Variable], num_replicas: int) -> bool:
+    """Whether replicas would hold clearly more than an equal share if no variable were padded."""
+    whole = sum(size_of(v) * item_size(v) for v in variables)
+    copied = sum(size_of(variables[i]) * item_size(variables[i]) for i in _undivided(variables))
+    return (whole - copied) + copied * num_replicas > _MAX_OVER_IDEAL * whole
+
+
+def _undivided(variables: Sequence[Variable]) -> list[int]:
+    """The positions of variables with state that a layout cannot divide."""
+    axes = placement.dividing_axes(variables)
+    return [
+        i
+        for i, (v, axis) in enumerate(zip(variables, axes))
+        if axis is None and size_of(v) > 1 and not overwrites_variable(v)
+    ]
