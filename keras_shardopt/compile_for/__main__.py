@@ -56,6 +56,7 @@ def _compiled(target: targets.Target, program: Sequence[str]) -> report.Compiled
     missing = compiler.missing_packages(target)
     if missing:
         raise ValueError(f"The compiler for {target.name} is not installed. Run `pip install {' '.join(missing)}`.")
+    compiler.use_cpu_devices(target.num_devices)
     step = compiler.first_step(_running(program), target)
     if step is None:
         raise ValueError(

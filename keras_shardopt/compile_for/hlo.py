@@ -65,11 +65,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
                 continue
             chains.add((kind, chain[0] if chain else ""))
             shapes = [(dtype, _size(dtype, dims)) for dtype, dims in _SHAPE.findall(match[1])]
-            if match[2] in (
-                "all-gather-start",
-                "collective-permute-start",
-                "reduce-scatter-start",
-            ):  # operands, results
+            if match[2].endswith("-start") and kind != "all-reduce":  # operands, then results
                 shapes = shapes[len(shapes) // 2 :]
             size = _group_size(line, num_devices)
             # The TPU's compiler writes a reduce-scatter as a fusion of this name, around an all-reduce.

@@ -40,7 +40,7 @@ class FirstStep(BaseException):
         super().__init__()
         self.exported = exported
         self.arguments = arguments
-        self.compiler_options = options
+        self.options = options
         self.on_cpu = lowered
 
 
@@ -54,10 +54,14 @@ def missing_packages(target: Target) -> list[str]:
     return [f"jax-cuda12-plugin=={version}", f"jax-cuda12-pjrt=={version}"]
 
 
-def first_step(program: Callable[[], object], target: Target) -> FirstStep | None:
-    """Runs the program on as many CPU devices as the target has, up to its first step; None if it makes none."""
+def use_cpu_devices(number: int) -> None:
+    """Gives the program this many devices. JAX must not have started."""
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", target.num_devices)
+    jax.config.update("jax_num_cpu_devices", number)
+
+
+def first_step(program: Callable[[], object], target: Target) -> FirstStep | None:
+    """Runs the program up to its first step, on as many CPU devices as the target has; None if it makes none."""
 
     def catching(jit: Callable[..., Any]) -> Callable[..., Any]:
         def making(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -68,8 +72,7 @@ def first_step(program: Callable[[], object], target: Target) -> FirstStep | Non
                     return jitted(*arguments)  # evaluates or predicts
                 shapes = jax.tree.map(_shape, arguments)
                 export = jax.export.export(jitted, platforms=[target.device.platform], disabled_checks=_ALLOWED)
-                options_of_step = options.get("compiler_options") or {}
-                raise FirstStep(export(*shapes), shapes, options_of_step, jitted.lower(*shapes))
+                raise FirstStep(export(*shapes), shapes, options, jitted.lower(*shapes))
 
             return call
 
@@ -95,10 +98,11 @@ def compiled(step: FirstStep, target: Target) -> Compiled:
     shardings = jax.tree.unflatten(step.exported.in_tree, step.exported.in_shardings_jax(mesh))[0]
     plain = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), step.arguments)
     begin = time.perf_counter()
-    lowered = jax.jit(step.exported.call, in_shardings=shardings, donate_argnums=0).lower(*plain)
+    donated = step.options.get("donate_argnums", ())
+    lowered = jax.jit(step.exported.call, in_shardings=shardings, donate_argnums=donated).lower(*plain)
     # Autotuning runs kernels on the device.
     options = {"xla_gpu_autotune_level": "0"} if target.device.platform == "cuda" else {}
-    program = lowered.compile(compiler_options={**step.compiler_options, **options})
+    program = lowered.compile(compiler_options={**(step.options.get("compiler_options") or {}), **options})
     seconds = time.perf_counter() - begin
     text = program.as_text() or ""
     memory: Any = program.memory_analysis()
