@@ -323,7 +323,8 @@ HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
 
 # Support matrix
 
-**Never run: a GPU, a TPU, machines that are not namespaces of one.** All numbers come from CPUs of one machine: TensorFlow and JAX on several CPU
+**Never run: a GPU, a TPU, machines that are not namespaces of one.** Steps on JAX are [compiled for TPU v5e and
+H100](compiled.md) in the tests. All numbers come from CPUs of one machine: TensorFlow and JAX on several CPU
 devices of one process, except where several processes are named, and PyTorch in several processes with "gloo".
 
 ✓ works; ◐ works in part, and the note says where; ✗ does not. The number is how many tests that stand for the feature

@@ -1,0 +1,134 @@
+"""JAX: `shard_state` divides state evenly for any number of devices, also if no dimension of a variable divides."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from support.suites import some
+
+import keras_shardopt as ks
+
+pytestmark = pytest.mark.backends("jax")
+
+WIDTHS = (32, 16, 8)  # powers of two: nothing divides by 3, 6 or 7
+
+
+@keras.saving.register_keras_serializable("tests")
+def halved(grads, variables):
+    return [None if grad is None else grad / 2 for grad in grads]
+
+
+def compiled(optimizer, widths=WIDTHS):
+    hidden = [keras.layers.Dense(width, activation="tanh") for width in widths[1:]]
+    model = keras.Sequential([keras.Input((widths[0],)), *hidden])
+    random = np.random.default_rng(3)
+    model.set_weights([random.normal(size=w.shape).astype("float32") * 0.3 for w in model.weights])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def fitted(model, num_steps=4, rows=42, epochs=1):
+    random = np.random.default_rng(8)
+    x = random.normal(size=(rows * num_steps, model.input_shape[1])).astype("float32")
+    y = np.tanh(x[:, : model.output_shape[1]]) * np.linspace(0.3, 2, len(x), dtype="float32")[:, None]
+    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, epochs=epochs)
+    return model
+
+
+def momentum():
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+ARGUMENTS = {
+    "plain": {},
+    "own gradients": {"replica_transform": halved},
+    "accumulates": {"gradient_accumulation_steps": 2},
+    "skips": {"on_nonfinite": "skip"},
+    "bfloat16": {"compression": "bfloat16"},
+    "Int8": {"compression": ks.compression.Int8()},
+}
+INNER = {
+    "momentum": momentum,
+    "decaying": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "wrapped": lambda: ks.LossScaling(ks.GradientClipping(keras.optimizers.Adam(0.01), 0.1), "Backoff"),
+    "master": lambda: ks.MixedPrecision(keras.optimizers.Adam(0.01)),
+}
+CASES = [(name, "momentum", 3) for name in ARGUMENTS] + [("plain", name, 6) for name in INNER]
+BY_DEFAULT = [("plain", "wrapped", 6), ("own gradients", "momentum", 3), ("accumulates", "momentum", 3)]
+
+
+@pytest.mark.parametrize(("arguments", "inner", "num_replicas"), some(CASES, BY_DEFAULT))
+def test_weights_are_those_of_whole_state(arguments, inner, num_replicas):
+    results = []
+    with ks.data_parallel(num_replicas):
+        for shard_state in (False, True):
+            options = {"shard_state": shard_state, **ARGUMENTS[arguments]}
+            results.append(fitted(compiled(ks.CrossShard(INNER[inner](), **options))))
+    whole, divided = results
+    report = divided.optimizer.memory_report()
+    assert report.max_over_ideal < 1.05 < whole.optimizer.memory_report().max_over_ideal  # of a small model
+    moved = max(np.abs(w - s).max() for w, s in zip(whole.get_weights(), compiled(momentum()).get_weights()))
+    for mine, theirs in zip(divided.get_weights(), whole.get_weights()):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6 * moved + 6e-8)  # and a rounding of the weight
+
+
+@pytest.mark.parametrize("num_replicas", some([2, 3, 4, 6, 8], [3]))
+@pytest.mark.parametrize("widths", [(64, 64, 64), (50, 30, 10)])
+def test_every_number_of_replicas_holds_an_equal_share(num_replicas, widths):
+    with ks.data_parallel(num_replicas):
+        optimizer = ks.CrossShard(keras.optimizers.Adam(), shard_state=True)
+        optimizer.build(compiled(momentum(), widths).trainable_variables)
+    report = optimizer.memory_report()
+    assert len(report.held) == num_replicas
+    assert report.max_over_ideal <= 1.02
+    numbers = 2 * 4  # iterations and the learning rate
+    assert report.whole == numbers + 2 * sum(4 * (a * b + b) for a, b in itertools.pairwise(widths))
+
+
+def test_optimizers_that_need_whole_variables_keep_them():
+    with ks.data_parallel(3):
+        optimizer = ks.CrossShard(keras.optimizers.Adafactor(), shard_state=True)
+        optimizer.build(compiled(momentum()).trainable_variables)
+    assert optimizer.memory_report().replicated
+
+
+def test_files_hold_the_shapes_of_the_weights_and_fit_any_number_of_devices(tmp_path):
+    states = {}
+    for num_replicas in (6, 4, 1):
+        with ks.data_parallel(num_replicas):
+            model = compiled(ks.CrossShard(keras.optimizers.Adam(0.01), shard_state=True))
+            if num_replicas != 6:
+                model.load_weights(tmp_path / "6.weights.h5")
+            else:
+                fitted(model).save_weights(tmp_path / "6.weights.h5")
+                assert type(model.optimizer._shards).__name__ == "PaddedLayout"
+            states[num_replicas] = {}
+            model.optimizer.build(model.trainable_variables)
+            model.optimizer.save_own_variables(states[num_replicas])
+            fitted(model, 2)
+            states[num_replicas]["weights"] = np.concatenate([w.ravel() for w in model.get_weights()])
+    for key, value in states[6].items():
+        for num_replicas in (4, 1):
+            tolerance = 1e-6 if key == "weights" else 0
+            np.testing.assert_allclose(states[num_replicas][key], value, rtol=0, atol=tolerance)
+    plain = compiled(keras.optimizers.Adam(0.01))
+    plain.optimizer.build(plain.trainable_variables)
+    plain.load_weights(tmp_path / "6.weights.h5")
+    assert int(plain.optimizer.iterations) == 4
+
+
+def test_an_update_that_is_not_finite_changes_nothing():
+    with ks.data_parallel(3):
+        model = compiled(ks.CrossShard(momentum(), shard_state=True, on_nonfinite="skip"))
+        fitted(model)
+        before = [*model.get_weights(), *map(np.array, [v.value for v in model.optimizer.variables[2:]])]
+        x = np.ones((42, WIDTHS[0]), "float32")
+        x[20] = np.nan
+        model.train_on_batch(x, np.ones((42, WIDTHS[-1]), "float32"))
+    after = [*model.get_weights(), *map(np.array, [v.value for v in model.optimizer.variables[2:]])]
+    assert int(model.optimizer.skipped_steps) == 1
+    changed = sum(not np.array_equal(a, b) for a, b in zip(before, after))
+    assert changed <= 2  # the counters of the skipped update
+    for weight, start in zip(model.get_weights(), before):
+        np.testing.assert_array_equal(weight, start)
