@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt.backends.communicator import Communicator
-from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.numerics import Variable
 
 StateSharding = Literal["slices", "copies", "layout"]
 """Each replica is a process with slices of its own; each copy of a variable is a slice; or arrays lie over devices."""
@@ -25,7 +25,7 @@ class Placement:
     silence, and `fingerprints`. If one program holds all copies of a variable, it also writes `replica_values` and
     `assign_replica_values`; if variables are made in a scope, `colocate_with` and `outside_strategy`; if arrays lie
     over devices, `place`; if processes hold copies, `broadcast_state`. `state_sharding` says which way of dividing
-    optimizer state works. Only speed: `dividing_axes`, `divided`.
+    optimizer state works. Only speed: `dividing_axes`.
     """
 
     state_sharding: StateSharding | None = None
@@ -67,11 +67,6 @@ class Placement:
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
         """Calls `function()` as in a program without replicas, where making a variable involves no other process."""
         return function()
-
-    def divided(self, tensor: Tensor, is_divided: bool) -> Tensor:
-        """A tensor of one program for all replicas: divided along its first dimension, or whole on each of them."""
-        del is_divided
-        return tensor
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
         """Along which dimension `place(..., "sharded")` divides what is shaped and laid out as each variable is."""

@@ -11,11 +11,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
-from keras_shardopt.backends.active import placement
-from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.communicator import Communicator, GlobalView
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, laid_out_report, size_of
 from keras_shardopt.sharding.separability import are_elementwise_inside, keep_exclusions
@@ -66,8 +67,17 @@ class PaddedLayout(Shards):
         length = -(-flat.shape[0] // self.num_replicas)
         missing = length * self.num_replicas - flat.shape[0]
         # Said in full: left to itself, XLA moves the elements between devices to reshape them.
-        rows = ops.reshape(ops.pad(placement.divided(flat, False), (0, missing)), (self.num_replicas, length))
-        return placement.divided(rows, True)
+        rows = ops.reshape(ops.pad(self._laid_out(flat, False), (0, missing)), (self.num_replicas, length))
+        return self._laid_out(rows, True)
+
+    def _laid_out(self, tensor: Tensor, is_divided: bool) -> Tensor:
+        """A tensor divided by rows, or whole on each device; unchanged inside `shard_map`."""
+        distribution = keras.distribution.distribution()
+        if distribution is None or not isinstance(runtime.communicator(self._axis_name), GlobalView):
+            return tensor
+        axes = [distribution.batch_dim_name if is_divided else None, *[None] * (len(tensor.shape) - 1)]
+        layout = keras.distribution.TensorLayout(axes, distribution.device_mesh)
+        return keras.distribution.distribute_tensor(tensor, layout)
 
     def _unpadded(self, i: int, rows: Any) -> Any:
         return rows.reshape(-1)[: size_of(self.variables[i])].reshape(tuple(self.variables[i].shape))
@@ -116,7 +126,7 @@ class PaddedLayout(Shards):
             self._take(i)
 
     def _take(self, i: int) -> None:
-        rows = placement.divided(ops.convert_to_tensor(self.stand_ins[i]), False)
+        rows = self._laid_out(ops.convert_to_tensor(self.stand_ins[i]), False)
         self.variables[i].assign(self._unpadded(i, rows))
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:

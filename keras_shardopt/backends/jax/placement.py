@@ -23,7 +23,7 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.jax.communicator import batch_size_of
 from keras_shardopt.backends.jax.processes import processes
 from keras_shardopt.backends.placement import Layout, Placement
-from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.numerics import Variable
 
 
 def dividing_axis(shape: Sequence[int], num_replicas: int) -> int | None:
@@ -85,15 +85,6 @@ class JaxPlacement(Placement):
         if batch_size_of(distribution) == 1:
             return super().dividing_axes(variables)
         return [_chosen_axis(variable, distribution)[1] for variable in variables]
-
-    def divided(self, tensor: Tensor, is_divided: bool) -> Tensor:
-        distribution = keras.distribution.distribution()
-        if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
-            return tensor
-        axes = [distribution.batch_dim_name if is_divided else None, *[None] * (len(tensor.shape) - 1)]
-        return keras.distribution.distribute_tensor(
-            tensor, keras.distribution.TensorLayout(axes, distribution.device_mesh)
-        )
 
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
         distribution = keras.distribution.distribution()
