@@ -11,7 +11,7 @@ from keras import tree
 from keras_shardopt.data.arrays import BatchesOfArrays
 from keras_shardopt.data.py_dataset import PartOfPyDataset
 from keras_shardopt.data.tf_dataset import steps_of
-from keras_shardopt.data.torch_loader import PartOfSampler, PartOfStream
+from keras_shardopt.data.torch_loader import PartOfSampler, PartOfStream, samplers_of
 
 # By identity: arrays compare element by element, and are not to be kept alive.
 _parts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -54,5 +54,4 @@ def _has_distributed_sampler(x: Any) -> bool:
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is None or not isinstance(x, torch_data.DataLoader):
         return False
-    samplers = (x.sampler, x.batch_sampler, getattr(x.batch_sampler, "sampler", None))
-    return any(isinstance(sampler, torch_data.DistributedSampler) for sampler in samplers)
+    return any(isinstance(sampler, torch_data.DistributedSampler) for sampler in samplers_of(x))

@@ -20,7 +20,7 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
     """A copy of the loader with a sampler, or a stream, of this process's part."""
     data = sys.modules["torch.utils.data"]
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
-    for found in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+    for found in samplers_of(loader):
         if isinstance(found, data.DistributedSampler):
             raise ValueError(
                 "A `DataLoader` must give all rows, for `shard_data` to split them. Received: one with a "
@@ -51,6 +51,23 @@ def part_of_loader(loader: Any, shuffle: bool, seed: int, part: Part) -> Any:
     return mine
 
 
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Calls `set_epoch(epoch)` of each sampler of a `DataLoader` that has it, as `DistributedSampler` does."""
+    for sampler in samplers_of(loader):
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """The samplers of a `DataLoader`, and those inside them, each once."""
+    found: dict[int, Any] = {}
+    for sampler in (loader.sampler, loader.batch_sampler):
+        while sampler is not None and id(sampler) not in found:
+            found[id(sampler)] = sampler
+            sampler = getattr(sampler, "sampler", None)
+    return list(found.values())
+
+
 class PartOfSampler:
     """Every n-th of what a sampler draws, drawn alike on every process. Each iteration is an epoch."""
 
@@ -61,18 +78,18 @@ class PartOfSampler:
                 f"Received: {check.with_article(sampler)} without `__len__`. Add it to the class."
             )
         part.check_enough(len(sampler), things)
-        self._sampler, self._shuffle, self._seed, self._part = sampler, shuffle, seed, part
+        self.sampler, self._shuffle, self._seed, self._part = sampler, shuffle, seed, part
         self._epoch = 0
 
     def __len__(self) -> int:
-        return self._part.size(len(self._sampler))
+        return self._part.size(len(self.sampler))
 
     def __iter__(self) -> Iterator[Any]:
-        found = (self._sampler, getattr(self._sampler, "sampler", None))
+        found = (self.sampler, getattr(self.sampler, "sampler", None))
         generators = [g for owner in found if (g := getattr(owner, "generator", None)) is not None]
         epoch, self._epoch = self._epoch, self._epoch + 1
         with drawing_alike(self._seed, epoch, generators=generators):
-            drawn = list(self._sampler)
+            drawn = list(self.sampler)
         if self._shuffle:
             drawn = [drawn[i] for i in permutation(len(drawn), self._seed, epoch)]
         return iter(drawn[self._part.slice])

@@ -18,6 +18,7 @@ BY_DEFAULT = [
     *("batches_with_fewer_rows_than_ranks", "one_rank_alone_predicts_where_nothing_is_gathered"),
     *("losses_whose_values_are_chosen", "a_step_begins_before_others_have_their_rows"),
     "plain_calls_that_save",
+    "a_sampler_of_each_rank_shuffles_by_the_number_of_the_epoch",
     "data_that_draws_behind_what_a_callback_draws",
 ]
 ON_ANY_NUMBER = [

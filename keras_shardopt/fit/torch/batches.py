@@ -8,6 +8,8 @@ Private names of Keras touched here (a test holds each of them):
     `EpochIterator.data_adapter`, `_num_batches`, `_steps_seen`, and the `ArrayDataAdapter` of
         `keras.src.trainers.data_adapters.array_data_adapter` - where batches come from, how many they are, how many
         have come; draws nothing but the order of rows, when an epoch begins and when it ends.
+    `EpochIterator._get_iterator` - the `DataLoader` of the next pass through the data.
+    `epoch_iterator` and `epoch` in the frame of `fit` - what it iterates over, and the number of the running epoch.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from typing import Any
 from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from keras_shardopt.backends.keras_callers import caller_instance
+from keras_shardopt.backends.keras_callers import caller_instance, running_local
 from keras_shardopt.data.own_parts import is_surely_divided
 from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
+from keras_shardopt.data.torch_loader import set_epoch
 from keras_shardopt.data.whole_batches import first_rows
-from keras_shardopt.fit.torch.session import Phase, Session, running
+from keras_shardopt.fit.torch.session import SESSION, Phase, Session, running
 
 KerasEpochIterator = torch_trainer.TorchEpochIterator
 
@@ -83,6 +86,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
     def _pull(self) -> Any:
         """The next batch of this rank's data."""
         is_first, self._has_begun = not self._has_begun, True
+        self._is_first = is_first
         if not isinstance(self.data_adapter, ArrayDataAdapter):
             draws = True
         else:
@@ -92,6 +96,17 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
         with self._drawing(draws):
             return super().__next__()
+
+    def _get_iterator(self) -> Any:
+        """The `DataLoader`. In `fit` of a prepared model its samplers learn the number of the epoch."""
+        loader = super()._get_iterator()
+        if SESSION in vars(self._model) and running_local("fit", "epoch_iterator") is self:
+            epoch = running_local("fit", "epoch")  # None while `fit` builds the model
+            if epoch is not None and self._is_first:
+                set_epoch(loader, epoch)
+            elif epoch is not None and self.steps_per_epoch:  # then Keras begins the next pass early
+                set_epoch(loader, epoch + 1)
+        return loader
 
     @property
     def _is_sized(self) -> bool:

@@ -523,6 +523,26 @@ def parts_of_its_own(scope):
     assert len(compiled(scope).predict(mine, verbose=0)) == len(mine) < 61
 
 
+@check
+def a_sampler_of_each_rank_shuffles_by_the_number_of_the_epoch(scope):
+    seen = []
+
+    def collate(rows):
+        numbers, *batch = zip(*rows)
+        seen.append(numbers)
+        return [torch.stack(column) for column in batch]
+
+    data = torch_data.StackDataset(range(60), torch.tensor(X[:60]), torch.tensor(Y[:60]))
+    sampler = torch_data.DistributedSampler(data)
+    loader = torch_data.DataLoader(data, 5, sampler=sampler, collate_fn=collate)
+    compiled(scope).fit(loader, epochs=4, initial_epoch=1, shuffle=False, verbose=0)
+    expected = []
+    for epoch in (1, 2, 3):
+        sampler.set_epoch(epoch)
+        expected.append(list(sampler))
+    assert np.reshape(seen[-12:], (3, 20)).tolist() == expected and expected[0] != expected[1], seen
+
+
 class Slow(keras.utils.PyDataset):
     """Batches of which rank 1 has the third one when rank 0 has begun to work on its own."""
 
