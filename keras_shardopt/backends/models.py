@@ -18,7 +18,11 @@ from typing import Any
 import keras
 from keras.src.trainers import trainer
 
+from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Variable
+
+# Backends with state of layers that is in no variable.
+_modules = for_backend({"torch": "keras_shardopt.backends.torch.module_buffers"})
 
 Trainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == trainer.__name__)
 """Keras' trainer below that of the backend: `Trainer`, and from 3.16 on `BaseTrainer`."""
@@ -73,6 +77,18 @@ def layers_of(model: Any) -> list[Any]:
     """The model itself and every layer inside it, at any depth."""
     flatten = getattr(model, "_flatten_layers", None)
     return [model] if flatten is None else list(flatten())
+
+
+def buffers_of(model: Any) -> list[Variable]:
+    """The buffers of PyTorch modules inside a model, as variables that are not trained. Other backends have none."""
+    if _modules is None:
+        return []
+    return list({id(buffer): buffer for layer in layers_of(model) for buffer in _modules.buffers_of(layer)}.values())
+
+
+def equal_buffers(model: Any) -> list[Variable]:
+    """Those that must be equal on all replicas now: within an epoch of a prepared model each rank has its own."""
+    return buffers_of(model) if is_prepared(model) and not has_own_statistics(model) else []
 
 
 def _optimizers_in(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -140,6 +156,19 @@ _IS_PREPARED = "_keras_shardopt_prepared"
 def note_prepared(model: Any) -> None:
     """Notes that `fit` of this model is that of all replicas together."""
     object.__setattr__(model, _IS_PREPARED, True)
+
+
+_HAS_OWN_STATISTICS = "_keras_shardopt_has_own_statistics"
+
+
+def note_own_statistics(model: Any, has_own: bool) -> None:
+    """Notes whether the moving statistics of this replica are its own, of a model with a copy on each."""
+    object.__setattr__(model, _HAS_OWN_STATISTICS, has_own)
+
+
+def has_own_statistics(model: Any) -> bool:
+    """Whether they are."""
+    return bool(vars(model).get(_HAS_OWN_STATISTICS))
 
 
 def is_prepared(model: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_instance
-from keras_shardopt.backends.models import is_prepared, layers_of, optimizers_of
+from keras_shardopt.backends.models import equal_buffers, is_prepared, layers_of, optimizers_of
 from keras_shardopt.callbacks.nonfinite import reducers_in
 from keras_shardopt.numerics import Groups, Variable
 from keras_shardopt.optimizers.cross_shard import CrossShard
@@ -99,7 +99,8 @@ class CheckReplicas(keras.callbacks.Callback):
 
     Compared are the trainable weights, the weights of frozen layers, and all optimizer variables. What layers keep for
     themselves while they train is not: the moving statistics of a `BatchNormalization` are each rank's own on PyTorch
-    within an epoch, and each replica's on TensorFlow where the model is not prepared. What a
+    within an epoch, and each replica's on TensorFlow where the model is not prepared. Buffers of `torch.nn` modules are
+    compared from the end of an epoch of a prepared model until the next one trains. What a
     `CrossShard(group_assignment=...)` updates is compared within its groups only, since groups differ on purpose, and
     with `sync_every=` weights only where a round has just ended.
 
@@ -206,7 +207,7 @@ def _compared(model: Any) -> list[Variable]:
     """The variables that must be equal on all replicas, in the order of the model's."""
     frozen = {id(v) for layer in layers_of(model) if not layer.trainable for v in layer.weights}
     weights = [v for v in model.weights if v.trainable or id(v) in frozen]
-    return weights + _optimizer_variables(model)
+    return weights + equal_buffers(model) + _optimizer_variables(model)
 
 
 def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> list[Groups]:

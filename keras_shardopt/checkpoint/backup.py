@@ -27,7 +27,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.keras_callers import running_local
-from keras_shardopt.backends.models import optimizers_of
+from keras_shardopt.backends.models import buffers_of, optimizers_of
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.checkpoint.atomic_file import Unfinished
 from keras_shardopt.checkpoint.saving import (
@@ -148,7 +148,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if arrays is not None:
             for variable, array in zip([*_variables(model), *seed], arrays["variable"]):
                 placement.assign_replica_values(variable, [array])
-        placement.broadcast_state([*model.variables, *seed], _optimizer_variables(model))
+        placement.broadcast_state([*model.variables, *buffers_of(model), *seed], _optimizer_variables(model))
         for part, name in saved_together(model, _is_stored_whole):
             part.load_own_variables(_from_chief(None if arrays is None else arrays.get(name, [])))
         num_processes, process_id = processes.process()
@@ -369,7 +369,7 @@ class _Entries:
 
 
 def _variables(model: Any) -> list[keras.Variable]:
-    return [*model.variables, *_optimizer_variables(model)]
+    return [*model.variables, *buffers_of(model), *_optimizer_variables(model)]
 
 
 def _optimizer_variables(model: Any) -> list[keras.Variable]:

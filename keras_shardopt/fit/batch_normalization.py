@@ -40,6 +40,8 @@ Layer = TypeVar("Layer")
 # Where the sum over replicas has no gradient by itself, and where Keras synchronises by itself.
 _sums = for_backend({"torch": "keras_shardopt.backends.torch.summed"})
 _in_keras_too = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow"}) is not None
+# Backends whose own layers can stand in a model of Keras.
+_modules = for_backend({"torch": "keras_shardopt.backends.torch.module_buffers"})
 
 
 def synchronize_batch_normalization(model: Layer) -> Layer:
@@ -58,6 +60,8 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
     layer uses the rows that it is given, and on several ranks of PyTorch a warning says so; put the loop into
     `train_step` of the model, and prepare it. On TensorFlow Keras synchronises in every `strategy.run`. In inference
     nothing is exchanged.
+
+    A `torch.nn.BatchNorm1d` (`2d`, `3d`) inside a PyTorch module stays as it is, and a warning names it.
 
     Args:
         model: a `keras.Model` or a layer. Layers inside of it are changed at any depth, in place.
@@ -81,6 +85,13 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
     if not isinstance(model, keras.Layer):
         raise TypeError(
             f"`model` must be a `keras.Model` or a layer. Received: model={model!r} (of type {type(model).__name__})"
+        )
+    others = [] if _modules is None else _modules.batch_normalizations_in(layers_of(model))
+    if others:
+        warn(
+            "`synchronize_batch_normalization` changes layers of Keras only. Received: a model with "
+            f"{check.listed(others, ', ')}, which normalizes with the rows of one rank. "
+            "Use `keras.layers.BatchNormalization` in its place."
         )
     for layer in layers_of(model):
         if isinstance(layer, _Layer):

@@ -17,6 +17,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.jobs import check_joined
+from keras_shardopt.backends.models import equal_buffers
 from keras_shardopt.backends.processes import World
 from keras_shardopt.fit import TRAINERS
 from keras_shardopt.fit.compiled import preparing_compiled
@@ -195,9 +196,10 @@ class data_parallel:
         """The largest absolute difference between any two replicas' copies of the model's trainable weights.
 
         It should be exactly 0. Weights that are not trained do not count: the moving statistics of a
-        `BatchNormalization` are each rank's own on PyTorch, within an epoch. All processes must call it together.
+        `BatchNormalization` are each rank's own on PyTorch, within an epoch. Buffers of `torch.nn` modules do count
+        for a prepared model, except within an epoch. All processes must call it together.
         """
-        return largest_difference(model.trainable_weights)
+        return largest_difference([*model.trainable_weights, *equal_buffers(model)])
 
 
 def largest_difference(variables: Sequence[Variable]) -> float:
@@ -210,7 +212,9 @@ def largest_difference(variables: Sequence[Variable]) -> float:
         values = [ops.cast(ops.stop_gradient(ops.convert_to_tensor(v)), "float64") for v in variables]
         flat = ops.concatenate([ops.reshape(value, (-1,)) for value in values])
         largest, smallest = replicas.all_reduce([flat, -flat], "max")
-        return float(ops.convert_to_numpy(ops.max(largest + smallest)))
+        # A mask of infinities minus itself is no number.
+        differences = ops.where(ops.equal(largest, -smallest), 0.0, largest + smallest)
+        return float(ops.convert_to_numpy(ops.max(differences)))
     largest = 0.0
     for variable in variables:
         first, *others = [array.astype("float64") for array in placement.replica_values(variable)]

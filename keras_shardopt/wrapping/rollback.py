@@ -31,7 +31,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.backends.models import layers_of, models_with, optimizers_of, override_method
+from keras_shardopt.backends.models import buffers_of, layers_of, models_with, optimizers_of, override_method
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.wrapping.chain import Wrapping, descendants
@@ -57,7 +57,8 @@ class Rollback:
         """What is put back."""
         # Those that were noted before; and notes of them, so that a step of `fit` notes all at once where it begins.
         # That takes a fraction of what noting one after another does, of which small models would feel it.
-        self._assigned: dict[int, Variable] = {}
+        buffers = {id(buffer) for model in models for buffer in buffers_of(model)}  # modules assign them in silence
+        self._assigned: dict[int, Variable] = {id(v): v for v in self.variables if id(v) in buffers}
         self._entries: dict[int, _Note] = {}
         self.snapshots: list[Variable] = []
         """The values of `variables` when the window began, where Python does not see each step."""
@@ -274,6 +275,7 @@ def changed_by_forward_passes(models: Sequence[Any]) -> list[Variable]:
                 is_small = keras.backend.is_float_dtype(variable.dtype) or len(variable.shape) < 2
                 if is_small and id(variable) not in metrics:
                     found[id(variable)] = variable
+        found |= {id(buffer): buffer for buffer in buffers_of(model)}
     return list(found.values())
 
 
@@ -386,6 +388,21 @@ def note_assignments() -> None:
         keras.Variable.assign = _assign
 
 
+_watcher: Callable[[Variable], None] | None = None
+
+
+@contextlib.contextmanager
+def watching_layers(see: Callable[[Variable], None]) -> Iterator[None]:
+    """Within it `see(variable)` runs before a layer assigns a variable while it is called."""
+    global _watcher
+    note_assignments()
+    before, _watcher = _watcher, see
+    try:
+        yield
+    finally:
+        _watcher = before
+
+
 def note_before_assignment(variable: Variable) -> None:
     """Notes a variable that a loss has assigned, before the value reaches it."""
     if _takes_notes:
@@ -398,6 +415,8 @@ def _assign(variable: Variable, value: Any) -> Tensor:
     # Not where a step is compiled with no Python left in it.
     if not variable.trainable and (_graphs is not None or runtime.is_concrete(value)):
         _notes.see(variable)
+    if _watcher is not None and global_state.get_global_attribute("current_call_ctx") is not None:
+        _watcher(variable)
     return _assign_in_keras(variable, value)
 
 

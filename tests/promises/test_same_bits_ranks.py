@@ -14,6 +14,8 @@ import keras_shardopt as ks
 
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
 
+CASES = [*same_bits.CASES, "bounded-SGD-plain", "wrapped-SGD-plain", "wrapped-SGD-skipped"]
+
 
 def alone(case):
     """Without ranks, in this process, with as many threads as it has."""
@@ -25,13 +27,13 @@ def on_ranks(tmp_path_factory):
     @functools.cache
     def on_ranks(num_ranks):
         file = tmp_path_factory.mktemp("bits") / "found.json"
-        launch.torchrun("rank_same_bits.py", num_ranks, file, *same_bits.CASES, timeout=200)
+        launch.torchrun("rank_same_bits.py", num_ranks, file, *CASES, timeout=200)
         return json.loads(file.read_text())
 
     return on_ranks
 
 
-@pytest.mark.parametrize("case", same_bits.CASES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_one_sha256_for_any_number_of_ranks(case, num_ranks, on_ranks):
     assert on_ranks(num_ranks)[case] == alone(case)

@@ -622,7 +622,7 @@ FAULTS = [
     ),
     fault(
         "fit/torch/session.py",
-        "if differing and stopped_alike(reducers, self.has_own_statistics):",
+        "if differing and stopped_alike(reducers, has_own_statistics(self.model)):",
         "if False:",
         f"{ROUNDS}::test_training_is_the_same_bit_for_bit_whoever_looks_at_it[interrupted]",
     ),

@@ -232,6 +232,36 @@ def test_the_loss_weights_of_compile():
 
 
 @pytest.mark.backends("torch")
+def test_a_variable_of_torch_has_its_tensor_in_one_attribute():
+    import torch
+
+    class OfTensor(keras.Variable):
+        def _initialize(self, value):
+            self.made_of = value
+
+        @property
+        def _value(self):
+            return tensor
+
+    tensor = torch.ones(2)
+    variable = OfTensor(tensor, trainable=False)
+    assert variable.made_of is tensor and variable.value is tensor
+    variable.assign([3, 4])
+    assert tensor.tolist() == [3, 4] and keras.ops.convert_to_numpy(variable).tolist() == [3, 4]
+    variable._path = "a/b"
+    assert variable.path == "a/b"
+
+
+@pytest.mark.backends("torch")
+def test_fit_on_torch_has_its_batches_and_the_epoch_in_local_variables():
+    from keras.src.backend.torch.trainer import TorchEpochIterator, TorchTrainer
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    assert {"epoch_iterator", "epoch"} <= set(inspect.unwrap(TorchTrainer.fit).__code__.co_varnames)
+    assert TorchEpochIterator._get_iterator is not EpochIterator._get_iterator
+
+
+@pytest.mark.backends("torch")
 def test_seed_state_on_torch():
     from keras.src.backend.common import global_state
     from keras.src.utils import rng_utils

@@ -39,7 +39,7 @@ from keras.src.backend.torch import random as torch_random
 from keras.src.random.seed_generator import global_seed_generator
 
 from keras_shardopt.backends.models import override_method
-from keras_shardopt.numerics import FunctionT, Tensor
+from keras_shardopt.numerics import FunctionT
 
 try:
     from keras.src.backend.torch import image as torch_image
@@ -129,9 +129,9 @@ def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
         _part.reset(token)
 
 
-def global_seed_state() -> Tensor:
+def global_seed_state() -> Any:
     """The state of the generator from which comes what has no seed."""
-    return global_seed_generator().state.value
+    return global_seed_generator().state
 
 
 def in_step(function: FunctionT) -> FunctionT:

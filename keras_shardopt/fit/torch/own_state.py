@@ -12,9 +12,9 @@ from typing import Any
 import keras
 import torch
 
+from keras_shardopt.backends.models import buffers_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import gather_objects
-from keras_shardopt.numerics import Tensor
 
 
 def stopped_alike(reducers: Sequence[Any], has_own_statistics: bool) -> bool:
@@ -32,18 +32,22 @@ def stopped_alike(reducers: Sequence[Any], has_own_statistics: bool) -> bool:
     return any(has_own for _, has_own in found) and all(each == everyones[0] for each in everyones)
 
 
-def statistics_of(model: Any, apart_from: Collection[int] = ()) -> list[Tensor]:
-    """Their values, and frozen weights, without variables of some `id`."""
+def statistics_of(model: Any, apart_from: Collection[int] = ()) -> list[Any]:
+    """Moving statistics, frozen weights and buffers of modules, without variables of some `id`."""
     variables = [v for v in model.non_trainable_variables if id(v) not in apart_from]
-    return [v.value for v in variables if keras.backend.is_float_dtype(v.dtype)]
+    return [v for v in variables if keras.backend.is_float_dtype(v.dtype)] + buffers_of(model)
 
 
 @torch.no_grad()
-def average_statistics(model: Any, ranks: TorchProcessGroup) -> None:
-    """Makes them the mean of all ranks'."""
-    mine = statistics_of(model)
+def average(variables: Sequence[Any], ranks: TorchProcessGroup) -> None:
+    """Makes them the mean of all ranks', and rank 0's where they are no floating-point numbers, as DDP does."""
+    mine = [v.value for v in variables]
     roots = ranks.broadcast(mine)
-    # By the mean of differences: frozen weights, which are among them and equal, keep every bit.
-    differences = ranks.all_reduce([tensor - root for tensor, root in zip(mine, roots)], "mean")
-    for tensor, root, difference in zip(mine, roots, differences):
-        tensor.copy_(root + difference)
+    are_float = [tensor.is_floating_point() for tensor in mine]
+    # By the mean of differences: what is equal, as frozen weights and masks of infinities, keeps every bit.
+    pairs = [(tensor, root) for tensor, root, is_float in zip(mine, roots, are_float) if is_float]
+    differences = [torch.where(tensor == root, 0, tensor - root) for tensor, root in pairs]
+    for (_, root), difference in zip(pairs, ranks.all_reduce(differences, "mean")):
+        root.add_(difference)
+    for tensor, root in zip(mine, roots):
+        tensor.copy_(root)

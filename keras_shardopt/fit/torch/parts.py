@@ -35,7 +35,7 @@ from keras_shardopt.update.virtual_replicas import (
     current_part,
     own_parts,
 )
-from keras_shardopt.wrapping.rollback import before_more
+from keras_shardopt.wrapping.rollback import before_more, watching_layers
 
 
 # What is compiled for one shape may have been made for another one before, with other last digits; and parts are told
@@ -57,7 +57,7 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
     layers = cut.state(session.call is not None) if trains else []
     state, logs = _State(model, trains, layers, cut.changed_weights), _Logs()
     cut.sees_loss = state.note_changed if trains and cut.changed_weights is None else None
-    with as_parts() as begin, one_thread():
+    with as_parts() as begin, one_thread(), watching_layers(state.note_assigned):
         batch = [int(reducer.iterations), 0 if reducer.accumulation is None else reducer.accumulation.num_taken]
 
         def step(i: int, here: PartOfBatch) -> Any:
@@ -155,20 +155,23 @@ class _State:
     def __init__(self, model: Any, trains: bool, state: Sequence[Any], weights: Sequence[Any] | None) -> None:
         metrics = model.metrics_variables
         counted = {id(v) for v in metrics if v.aggregation == "sum"}
-        self._sums = [v.value for v in metrics if id(v) in counted]
+        self._sums = [v for v in metrics if id(v) in counted]
         if weights is None:
             known = {id(v) for v in state}
             weights = [v for v in model.weights if id(v) not in known]
+        self._model, self._trains = model, trains
         self.changed_weights = list(weights) if trains else []
         self._weights = [v.value.clone() for v in self.changed_weights]
-        others = [*[v.value for v in state], *[v.value for v in metrics if id(v) not in counted], global_seed_state()]
-        self._moving = [tensor for tensor in others if tensor.is_floating_point()]
-        self._same = [tensor for tensor in others if not tensor.is_floating_point()]
+        # As variables: a module may put another tensor in the place of a buffer.
+        others = [*state, *[v for v in metrics if id(v) not in counted], global_seed_state()]
+        self._moving = [v for v in others if v.value.is_floating_point()]
+        self._same = [v for v in others if not v.value.is_floating_point()]
         # Mean losses count an equal part of the rows for each part, also for one that has none.
-        shared = {id(v.value) for tracker in mean_losses(model) for v in tracker.variables}
-        self._always = [id(tensor) in shared for tensor in self._sums]
-        self._start = [tensor.clone() for tensor in [*self._sums, *self._moving, *self._same]]
+        shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
+        self._always = [id(v) in shared for v in self._sums]
+        self._start = [v.value.clone() for v in [*self._sums, *self._moving, *self._same]]
         self._changes = Subtrees()
+        self._known = {id(v) for v in [*state, *metrics, *self.changed_weights]}
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -176,24 +179,38 @@ class _State:
         size = len(self._sums)
         for variable, start in zip(self.changed_weights, self._weights):
             variable.value.copy_(start)
-        for tensor in self._sums:
-            tensor.zero_()
-        for tensor, start in zip([*self._moving, *self._same], self._start[size:]):
-            tensor.copy_(start)
+        for variable in self._sums:
+            variable.value.zero_()
+        for variable, start in zip([*self._moving, *self._same], self._start[size:]):
+            variable.value.copy_(start)
 
     @torch.no_grad()
     def note_changed(self) -> None:
         """Finds the weights that the forward pass has changed, as `SpectralNormalization` does."""
         pairs = list(zip(self.changed_weights, self._weights))
+        self._known -= {id(variable) for variable, _ in pairs}
         pairs = [(variable, start) for variable, start in pairs if not torch.equal(variable.value, start)]
+        self._known |= {id(variable) for variable, _ in pairs}
         self.changed_weights, self._weights = [v for v, _ in pairs], [start for _, start in pairs]
+
+    @torch.no_grad()
+    def note_assigned(self, variable: Any) -> None:
+        """Keeps the value of a weight before a layer assigns it for the first time in this `fit`."""
+        if id(variable) in self._known:
+            return
+        self._known.add(id(variable))
+        if self._trains and any(variable is weight for weight in self._model.weights):
+            self.changed_weights.append(variable)
+            self._weights.append(variable.value.clone())
 
     @torch.no_grad()
     def end(self, counts: bool) -> None:
         """Takes what a part has made of it."""
-        sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(self._sums, self._always)]
-        starts = self._start[len(self._sums) :]
-        changes = [t - start if counts else torch.zeros_like(t) for t, start in zip(self._moving, starts)]
+        counted = [v.value for v in self._sums]
+        sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(counted, self._always)]
+        pairs = [(v.value, start) for v, start in zip(self._moving, self._start[len(sums) :])]
+        # A mask of infinities minus itself is no number.
+        changes = [torch.where(t == start, 0, t - start) if counts else torch.zeros_like(t) for t, start in pairs]
         self._changes.add([*sums, *changes])
 
     @torch.no_grad()
@@ -208,10 +225,10 @@ class _State:
         changes: Any = self._changes.take()
         totals = tree.all_reduce(changes, "sum")
         size = len(self._sums)
-        for tensor, start, total in zip(self._sums, self._start, totals[:size]):
-            tensor.copy_(start + total)
-        for tensor, start, total in zip(self._moving, self._start[size:], totals[size:] if not is_skipped else ()):
-            tensor.copy_(start + total / num_counting)
+        for variable, start, total in zip(self._sums, self._start, totals[:size]):
+            variable.value.copy_(start + total)
+        for variable, start, total in zip(self._moving, self._start[size:], totals[size:] if not is_skipped else ()):
+            variable.value.copy_(start + total / num_counting)
 
 
 class _Logs:

@@ -27,7 +27,7 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import SingleReplica
-from keras_shardopt.backends.models import has_built_in_step, optimizers_of
+from keras_shardopt.backends.models import has_built_in_step, has_own_statistics, note_own_statistics, optimizers_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes
 from keras_shardopt.backends.torch.placement import fingerprints, joint_fingerprint
 from keras_shardopt.backends.torch.process_group import can_promise, gather_objects, owe_steps, tell, tell_soon
@@ -47,7 +47,7 @@ from keras_shardopt.fit.overrides import (
 )
 from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
 from keras_shardopt.fit.torch.cut_batches import CutBatches
-from keras_shardopt.fit.torch.own_state import average_statistics, stopped_alike
+from keras_shardopt.fit.torch.own_state import average, statistics_of, stopped_alike
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.virtual_replicas import parts_of_each
 
@@ -59,7 +59,7 @@ class Phase(enum.Enum):
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
-    TEST_BATCH = "evaluates a prepared model (call `evaluate` on all ranks: each gets the result of all)"
+    TEST_BATCH = "evaluates a prepared model"
     PREDICT_BATCH = "predicts with a prepared model (`prepare(model, gather=False)` lets each rank do it by itself)"
     PREDICTED = "gathers predictions"
     END_OF_EPOCH = "ends an epoch of a prepared model"
@@ -77,7 +77,7 @@ class Session:
         """The optimizers that must not update anything, with the number of their updates."""
         self._begins_epoch = False
         self.cut = CutBatches(model, reducers_of)
-        self.has_own_statistics = False  # whether moving statistics are this rank's since they were averaged
+        note_own_statistics(model, False)
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
         self.mine: int | None = None
@@ -165,10 +165,12 @@ class Session:
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
-        if differing and stopped_alike(reducers, self.has_own_statistics):  # by an error in a `fit` before, perhaps
+        if differing and stopped_alike(
+            reducers, has_own_statistics(self.model)
+        ):  # by an error in a `fit` before, perhaps
             self.show_mean(self)
             if not self.trains_apart:
-                average_statistics(self.model, self.ranks)
+                average(statistics_of(self.model), self.ranks)
             differing = self._differing([*trained, *shared], others)
         elif not differing:
             begin_anew(reducers)

@@ -29,7 +29,7 @@ from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.active import processes, runtime
-from keras_shardopt.backends.models import override_method
+from keras_shardopt.backends.models import buffers_of, note_own_statistics, override_method
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
@@ -44,10 +44,9 @@ from keras_shardopt.fit.sharing import (
     splits_own_part,
 )
 from keras_shardopt.fit.torch.batches import EpochIterator, KerasEpochIterator
-from keras_shardopt.fit.torch.own_state import average_statistics, statistics_of
+from keras_shardopt.fit.torch.own_state import average, statistics_of
 from keras_shardopt.fit.torch.parts import after_loss, in_parts
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
-from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, joining_uneven_inputs
 
@@ -243,16 +242,17 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = Fals
     if ranks is None or mine is None:
         return real(data)
     session.mine = None
-    session.has_own_statistics |= trains
+    if trains:
+        note_own_statistics(model, True)
     share_losses(model)
-    kept = [] if mine else [(tensor, tensor.clone()) for tensor in _counted(model)]
+    kept = [] if mine else [(variable, variable.value.clone()) for variable in _counted(model)]
     with batch_shared(
         BatchShare(mine, session.all_rows(), ranks, ends_early=not mine, rows_here=mine or num_rows(data))
     ):
         logs = real(data)
     with torch.no_grad():
-        for tensor, value in kept:
-            tensor.copy_(value)
+        for variable, value in kept:
+            variable.value.copy_(value)
     session.last_rows = mine
     session.confirm()
     return session.logs_of_all(logs)
@@ -278,10 +278,10 @@ def _predict_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     return session.rows_of_all(outputs, session.rows())
 
 
-def _counted(model: Any) -> list[Tensor]:
+def _counted(model: Any) -> list[Any]:
     """What a step without rows must leave as it is. Seeds stay in step, and mean losses know about shares."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
-    metrics = [v.value for v in model.metrics_variables if id(v) not in shared]
+    metrics = [v for v in model.metrics_variables if id(v) not in shared]
     return metrics + statistics_of(model, apart_from=synchronized_statistics(model))
 
 
@@ -299,9 +299,10 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
         if session.trains_apart:
             if session.call is not None:  # after `train_on_batch` only where somebody looks
                 session.show_mean(session)
+            average(buffers_of(model), ranks)
         else:
-            average_statistics(model, ranks)
-            session.has_own_statistics = False
+            average(statistics_of(model), ranks)
+        note_own_statistics(model, False)
     # As numbers: some metrics return a variable itself.
     result = metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
     session.logs.forget()

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 import keras_shardopt as ks
+from keras_shardopt.backends.models import buffers_of
 
 NUM_PARTS = 8
 ROWS, BATCH_SIZE = 54, 24  # the last batch has fewer rows than there are parts
@@ -67,6 +68,47 @@ def constrained():
     return model
 
 
+class Bounded(layers.Dense):
+    """Does not let the norm of its kernel fall below a limit, which it reaches after some batches."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.limit = 0.9989 * float(keras.ops.norm(keras.ops.stop_gradient(self.kernel)))
+
+    def call(self, x, training=None):
+        norm = float(keras.ops.norm(keras.ops.stop_gradient(self.kernel)))
+        if training and norm < self.limit:
+            self.kernel.assign(self.kernel * (self.limit / norm))
+        return super().call(x)
+
+
+def bounded():
+    """Whose first layer changes its weights in the forward pass, but not yet in the first batch. For PyTorch."""
+    return keras.Sequential([keras.Input((12,)), Bounded(32, activation="relu"), layers.Dense(3)])
+
+
+def wrapped():
+    """Of PyTorch's modules, whose state is in buffers: statistics, a counter, a mask, and one that is made anew."""
+    torch = __import__("torch")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(12, 16), torch.nn.Linear(16, 3)
+            self.norm = torch.nn.BatchNorm1d(8, momentum=None)  # by its counter
+            self.register_buffer("mask", torch.full((16, 16), -np.inf).triu(1), persistent=False)
+            self.register_buffer("range", torch.ones(16))
+
+        def forward(self, x):
+            x = self.norm(self.first(x).reshape(-1, 8, 2)).reshape(-1, 16) / self.range
+            if self.training:
+                self.range = 0.9 * self.range + 0.1 * (1 + x.detach().abs().amax(0))
+            return self.last((x @ torch.softmax(self.mask, -1)).relu())
+
+    torch.manual_seed(5)
+    return keras.Sequential([keras.Input((12,)), layers.TorchModuleWrapper(Net(), output_shape=(None, 3))])
+
+
 NETS = {
     "normalizing": normalizing,
     "attending": attending,
@@ -74,6 +116,8 @@ NETS = {
     "masked": masked,
     "paired": paired,
     "constrained": constrained,
+    "bounded": bounded,
+    "wrapped": wrapped,
 }
 
 OPTIMIZERS = {
@@ -92,7 +136,12 @@ OPTIONS = {
 }
 
 CASES = [
-    *[f"{net}-{optimizer}-plain" for net in NETS for optimizer in OPTIMIZERS if net not in ("paired", "constrained")],
+    *[
+        f"{net}-{optimizer}-plain"
+        for net in NETS
+        for optimizer in OPTIMIZERS
+        if net not in ("paired", "constrained", "bounded", "wrapped")
+    ],
     "constrained-SGD-plain",
     *[f"normalizing-SGD-{options}" for options in OPTIONS if options not in ("plain", "weighted")],
     "normalizing-Adam-divided",
@@ -128,6 +177,8 @@ def data_of(case):
     x = {
         "normalizing": lambda: random.randn(ROWS, 12).astype("float32"),
         "constrained": lambda: random.randn(ROWS, 12).astype("float32"),
+        "bounded": lambda: random.randn(ROWS, 12).astype("float32"),
+        "wrapped": lambda: random.randn(ROWS, 12).astype("float32"),
         "attending": lambda: random.randn(ROWS, 12, 12, 3).astype("float32"),
         "recurrent": lambda: random.randint(0, 50, (ROWS, 7)),
         "masked": lambda: random.randint(1, 50, (ROWS, 7)) * (np.arange(7) < random.randint(1, 8, (ROWS, 1))),
@@ -173,11 +224,12 @@ def trained(replicas, case):
     model = model_of(case)
     history = fit(model, case)
     finite = [np.isfinite(values).all() for name, values in history.items() if name != "loss" or "skipped" not in case]
-    assert all(finite) and all(np.isfinite(keras.ops.convert_to_numpy(value)).all() for value in model.weights)
+    state = [keras.ops.convert_to_numpy(value) for value in [*model.weights, *buffers_of(model)]]
+    assert all(finite) and not any(np.isnan(value).any() for value in state)
     validation = [name for name in sorted(history) if name.startswith("val_")]
     training = sorted(history.keys() - validation)
     logs, val_logs = (digest(*[np.array(history[name]) for name in names]) for names in (training, validation))
-    return {"weights": digest(*model.weights), "logs": logs, "val_logs": val_logs}
+    return {"weights": digest(*state), "logs": logs, "val_logs": val_logs}
 
 
 class Stopping(keras.callbacks.Callback):

@@ -4,6 +4,7 @@ Arguments: the file to which rank 0 writes the names of the checks that passed, 
 """
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -490,6 +491,111 @@ def compiled_after_the_block(scope):
     other.compile(ks.CrossShard("sgd"), "mse")
     ks.prepare(other)
     assert warned(lambda: fit(other)) == []
+
+
+class Normalized(torch.nn.Module):
+    """Its buffers: moving statistics, a counter, and a mask of infinities."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.full((8, 8), -np.inf).triu(1))
+
+    def forward(self, x):
+        return self.norm(x.reshape(-1, 4, 2)).reshape(-1, 8) @ torch.softmax(self.mask, -1)
+
+
+def with_buffers(scope, optimizer=None, rate=0.1):
+    """A prepared model, and its buffers by name."""
+    keras.utils.set_random_seed(2)
+    wrapped = keras.layers.TorchModuleWrapper(Normalized(), output_shape=(None, 8))
+    model = keras.Sequential(
+        [keras.Input((problem.NUM_FEATURES,)), keras.layers.Dense(8), wrapped, keras.layers.Dense(1)]
+    )
+    model.compile(ks.CrossShard(keras.optimizers.SGD(rate, momentum=0.9), **(optimizer or {})), "mse")
+    return model, dict(wrapped.module.named_buffers())
+
+
+def assert_equal_buffers(scope, buffers):
+    everyones = everywhere({name: buffer.numpy() for name, buffer in buffers.items()})
+    for name, value in everyones[0].items():
+        for others in everyones:
+            np.testing.assert_array_equal(value, others[name], err_msg=name)
+    assert not any(np.isnan(value).any() for value in everyones[0].values())
+
+
+@check
+def buffers_of_torch_modules_are_averaged_as_moving_statistics(scope):
+    """The last batch has rows on one rank only."""
+    model, buffers = with_buffers(scope, rate=0.0)
+    norm, start = copy.deepcopy(model.layers[1].module.norm), copy.deepcopy(buffers)
+    hidden = model.layers[0](X).detach()
+    means = []
+    for rank in range(scope.num_replicas):
+        alone = copy.deepcopy(norm).train()
+        for rows in np.array_split(np.arange(NUM_ROWS), range(BATCH_SIZE, NUM_ROWS, BATCH_SIZE)):
+            mine = np.array_split(rows, scope.num_replicas)[rank]
+            if len(mine):
+                alone(hidden[mine].reshape(-1, 4, 2))
+        means.append(alone.running_mean)
+    model.fit(X, Y, batch_size=BATCH_SIZE, shuffle=False, verbose=0, callbacks=[ks.callbacks.CheckReplicas(every=1)])
+    assert_equal_buffers(scope, buffers)
+    found = buffers["norm.running_mean"]
+    torch.testing.assert_close(found, torch.stack(means).mean(0), rtol=1e-5, atol=1e-6)
+    assert (means[0] - means[1]).abs().max() > 1e-2
+    assert buffers["norm.num_batches_tracked"] == 5 and torch.equal(buffers["mask"], start["mask"])
+    predicted = model.predict(X, verbose=0)
+    np.testing.assert_allclose(predicted, model(X, training=False).detach().numpy(), rtol=1e-5, atol=1e-6)
+    with folder_of_all() as folder:
+        ks.save_model(model, f"{folder}/model.keras")
+        loaded = keras.saving.load_model(f"{folder}/model.keras", safe_mode=False)
+        np.testing.assert_array_equal(loaded.predict(X, verbose=0), predicted)
+
+
+@check
+def buffers_that_differ_are_found_and_each_fit_starts_with_those_of_rank_0(scope):
+    model, buffers = with_buffers(scope)
+    fit(model)
+    check = ks.callbacks.CheckReplicas()
+    check.set_model(model)
+    check.check()
+    assert scope.largest_difference(model) == 0
+    buffers["norm.running_var"] += scope.replica_id == 1
+    assert abs(scope.largest_difference(model) - 1) < 1e-6
+    refused(check.check, RuntimeError, "module.norm.running_var` on replica 1")
+    (words,) = everywhere(warned(lambda: fit(model)))[0]
+    assert "state that is not trained" in words
+    assert_equal_buffers(scope, buffers)
+
+
+@check
+def buffers_go_through_skipped_updates_backups_and_rounds(scope):
+    x = X.copy()
+    x[20] = np.nan  # a row of one rank, in the second of five batches
+
+    class Looking(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(buffers["norm.running_mean"].clone())
+
+    seen = []
+    model, buffers = with_buffers(scope, {"on_nonfinite": "skip"})
+    fit(model, x, epochs=1, validation=None, callbacks=[Looking()])
+    assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+    assert_equal_buffers(scope, buffers)
+
+    for options in ({}, {"sync_every": 2}):
+        model, buffers = with_buffers(scope, options)
+        fit(model, epochs=3)
+        assert_equal_buffers(scope, buffers)
+        expected = {name: buffer.clone() for name, buffer in buffers.items()}
+        with folder_of_all() as folder:
+            model, buffers = with_buffers(scope, options)
+            backup = lambda: ks.callbacks.BackupAndRestore(folder, delete_checkpoint=False)  # noqa: E731
+            fit(model, epochs=1, callbacks=[backup()])
+            model, buffers = with_buffers(scope, options)
+            fit(model, epochs=3, callbacks=[backup()])
+        for name, buffer in buffers.items():
+            torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0)
 
 
 def main():

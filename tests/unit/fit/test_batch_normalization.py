@@ -91,3 +91,13 @@ def test_a_plain_call_uses_the_rows_that_it_is_given(mask):
         for synchronized in (False, True)
     ]
     np.testing.assert_array_equal(*outputs)
+
+
+@pytest.mark.backends("torch")
+def test_batch_normalizations_of_torch_stay_as_they_are_with_a_warning():
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    own, inside = keras.layers.BatchNormalization(), keras.layers.TorchModuleWrapper(module, name="inside")
+    with pytest.warns(UserWarning, match=r"with a `torch.nn.BatchNorm1d` in the layer `inside`, which normalizes"):
+        ks.synchronize_batch_normalization(keras.Sequential([keras.Input((4,)), own, inside]))
+    assert own.synchronized and type(module[1]) is torch.nn.BatchNorm1d

@@ -1,0 +1,67 @@
+"""Buffers of PyTorch modules, in which `torch.nn.BatchNorm1d` and others keep what Keras has variables for.
+
+Private names of Keras touched here (a test holds each of them):
+    `Variable._value`, `_initialize`, `_path` - the tensor of a variable, what makes it, and the path.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import torch
+
+from keras_shardopt.numerics import Tensor
+
+
+class Buffer(keras.Variable):
+    """A buffer of a module as a variable that is not trained. It is in no layer's list of variables.
+
+    Args:
+        module: the module that holds the buffer, also where another tensor takes its place.
+        name: the name of the buffer there.
+        path: the path of the variable.
+    """
+
+    def __init__(self, module: torch.nn.Module, name: str, path: str) -> None:
+        self._module = weakref.ref(module)
+        self._buffer = name
+        super().__init__(getattr(module, name), trainable=False, autocast=False, name=name)
+        self._path = path
+
+    def _initialize(self, value: Tensor) -> None:
+        """Leaves the buffer as it is."""
+
+    @property
+    def _value(self) -> Tensor:
+        return getattr(self._module(), self._buffer)
+
+
+_made: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Buffer]] = weakref.WeakKeyDictionary()
+
+
+def buffers_of(layer: Any) -> list[Buffer]:
+    """Those of a layer and of the modules that it wraps, but not of layers inside it."""
+    found = []
+    for place, tensor in layer.named_buffers(recurse=isinstance(layer, keras.layers.TorchModuleWrapper)):
+        where, _, name = place.rpartition(".")
+        module = layer.get_submodule(where)
+        made = _made.setdefault(module, {})
+        if name not in made and not tensor.is_complex():  # Keras has no such variables; these are constants
+            made[name] = Buffer(module, name, f"{layer.name}/{place}")
+        found += [made[name]] if name in made else []
+    return found
+
+
+def batch_normalizations_in(layers: Sequence[Any]) -> list[str]:
+    """Which modules inside layers normalize with the rows of one rank, in words."""
+    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+    wrappers = [layer for layer in layers if isinstance(layer, keras.layers.TorchModuleWrapper)]
+    return [
+        f"a `torch.nn.{type(module).__name__}` in the layer `{layer.name}`"
+        for layer in wrappers
+        for module in layer.modules()
+        if isinstance(module, kinds)
+    ]
