@@ -103,6 +103,11 @@ class Accumulation(Stage):
         return self.stacked_along is not None
 
     @property
+    def share(self) -> Any:
+        """This replica's mean part of the batches since the window began, in units of an equal part; 1 if unknown."""
+        return 1.0 if self._share is None else ops.convert_to_tensor(self._share) / self.num_steps
+
+    @property
     def of_this_replica(self) -> list[Variable]:
         """The variables that hold another value on each replica."""
         return [*self._sums, *([] if self._share is None else [self._share])]

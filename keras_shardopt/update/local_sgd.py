@@ -363,10 +363,11 @@ class LocalUpdates(Stage):
         sends = comm if codec is None else Compressed(comm, str(codec.sum_dtype), divides=True)
         return sends.all_reduce(list(moved), "mean")
 
-    def join_statistics(self, comm: Communicator, values: Sequence[Tensor]) -> list[Tensor]:
-        """For a trainer with rows: the means of moving statistics at a round."""
+    def join_statistics(self, comm: Communicator, values: Sequence[Tensor], row_share: Any) -> list[Tensor]:
+        """For a trainer with rows: moving statistics after a round. A replica with a share of 0 keeps its values."""
         with recording() as self._sent["statistics"]:
-            return self.means(comm, values)
+            means = self.means(comm, values, row_share)
+        return [ops.where(row_share > 0, mean, value) for mean, value in zip(means, values)]
 
     @contextlib.contextmanager
     def recording_together(self) -> Iterator[None]:

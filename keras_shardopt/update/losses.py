@@ -30,7 +30,6 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.numerics import Tensor, cast, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
-from keras_shardopt.update.virtual_replicas import PartOfBatch, refuse_uneven_parts
 
 # Where it is seen whether a step divides its losses, of which these are.
 _dividing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.losses"})
@@ -79,14 +78,12 @@ def _reduce_weighted_values(
     values = ops.convert_to_tensor(values, dtype=dtype)
     adds_up = reduction == "sum" and len(values.shape) > 0
     if len(values.shape) == 0:
-        if part.ends_early and not isinstance(part.local_batch_size, int):
-            if isinstance(part.replicas, PartOfBatch):
-                what = "a loss function that returns a scalar, and not one value for each row, counts the padding"
-                refuse_uneven_parts(what, "a scalar", part.global_batch_size, part.replicas.num_replicas)
+        if _has_padding(part):
             raise ValueError(
-                "A loss function must return one value for each row where the batch does not divide by the number of "
-                f"replicas. Received: a scalar, for {part.global_batch_size} rows on {part.replicas.num_replicas} "
-                "replicas. Leave out the mean over rows, or use batches that divide."
+                "A loss function must return one value for each row if a model with a synchronized "
+                "`BatchNormalization` gets a batch that does not divide by the number of replicas. Received: a scalar, "
+                f"for {part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Leave out the mean over "
+                "rows, or use batches that divide."
             )
         # The values are lost, so the mean over the rows of this part is the best guess at what it is.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
@@ -249,19 +246,20 @@ def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
     return loss if part is None else _counted_by_rows(loss, part)
 
 
+def _has_padding(part: BatchShare) -> bool:
+    """Whether layers get padded rows beside others."""
+    return part.ends_early and not isinstance(part.local_batch_size, int)
+
+
 def _refuse_losses_of_padding(model: Any, part: BatchShare | None) -> None:
     """Refuses an `add_loss` that has seen rows which must not count."""
-    if part is None or not part.ends_early or isinstance(part.local_batch_size, int):
+    if part is None or not _has_padding(part):
         return
     penalties = [v for v in model.trainable_variables if getattr(v, "regularizer", None) is not None]
     if len(model.losses) > len(penalties):
-        if isinstance(part.replicas, PartOfBatch):
-            what, received = "`add_loss` counts the padding", f"{len(model.losses) - len(penalties)} added loss(es)"
-            refuse_uneven_parts(what, received, part.global_batch_size, part.replicas.num_replicas)
         raise ValueError(
-            "`add_loss` counts all rows that a layer sees, also those that fill up a batch which does not divide by "
-            "the number of replicas, where the optimizer needs each replica's gradients. Received: "
-            f"{len(model.losses) - len(penalties)} added loss(es), with {part.global_batch_size} rows on "
-            f"{part.replicas.num_replicas} replicas. Use batches that divide, or leave out `replica_clipnorm` and "
-            "`replica_transform`."
+            "`add_loss` and `activity_regularizer` count all rows that a layer gets. In a model with a synchronized "
+            "`BatchNormalization` these include padding if a batch does not divide by the number of replicas and the "
+            f"optimizer needs each replica's gradients. Received: {len(model.losses) - len(penalties)} added loss(es), "
+            f"with {part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Use batches that divide."
         )

@@ -101,22 +101,6 @@ class PartOfBatch(Communicator):
         self._refuse()
 
 
-def refuse_uneven_parts(what: str, received: str, num_rows: Any, num_parts: int) -> NoReturn:
-    """Raises ValueError where a part has rows as padding, and something counts them.
-
-    Args:
-        what: says what counts them.
-        received: names it.
-        num_rows: how many rows the batch has.
-        num_parts: into how many parts it is cut.
-    """
-    raise ValueError(
-        f"`virtual_replicas` fills up a batch that does not divide by it, and {what}. Received: {received}, with a "
-        f"batch of {num_rows} rows, virtual_replicas={num_parts}. Use batches of a multiple of {num_parts} rows, the "
-        "last one and those of `evaluate` and validation too, or leave `virtual_replicas` out."
-    )
-
-
 class NotCountedError(ValueError):
     """Raised where a loss asks for what all parts have of something that was not counted before."""
 

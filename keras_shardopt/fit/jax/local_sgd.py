@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.models import has_built_in_step, override_method
-from keras_shardopt.fit.jax.parts import gradients_of, metrics_of_losses
+from keras_shardopt.fit.jax.batches import padded
+from keras_shardopt.fit.jax.parts import gradients_of_rows, metrics_of_losses
+from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
 from keras_shardopt.fit.overrides import num_rows, resume_apart, watch_looks
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
@@ -65,13 +67,11 @@ def resume(model: Any) -> None:
         resume_apart([model.optimizer])
 
 
-def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., Any], state: Any, data: Any) -> Any:
+def train_step(model: Any, state: Any, data: Any) -> Any:
     """A step of all replicas, each with its rows of the batch, weights and state.
 
     Args:
         model: the model.
-        rows_of: how many rows of a batch a replica has.
-        padded: fills up a batch.
         state: as Keras' own step takes it.
         data: the batch.
     """
@@ -91,9 +91,9 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
     def on_one(rows: Any, shared: Any, others: Any, metrics: Any, data: Any) -> Any:
         own = {key: row[0] for key, row in zip(of, rows)}
         values = dict(zip(shared_at, shared))
-        index = jax.lax.axis_index(axis)
-        other = seed_offset(index)
-        mine = rows_of(index, all_rows, size)
+        replicas = MappedAxis(axis)
+        other = seed_offset(replicas.replica_id)
+        mine = rows_of(replicas.replica_id, all_rows, size)
         before = [own[id(v)] for v in model.trainable_variables]
         inputs = [
             own.get(id(v), value) + other if seed else own.get(id(v), value)
@@ -103,12 +103,11 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
             own[id(v)] if id(v) in own else values.get(i, jax.numpy.zeros(v.shape, v.dtype))
             for i, v in enumerate(optimizer.variables)
         ]
-        step = gradients_of(model)
-        with batch_shared(BatchShare(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))):
-            (_, (loss, outputs, changed, _)), grads = step(
-                before, inputs, metrics, *data, training=True, optimizer_variables=inside
-            )
+        step = functools.partial(gradients_of_rows, model, before, inputs, metrics, inside)
+        grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
+        with batch_shared(BatchShare(mine, all_rows, replicas, ends_early=bool(num_missing))):
             after, updated = optimizer.stateless_apply(inside, grads, before)
+        changed = [old if new is None else new for old, new in zip(inputs, changed)]
         changed = [
             new if id(v) not in own or seed else jax.numpy.where(mine > 0, new, old)  # none where there were no rows
             for v, old, new, seed in zip(model.non_trainable_variables, inputs, changed, is_seed)
@@ -123,8 +122,12 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
                 own[id(v)] = found[-1]
         statistics = [own[id(v)] for v in local.statistics]
         count, rounds = updated[place[id(local.count)]], updated[place[id(local.last_rounds)]]
+        share = mine if optimizer.accumulation is None else _share_of_window(optimizer, updated)
+        if local.skips:
+            iterations = place[id(optimizer.iterations)]
+            share = jax.numpy.where(updated[iterations] != inside[iterations], share, 0)
         is_round = (rounds[0] == count) & (count != inside[place[id(local.count)]])  # not amid a window after it
-        joined = functools.partial(local.join_statistics, MappedAxis(axis))
+        joined = functools.partial(local.join_statistics, replicas, row_share=jax.numpy.asarray(share))
         statistics = jax.lax.cond(is_round, joined, lambda values: values, statistics)
         own.update(zip(map(id, local.statistics), statistics))
         loss = jax.lax.pmean(loss, axis)
@@ -160,3 +163,8 @@ def train_step(model: Any, rows_of: Callable[..., Any], padded: Callable[..., An
     y_pred, _ = outputs
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
     return logs, (weights, others, optimizer_state, metrics)
+
+
+def _share_of_window(optimizer: Any, values: Any) -> Any:
+    with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values))):
+        return optimizer.accumulation.share

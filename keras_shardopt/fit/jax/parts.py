@@ -34,11 +34,12 @@ from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
 from keras_shardopt.fit.jax.jitted import making_steps
+from keras_shardopt.fit.jax.uneven import share_of_part, without_padding
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses
 from keras_shardopt.update.step import Step
-from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
+from keras_shardopt.update.trainer_context import batch_shared, row_share
 from keras_shardopt.update.virtual_replicas import (
     CountingPart,
     PartOfBatch,
@@ -96,9 +97,9 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
         counted = cut.counted(replicas, weights, kept, data, num_rounds, arguments)
         step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
 
-        def of_part(index: Tensor, own: Any) -> Any:
+        def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
             part = PartOfBatch(index, num_parts, is_first=True, is_last=True, counted=counted)
-            with cut.shared(part):
+            with cut.shared(part, num_rows):
                 (_, (loss, y_pred, *changed)), grads = step(weights, *cut.starts(index, kept), *own, **arguments)
                 with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
                     scale = model.optimizer.scale_loss(1.0)
@@ -106,7 +107,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
                         grads, found = stage.of_part(
                             Step(grads, variables, row_share=row_share(), loss_scale=scale), part
                         )
-            sums, last = cut.ends(index, kept, changed)
+            sums, last = cut.ends(index, num_rows, kept, changed)
             return [*grads, loss, *sums], found, last, y_pred
 
         totals, found, last, y_pred = cut.over_parts(of_part, replicas, data, num_rounds)
@@ -144,12 +145,12 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
         num_rounds = jax.numpy.where(kept[len(others) + is_count] >= 0, cut.each, 0)
         counted = cut.counted(replicas, weights, kept, data, num_rounds, arguments)
 
-        def of_part(index: Tensor, own: Any) -> Any:
-            with cut.shared(PartOfBatch(index, num_parts, is_first=True, is_last=True, counted=counted)):
+        def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
+            with cut.shared(PartOfBatch(index, num_parts, is_first=True, is_last=True, counted=counted), num_rows):
                 _, (loss, y_pred, *changed) = model.compute_loss_and_updates(
                     weights, *cut.starts(index, kept), *own, **arguments
                 )
-            sums, last = cut.ends(index, kept, changed)
+            sums, last = cut.ends(index, num_rows, kept, changed)
             masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]  # which metrics look at
             return [loss, *sums], None, last, (y_pred, masks)
 
@@ -195,19 +196,9 @@ class _Cut:
             for v, seed, adds in zip([*others, *metrics], self._is_seed, self._is_sum)
         ]
 
-    def _counting(self, index: Tensor) -> Any:
-        """How many rows of a part count."""
-        if not self._num_missing:
-            return self._rows
-        return jax.numpy.clip(self._all_rows - index * self._rows, 0, self._rows)
-
-    @contextlib.contextmanager
-    def shared(self, part: PartOfBatch) -> Iterator[None]:
-        """Within it losses are those of this part."""
-        mine = self._counting(part.replica_id)
-        share = BatchShare(mine, self._all_rows, part, ends_early=bool(self._num_missing), rows_here=self._rows)
-        with batch_shared(share):
-            yield
+    def shared(self, part: PartOfBatch, num_rows: int) -> contextlib.AbstractContextManager[None]:
+        """Within it losses are those of this part, which has so many rows."""
+        return batch_shared(share_of_part(num_rows, self._all_rows, part))
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:
         """The variables with which a part begins: those that are not trained, and those of metrics."""
@@ -217,16 +208,15 @@ class _Cut:
         ]
         return begun[: self._num_others], begun[self._num_others :]
 
-    def ends(self, index: Tensor, kept: Any, changed: Any) -> tuple[Any, Any]:
+    def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
         """What is added up of the variables that a part has changed, and what is taken as it is; None: unchanged."""
-        counts = jax.numpy.asarray(self._counting(index) > 0)
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):
             if self._is_sum[i]:
-                sums.append(new if self._always[i] else jax.numpy.where(counts, new, jax.numpy.zeros_like(new)))
+                sums.append(new if self._always[i] or num_rows else jax.numpy.zeros_like(new))
             elif self._is_moving[i] and new is not old:
-                sums.append(jax.numpy.where(counts, new - old, 0))
+                sums.append(new - old if num_rows else jax.numpy.zeros_like(new))
         last = [new - seed_offset(index) if seed else new for new, seed in zip(after, self._is_seed)]
         # Frozen weights and the like stay as they are.
         return sums, [None if new is old else value for old, new, value in zip(kept, after, last)]
@@ -248,9 +238,9 @@ class _Cut:
     ) -> list[Tensor]:
         """What all parts have of what losses divide by. XLA leaves out what of the model that does not need."""
 
-        def of_part(index: Tensor, own: Any) -> Any:
+        def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
             part = CountingPart(index, self._num_parts, is_first=True, is_last=True)
-            with self.shared(part):
+            with self.shared(part, num_rows):
                 self._model.compute_loss_and_updates(weights, *self.starts(index, kept), *own, **arguments)
             return part.counts, None, [], []
 
@@ -260,14 +250,18 @@ class _Cut:
         return Tree(replicas, self._num_parts).all_reduce(totals, "sum")
 
     def _shapes(self, of_part: Any, data: Any) -> Any:
-        return jax.eval_shape(of_part, jax.numpy.int32(0), jax.tree.map(lambda leaf: leaf[: self._rows], data))
+        return jax.eval_shape(
+            lambda index, own: of_part(index, self._rows, own),
+            jax.numpy.int32(0),
+            jax.tree.map(lambda leaf: leaf[: self._rows], data),
+        )
 
     def over_parts(self, of_part: Any, replicas: MappedAxis, data: Any, num_rounds: Tensor) -> tuple[Any, ...]:
         """What a replica's parts make, one after another.
 
         Args:
-            of_part: returns for a part what is added up, where it found a gradient that is not finite, what is taken as
-                it is, and the rows of outputs.
+            of_part: returns for a part, its number of rows, and these rows what is added up, where it found a gradient
+                that is not finite, what is taken as it is, and the rows of outputs.
             replicas: the devices.
             data: the replica's rows.
             num_rounds: how many parts it has.
@@ -278,7 +272,7 @@ class _Cut:
         def add(i: Tensor, carry: Any) -> Any:
             levels, found_before, _, outputs = carry
             own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i * rows, rows), data)
-            total, found, last, y_pred = of_part(first + i, own)
+            total, found, last, y_pred = of_rows(first + i, own)
             level = jax.lax.population_count(i ^ (i + 1)) - 1  # how many digits 1 the number of parts so far ends with
             total = jax.lax.fori_loop(
                 0, level, lambda j, total: [sums[j] + more for sums, more in zip(levels, total)], total
@@ -289,8 +283,11 @@ class _Cut:
             )
             return levels, None if found is None else first_found(found_before, found), last, outputs
 
-        of_part = in_layout_of_kernels(of_part)
-        total, found, last, y_pred = self._shapes(of_part, data)
+        shapes = total, found, last, y_pred = self._shapes(of_part, data)
+        number = (self._all_rows, self._num_parts)
+        of_rows = in_layout_of_kernels(
+            lambda index, own: without_padding(functools.partial(of_part, index), index, *number, own, shapes)
+        )
         # Two levels and two parts at least: XLA would see that a single part is the same in every round, and move what
         # only depends on it out of the loop.
         num_levels = max(2, each.bit_length())
@@ -338,14 +335,24 @@ def _by_itself(values: Any, num_rounds: Tensor) -> Any:
     return jax.lax.fori_loop(0, jax.numpy.minimum(num_rounds, 1), lambda *_: values, empty)
 
 
-def gradients_of(model: Any) -> Any:
-    """What differentiates `compute_loss_and_updates`; of predictions it returns their masks, too, which JAX loses."""
+def gradients_of_rows(
+    model: Any, weights: Any, others: Any, metrics: Any, optimizer_variables: Any, data: Any
+) -> tuple[Any, ...]:
+    """Forward and backward pass on some rows.
+
+    Returns:
+        The gradients; the loss; the predictions with their masks, which JAX loses; and the variables that are not
+        trained, None if unchanged.
+    """
 
     def with_masks_of(*args: Any, **kwargs: Any) -> Any:
         scaled, (loss, y_pred, *changed) = model.compute_loss_and_updates(*args, **kwargs)
         return scaled, (loss, (y_pred, [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]), *changed)
 
-    return jax.value_and_grad(with_masks_of, has_aux=True)
+    (_, (loss, outputs, changed, _)), grads = jax.value_and_grad(with_masks_of, has_aux=True)(
+        weights, others, metrics, *data, training=True, optimizer_variables=optimizer_variables
+    )
+    return grads, loss, outputs, [None if new is old else new for old, new in zip(others, changed)]
 
 
 def metrics_of_losses(model: Any, variables: Sequence[Any], outputs: Any, data: Any) -> Any:

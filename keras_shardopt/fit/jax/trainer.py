@@ -56,7 +56,7 @@ from keras_shardopt.fit.jax.batches import (
 from keras_shardopt.fit.jax.parts import (
     compiled_alike,
     evaluated_in_parts,
-    gradients_of,
+    gradients_of_rows,
     in_parts,
     metrics_of_losses,
     on_every_device,
@@ -64,6 +64,7 @@ from keras_shardopt.fit.jax.parts import (
     with_zeros,
     without_own,
 )
+from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
 from keras_shardopt.fit.overrides import call_silently, num_rows, reducers_in, refuse_groups
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 from keras_shardopt.fit.virtual_replicas import num_parts_of
@@ -71,7 +72,6 @@ from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
-from keras_shardopt.update.virtual_replicas import refuse_uneven_parts
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -241,7 +241,6 @@ def _test_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> A
         return real(state, data)
     data = x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     share_losses(model)
-    _refuse_penalties_on_activities(model, num_rows(data), num_parts, are_parts=True)
     loss, outputs, others, metrics = evaluated_in_parts(model, distribution, state, data, num_parts)
     y, sample_weight, outputs = on_every_device((y, sample_weight, outputs), distribution)
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, with_masks(*outputs), sample_weight)
@@ -288,7 +287,7 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     if num_parts is None and (batch_size_of(distribution) == 1 or not (stacks or needs_local)):
         return real(state, data)
     if any(reducer.local_updates is not None for reducer in reducers):
-        return local_sgd.train_step(model, _rows_of, padded, state, data)
+        return local_sgd.train_step(model, state, data)
     if not has_built_in_step(model):
         raise ValueError(
             "A custom `train_step` cannot be taken apart to show the optimizer each replica's gradients. "
@@ -313,13 +312,12 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         metrics = metrics_of_losses(model, (weights, others, metrics), outputs, data)
         y_pred, _ = outputs
     else:
-        _refuse_penalties_on_activities(model, num_rows(data), num_parts, are_parts=True)
         grads, loss, y_pred, new_others, metrics = in_parts(*arguments, num_parts)
         y, sample_weight, y_pred = on_every_device((y, sample_weight, y_pred), distribution)
     if stacks:
         all_rows = num_rows(data)
         size = batch_size_of(distribution)
-        rows = _rows_of(jax.numpy.arange(size), all_rows, size)
+        rows = rows_of(jax.numpy.arange(size), all_rows, size)
         with batch_shared(BatchShare(rows, all_rows, GlobalView(size, "under a `keras.distribution`"))):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     else:
@@ -338,12 +336,6 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
     return logs, (new_weights, new_others, optimizer_state, metrics)
 
 
-def _rows_of(replica: Any, all_rows: int, num_replicas: int) -> Any:
-    """How many rows of a batch a replica has, or each of several, where all but the last ones have as many."""
-    rows = -(-all_rows // num_replicas)
-    return rows if rows * num_replicas == all_rows else jax.numpy.clip(all_rows - replica * rows, 0, rows)
-
-
 def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool) -> tuple[Any, ...]:
     """Forward and backward pass of each replica on its rows.
 
@@ -355,9 +347,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     axis = distribution.batch_dim_name
     num_replicas = batch_size_of(distribution)
     all_rows = num_rows(data)
-    rows = -(-all_rows // num_replicas)
-    num_missing = rows * num_replicas - all_rows
-    _refuse_penalties_on_activities(model, all_rows, num_replicas)
+    num_missing = -all_rows % num_replicas
     variables = model.trainable_variables
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
@@ -369,33 +359,32 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
 
     def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, residuals: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
-        index = jax.lax.axis_index(axis)
-        mine = _rows_of(index, all_rows, num_replicas)
-        other = seed_offset(index)
+        replicas = MappedAxis(axis)
+        mine = rows_of(replicas.replica_id, all_rows, num_replicas)
+        other = seed_offset(replicas.replica_id)
         inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
-        part = BatchShare(mine, all_rows, MappedAxis(axis), ends_early=bool(num_missing))
-        step = gradients_of(model)
-        with batch_shared(part):
-            (_, (loss, outputs, changed, _)), grads = step(
-                weights, inputs, metrics, *data, training=True, optimizer_variables=optimizer_state
-            )
-            with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
-                mine_of_step = Step(grads, variables, row_share=row_share())
-                if stacks:
-                    grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
-                else:
-                    # Not the reducer's own scale: what scales the loss may also be around it.
-                    scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in residuals]
-                    mine_of_step = mine_of_step.replace(loss_scale=scale, residuals=own, axes=axes)
-                    with assigning_nothing(OWN_GRADIENTS):
-                        reduced = reducer.pipeline.reduce(mine_of_step)
-                    left = [value[None] for value in reduced.residuals or ()]
-                    grads = (reduced.grads, reduced.found_inf, dict(reduced.notes), left)
+        step = functools.partial(gradients_of_rows, model, weights, inputs, metrics, optimizer_state)
+        grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
+        optimizer_scope = keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state)))
+        with batch_shared(BatchShare(mine, all_rows, replicas, ends_early=bool(num_missing))), optimizer_scope:
+            mine_of_step = Step(grads, variables, row_share=row_share())
+            if stacks:
+                grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
+            else:
+                # Not the reducer's own scale: what scales the loss may also be around it.
+                scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in residuals]
+                mine_of_step = mine_of_step.replace(loss_scale=scale, residuals=own, axes=axes)
+                with assigning_nothing(OWN_GRADIENTS):
+                    reduced = reducer.pipeline.reduce(mine_of_step)
+                left = [value[None] for value in reduced.residuals or ()]
+                grads = (reduced.grads, reduced.found_inf, dict(reduced.notes), left)
 
-        def joined(before: Tensor, after: Tensor, seed: bool) -> Tensor:
+        def joined(before: Tensor, after: Tensor | None, seed: bool) -> Tensor:
+            if after is None:
+                return before
             if seed:
                 return after - other
-            if after is before or not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
+            if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
                 return after
             # The mean of changes, so that what no replica changes keeps every bit; none where there were no rows.
             change = jax.numpy.where(mine > 0, after - before, 0) * (mine / all_rows)
@@ -414,17 +403,3 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     )
     grads, loss, outputs, changed = run(weights, others, optimizer_state, metrics, residuals, padded(data, num_missing))
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], outputs), changed
-
-
-def _refuse_penalties_on_activities(model: Any, num_rows: int, num_replicas: int, are_parts: bool = False) -> None:
-    for layer in layers_of(model):
-        if num_rows % num_replicas and getattr(layer, "activity_regularizer", None) is not None:
-            if are_parts:
-                what = "`activity_regularizer` counts the padding"
-                refuse_uneven_parts(what, f"layer {layer.name!r}", num_rows, num_replicas)
-            raise ValueError(
-                "`activity_regularizer` counts all rows that a layer sees, also those that fill up a batch which does "
-                "not divide by the number of replicas, where the optimizer needs each replica's gradients. Received: "
-                f"layer {layer.name!r}, with {num_rows} rows on {num_replicas} replicas. Use batches that divide, "
-                "or leave out `replica_clipnorm` and `replica_transform`."
-            )

@@ -1,0 +1,122 @@
+"""Batches that do not divide, in a program that runs each replica's model: no layer gets a padded row.
+
+All replicas of a program have arrays of equal shapes, so shorter ones are padded. A layer that reduces over the rows,
+such as `BatchNormalization`, would count the padding. So a replica takes the branch that is compiled for its number of
+rows: a batch has at most two, and zero. Replicas in different branches cannot wait for each other, so sums over all
+replicas, which losses divide by, are added up before.
+
+A synchronized `BatchNormalization` exchanges statistics in the forward pass. Models that have one get padded rows, and
+that layer leaves them out by a mask.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.jax.communicator import MappedAxis
+from keras_shardopt.backends.models import layers_of
+from keras_shardopt.fit.batch_normalization import synchronized_statistics
+from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
+from keras_shardopt.numerics import Tensor
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
+from keras_shardopt.update.virtual_replicas import CountingPart, PartOfBatch
+
+
+def rows_of(part: Any, all_rows: int, num_parts: int) -> Any:
+    """The number of rows in a part of a batch, or in each of several. All parts but the last ones have equally many."""
+    rows = -(-all_rows // num_parts)
+    return rows if rows * num_parts == all_rows else jax.numpy.clip(all_rows - part * rows, 0, rows)
+
+
+def without_padding(
+    function: Callable[[int, Any], Any], part: Tensor, all_rows: int, num_parts: int, data: Any, shapes: Any = None
+) -> Any:
+    """Calls `function` with a part's number of rows, and these rows; a part without rows gets one row of padding.
+
+    Args:
+        function: must not exchange anything. Rows of results are padded.
+        part: the number of the part, which XLA may not know.
+        all_rows: the number of rows in the batch.
+        num_parts: the number of parts in the batch.
+        data: the rows of the part, with padding.
+        shapes: those of the results of a part without padding, if known.
+    """
+    rows = -(-all_rows // num_parts)
+    counts = sorted({min(max(all_rows - i * rows, 0), rows) for i in range(num_parts)}, reverse=True)
+    if len(counts) == 1:
+        return function(rows, data)
+    shapes = jax.eval_shape(functools.partial(function, rows), data) if shapes is None else shapes
+
+    def branch(count: int) -> Callable[[Any], Any]:
+        return lambda data: jax.tree.map(
+            _padded_to, function(count, jax.tree.map(lambda leaf: leaf[: max(count, 1)], data)), shapes
+        )
+
+    mine = rows_of(part, all_rows, num_parts)
+    number = sum((mine < count).astype("int32") for count in counts[:-1])
+    return jax.lax.switch(number, [branch(count) for count in counts], data)
+
+
+def _padded_to(array: Tensor, like: Any) -> Tensor:
+    if array.shape == like.shape:
+        return array
+    return jax.numpy.pad(array, [(0, size - had) for had, size in zip(array.shape, like.shape)])
+
+
+def share_of_part(count: int, all_rows: int, part: Communicator) -> BatchShare:
+    """The share of a part that has its rows without padding, or one row of padding if it has none."""
+    return BatchShare(count, all_rows, part, ends_early=not count, rows_here=count or 1)
+
+
+def on_own_rows(model: Any, replicas: MappedAxis, all_rows: int, function: Callable[[Any], Any], data: Any) -> Any:
+    """Calls `function`, which runs the model, with this replica's rows of a batch.
+
+    Args:
+        model: the model.
+        replicas: all replicas.
+        all_rows: the number of rows in the batch.
+        function: takes rows. Losses within it are those of the whole batch.
+        data: this replica's rows, with padding.
+    """
+    size, index = replicas.num_replicas, replicas.replica_id
+    is_even = all_rows % size == 0
+    if is_even or synchronized_statistics(model):
+        if not is_even:
+            _refuse_statistics_of_padding(model, all_rows, size)
+        with batch_shared(BatchShare(rows_of(index, all_rows, size), all_rows, replicas, ends_early=not is_even)):
+            return function(data)
+
+    def counting(count: int, data: Any) -> tuple[list[Tensor], Any]:
+        part = CountingPart(index, size, is_first=True, is_last=True)
+        with batch_shared(share_of_part(count, all_rows, part)):
+            found = function(data)
+        return part.counts, found
+
+    def working(count: int, data: Any) -> Any:
+        part = PartOfBatch(index, size, is_first=True, is_last=True, counted=counted)
+        with batch_shared(share_of_part(count, all_rows, part)):
+            return function(data)
+
+    of_counts, shapes = jax.eval_shape(functools.partial(counting, -(-all_rows // size)), data)
+    counted: list[Tensor] = []
+    if of_counts:  # XLA leaves out what of the model they do not need
+        counts = without_padding(lambda *own: counting(*own)[0], index, all_rows, size, data, of_counts)
+        counted = replicas.all_reduce(counts, "sum")
+    return in_layout_of_kernels(lambda data: without_padding(working, index, all_rows, size, data, shapes))(data)
+
+
+def _refuse_statistics_of_padding(model: Any, all_rows: int, num_replicas: int) -> None:
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized:
+            raise ValueError(
+                "Either all layers of `BatchNormalization` must be synchronized or none, if a batch does not divide by "
+                f"the number of replicas and the optimizer needs each replica's gradients. Received: {layer.name!r}, "
+                f"which is not, beside others that are, with {all_rows} rows on {num_replicas} replicas. Call "
+                "`keras_shardopt.synchronize_batch_normalization(model)`, or use batches that divide."
+            )
