@@ -40,7 +40,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
     - TensorFlow: steps exchange numbers of rows and of weights: one small all-reduce for the batch, one for each loss.
       With `steps_per_execution` steps are made one by one. Logs of a batch are those of all replicas where a callback
       or a bar looks at them (not with several workers, where they are the mean of the replicas' own).
-    - JAX: a batch that does not divide is filled up with rows that do not count; processes exchange how many they have;
+    - JAX: a batch that does not divide is padded with rows that no layer gets; processes exchange how many they have;
       only process 0 prints. `CrossShard(replica_clipnorm=...)` and `replica_transform` work: forward and backward pass
       then run in a `shard_map` over the replicas.
     - PyTorch: ranks exchange their numbers of rows, before each batch or, of arrays, for several batches at a time, and
@@ -58,8 +58,9 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
     Exact are the losses given to `compile`, all `keras.losses.Loss` objects called in a custom `train_step`, and
     penalties on weights and on activities (where Keras divides these by the number of rows, which 3.12 does not). A
     loss function that returns a scalar, or an `add_loss`, counts by the number of its replica's rows; other arithmetic
-    on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map`, penalties on
-    activities, scalar losses and `add_loss` need batches that divide, or raise. A `BatchNormalization` normalises with
+    on the batch (`ops.mean(...)`) stays a mean of means. Where JAX runs a `shard_map` of a model
+    with a synchronized `BatchNormalization`, penalties on activities, scalar losses, `add_loss` and layers that are not
+    synchronized need batches that divide, or raise. A `BatchNormalization` normalises with
     its own replica's rows, except on JAX without per-replica gradients, where those are all rows; one that is
     `synchronized` does so with all rows everywhere (`keras_shardopt.synchronize_batch_normalization`). Metrics are
     combined as their variables' `aggregation` says: "sum" for those of Keras.

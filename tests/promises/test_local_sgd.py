@@ -78,6 +78,15 @@ def test_training_is_the_same_bit_for_bit_whoever_looks_at_it(world, name):
     assert any(not np.array_equal(each[0], each[1]) for each in whole[2:6])
 
 
+def test_statistics_that_somebody_has_set_begin_no_round(world):
+    """Replicas go on from weights and state of their own, and from the statistics that were set."""
+    expected = run(world, apart.lived, 2, "without averages", of=apart.LIVES)
+    found = run(world, apart.lived, 2, "with other statistics", of=apart.LIVES)
+    differing = [i for i, each in enumerate(zip(found, expected, strict=True)) if not np.array_equal(*each)]
+    # Each replica's moving mean, and what the model has of it.
+    assert [found[i].shape for i in differing] == [(2, 7), (7,)]
+
+
 def test_files_have_the_mean_and_how_far_rounds_are(world):
     kept, theirs, start, end, differ, _ = run(world, apart.lived, 2, "from a file", of=apart.LIVES)
     for one, other in zip(kept, theirs, strict=True):
@@ -115,7 +124,10 @@ def test_each_replica_skips_its_own_updates(world, name):
     assert all(np.all(np.isfinite(weight)) for weight in found["weights"])
 
 
-SKIPPING = ("averages", "scaling and accumulation", "statistics and accumulation", "statistics before a round")
+SKIPPING = (
+    *("averages", "scaling and accumulation", "statistics and accumulation"),
+    *("statistics before a round", "uneven statistics"),
+)
 
 
 @pytest.mark.parametrize("name", some(apart.SKIPPING, SKIPPING, "tensorflow", "jax"))
@@ -131,6 +143,9 @@ def test_replicas_that_leave_out_updates_are_twins(world, name):
     movement = max(np.max(np.abs(a - b)) for a, b in zip(expected["weights"], found["start"]))
     for weight, theirs in zip(found["weights"], expected["weights"], strict=True):
         np.testing.assert_allclose(weight, theirs, atol=1e-5 * movement)
+    for mine, theirs in zip(found["statistics"], expected["statistics"]):
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     assert found["differ"] == 0
 
 
@@ -152,10 +167,12 @@ def test_moving_statistics_are_the_mean_of_all_replicas(world, every):
                 mean, variance = each[replica]
                 each[replica] = 0.5 * mean + 0.5 * np.mean(part, axis=0), 0.5 * variance + 0.5 * np.var(part, axis=0)
         expected.append([np.mean(both, axis=0) for both in zip(*each)])
-        if len(expected) % int(every) == 0:  # from here on it matters that one replica has no rows
+        # In the last round one counts, and both keep their own.
+        if len(expected) % int(every) == 0 and begin + 16 < apart.FEW:
             each = [expected[-1]] * 2
     means = [np.mean(part, axis=0) for part in apart.parts_of(x[:16].astype("float64"), 2)]
     np.testing.assert_allclose(found["set"], 0.5 * 5 + 0.5 * np.mean(means, axis=0), rtol=1e-6)
+    np.testing.assert_allclose(found["each"], each, rtol=1e-5, atol=1e-6)
     for seen, both in zip(found["seen"], [*expected, expected[-1]], strict=True):
         np.testing.assert_allclose(seen, both, rtol=1e-5, atol=1e-6)
     assert found["differ"] == 0

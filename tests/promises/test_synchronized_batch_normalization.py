@@ -101,6 +101,29 @@ def test_rows_that_may_be_padding_and_cannot_be_told_are_refused():
     replicas.close()
 
 
+# What gets padded rows beside a synchronized layer, the loss, and what the error says.
+WITH_PADDING = {
+    "another layer": (lambda: keras.layers.BatchNormalization(name="apart"), "mse", "Received: 'apart', which is not"),
+    "added loss": (uneven.AddsLoss, "mse", r"Received: 1 added loss\(es\)"),
+    "scalar loss": (lambda: keras.layers.Dense(2), lambda y, p: keras.ops.mean(y - p), "Received: a scalar"),
+}
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("name", WITH_PADDING)
+def test_what_would_count_padding_beside_a_synchronized_layer_is_refused(name):
+    make, loss, words = WITH_PADDING[name]
+    x = np.ones((13, 2), "float32")
+    with ks.data_parallel(4) as replicas:
+        layers = [keras.layers.BatchNormalization(synchronized=True), make()]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        model.compile(ks.CrossShard("sgd", replica_clipnorm=1.0), loss)
+    with pytest.raises(ValueError, match=f"{words}.* 13 rows on 4 replicas.* use batches that divide|Use batches"):
+        model.train_on_batch(x, x)
+    model.train_on_batch(x[:12], x[:12])
+    replicas.close()
+
+
 @pytest.mark.backends("jax")
 def test_a_shard_map_of_ones_own_is_warned_of():
     import jax

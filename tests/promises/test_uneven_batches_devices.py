@@ -14,8 +14,6 @@ import keras_shardopt as ks
 
 pytestmark = pytest.mark.backends("tensorflow", "jax")
 
-COUNT_PADDING = ["scalar loss", "two outputs", "added loss"]
-
 
 @functools.cache
 def alone(case):
@@ -29,24 +27,98 @@ def test_update_and_metrics_are_those_of_one_process(case, num_replicas):
 
 
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("case", some([c for c in uneven.CASES if c not in COUNT_PADDING], ["two losses"]))
+@pytest.mark.parametrize("case", some(uneven.CASES, ["two losses", "mask", "added loss"]))
 def test_so_they_are_with_gradients_of_each_replica(case):
-    # A clip that never bites: forward and backward pass run in a shard_map, on batches with rows to fill them up.
+    # A clip that never bites: forward and backward pass run in a shard_map, in a branch for each number of rows.
     got = uneven.run(case, 4, around={"replica_clipnorm": 1e9})
     uneven.assert_same(got, alone(case), uneven.start_of(case))
 
 
+class Centered(keras.layers.Layer):
+    """Subtracts the mean over the rows that it gets."""
+
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0, keepdims=True)
+
+
+def over_rows():
+    """A model with layers that reduce over rows, of which one has moving statistics; and a layer that drops out."""
+    keras.utils.set_random_seed(5)
+    layers = [keras.Input((problem.NUM_FEATURES,)), Centered(), keras.layers.Dense(6, activation="tanh")]
+    layers += [keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dropout(0.2, seed=3)]
+    return keras.Sequential([*layers, keras.layers.Dense(problem.NUM_OUTPUTS)])
+
+
+OVER_ROWS = {
+    "clipped": {"replica_clipnorm": 0.4},
+    "accumulated": {"replica_clipnorm": 1e9, "gradient_accumulation_steps": 2},
+    "transformed": {"replica_transform": lambda grads, variables: [2 * g for g in grads]},
+    "virtual": {"virtual_replicas": 4},
+}
+OF_ROWS = 41  # batches of 13 rows, and 2: none for a third replica
+
+
+def part_by_part(num_replicas, virtual_replicas=None, replica_clipnorm=1e9, replica_transform=None, **options):
+    """What one process makes of the rows of each replica, one after another: weights, and moving statistics."""
+    import jax
+
+    model = over_rows()
+    weights, others = ([v.value for v in vs] for vs in (model.trainable_variables, model.non_trainable_variables))
+    is_moving = ["moving" in v.name for v in model.non_trainable_variables]
+    (x, y), each = uneven.data(), uneven.row_weights()
+    num_parts, window = virtual_replicas or num_replicas, options.get("gradient_accumulation_steps", 1)
+    velocities, sums = [0.0] * len(weights), [0.0] * len(weights)
+
+    def loss(weights, others, x, y, each):
+        outputs, others = model.stateless_call(weights, others, x, training=True)
+        return keras.ops.mean(each[:, None] * keras.ops.square(outputs - y)), others
+
+    gradients = jax.jit(jax.grad(loss, has_aux=True))
+
+    for count, begin in enumerate(range(0, OF_ROWS, 13)):
+        batch = np.arange(begin, min(begin + 13, OF_ROWS))
+        size, moved = -(-len(batch) // num_parts), [0.0] * len(others)
+        sums = [0.0] * len(weights) if count % window == 0 else sums
+        parts = [batch[first : first + size] for first in range(0, len(batch), size)]
+        for index, rows in enumerate(parts):
+            offset = np.array([np.uint32((index * 0x9E3779B1) % 2**32), 0], "uint32")
+            begun = [v if moving else v + offset for v, moving in zip(others, is_moving)]
+            grads, after = gradients(weights, begun, x[rows], y[rows], each[rows])
+            norm = np.sqrt(sum(np.sum(np.square(g, dtype="float64")) for g in grads))
+            grads = [g * min(1.0, replica_clipnorm / norm) * (1.0 if replica_transform is None else 2.0) for g in grads]
+            share = len(rows) / len(batch)
+            sums = [total + share * np.asarray(g, "float64") / window for total, g in zip(sums, grads)]
+            share = share if virtual_replicas is None else 1 / len(parts)
+            after = [new if moving else new - offset for new, moving in zip(after, is_moving)]
+            moved = [total + share * (new - old) for total, new, old in zip(moved, after, others)]
+        others = [v + m if moving else new for v, m, new, moving in zip(others, moved, after, is_moving)]
+        if count % window == window - 1:
+            velocities = [0.9 * velocity - 0.1 * total for velocity, total in zip(velocities, sums)]
+            weights = [(w + v).astype("float32") for w, v in zip(weights, velocities)]
+    return weights, [v for v, moving in zip(others, is_moving) if moving]
+
+
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("case", some(COUNT_PADDING, ["added loss"]))
-def test_what_would_count_rows_that_fill_up_a_batch_is_refused(case):
-    if case == "two outputs" and not uneven.penalties_are_means():
-        pytest.skip("this Keras does not divide penalties on activities by the number of rows")
-    around = {"replica_clipnorm": 1e9}
-    with pytest.raises(ValueError, match="13 rows on 4 replicas"):
-        uneven.run(case, 4, around=around)
-    even = slice(48)
-    got = uneven.run(case, 4, around=around, rows=even)
-    uneven.assert_same(got, uneven.run(case, 1, rows=even), uneven.start_of(case))
+@pytest.mark.parametrize(
+    ("name", "num_replicas"),
+    some([(n, r) for n in OVER_ROWS for r in (2, 3, 4) if (n, r) != ("virtual", 3)], [("clipped", 3), ("virtual", 2)]),
+)
+def test_layers_that_reduce_over_rows_get_those_of_their_replica_alone(name, num_replicas):
+    around = OVER_ROWS[name]
+    weights, statistics = part_by_part(num_replicas, **around)
+    with ks.data_parallel(num_replicas) as replicas:
+        model = over_rows()
+        start = [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
+        model.compile(ks.CrossShard(problem.sgd_momentum(), **around), "mse", steps_per_execution=2)
+    (x, y), each = uneven.data(), uneven.row_weights()
+    each, batches = each[:OF_ROWS], {"batch_size": 13, "shuffle": False, "verbose": 0}
+    model.fit(x[:OF_ROWS], y[:OF_ROWS], sample_weight=each, **batches)
+    replicas.close()
+    found = [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
+    assert problem.relative_difference(found, weights, start) <= 5 * problem.TOLERANCE  # both are float32
+    moving = [v for v in model.non_trainable_variables if "moving" in v.name]
+    for variable, expected in zip(moving, statistics, strict=True):
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_replicas", [2])

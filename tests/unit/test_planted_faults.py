@@ -51,6 +51,10 @@ SAME_BITS = "promises/test_same_bits_tensorflow.py::test_one_sha256_for_any_numb
 TREE = "unit/update/test_virtual_replicas.py::test_the_bits_of_a_sum_do_not_depend_on_the_number_of_replicas"
 RANKS = "promises/test_same_bits_ranks.py"
 DEVICES = "promises/test_same_bits_jax.py"
+OVER_ROWS = (
+    "promises/test_uneven_batches_devices.py"
+    "::test_layers_that_reduce_over_rows_get_those_of_their_replica_alone[clipped-3]"
+)
 
 FAULTS = [
     # The way through the stages.
@@ -599,6 +603,34 @@ FAULTS = [
         backend="jax",
     ),
     fault(
+        "update/apart.py",
+        "for (v, *_), is_left in zip(shown, left) if id(v) not in statistics)",
+        "for (v, *_), is_left in zip(shown, left))",
+        f"{ROUNDS}::test_statistics_that_somebody_has_set_begin_no_round",
+        backend="tensorflow",
+    ),
+    fault(
+        "update/apart.py",
+        "if not is_stale and not is_known:",
+        "if not is_stale and (not is_known or chosen):",
+        f"{ROUNDS}::test_statistics_that_somebody_has_set_begin_no_round",
+        backend="jax",
+    ),
+    fault(
+        "update/local_sgd.py",
+        "[ops.where(row_share > 0, mean, value) for mean, value in zip(means, values)]",
+        "means",
+        f"{ROUNDS}::test_moving_statistics_are_the_mean_of_all_replicas",
+        backend="jax",
+    ),
+    fault(
+        "fit/jax/local_sgd.py",
+        "updated[iterations] != inside[iterations], share, 0)",
+        "updated[iterations] != inside[iterations], share, share)",
+        f"{ROUNDS}::test_replicas_that_leave_out_updates_are_twins",
+        backend="jax",
+    ),
+    fault(
         "fit/jax/local_sgd.py",
         "changed, updated = local.settled(",
         "local.settled(",
@@ -829,6 +861,13 @@ FAULTS = [
         f"{RANKS}::test_a_model_of_two_outputs_of_which_one_has_a_mask",
     ),
     fault(
+        "fit/jax/uneven.py",
+        "leaf[: max(count, 1)]",
+        "leaf",
+        OVER_ROWS,
+        backend="jax",
+    ),
+    fault(
         "fit/jax/parts.py",
         "return [*grads, loss, *sums], found, last, y_pred",
         "return [*[grad * (index > 0) for grad in grads], loss, *sums], found, last, y_pred",
@@ -851,8 +890,8 @@ FAULTS = [
     ),
     fault(
         "fit/jax/parts.py",
-        "of_part = in_layout_of_kernels(of_part)",
-        "pass",
+        "of_rows = in_layout_of_kernels(",
+        "of_rows = (",
         "unit/fit/test_jax_convolutions.py::test_a_step_in_parts_has_kernels_for_all_its_convolutions",
         backend="jax",
     ),

@@ -220,8 +220,10 @@ def lived(replicas, name):
     if name == "killed":
         assert fitted(replicas, ks.callbacks.BackupAndRestore(folder), Interrupting()) is None
         return state_of_all(fitted(replicas, ks.callbacks.BackupAndRestore(folder)))
-    if name == "in two calls":
+    if name in ("in two calls", "with other statistics"):
         model = fitted(replicas, epochs=2, use_ema=False)
+        if name == "with other statistics":
+            model.layers[1].moving_mean.assign(np.full(7, 5.0))
         x, y = uneven.data()
         model.fit(x, y, batch_size=uneven.BATCH_SIZE, epochs=EPOCHS - 2, shuffle=False, verbose=0)
         return state_of_all(model)
@@ -262,6 +264,7 @@ LIVES = (
     "looked at",
     "killed",
     "in two calls",
+    "with other statistics",
     "interrupted",
     "from a file",
     "with other weights",
@@ -452,10 +455,18 @@ def normalized(replicas, every):
 
     model.fit(x[:FEW], y[:FEW], batch_size=16, shuffle=False, verbose=0, callbacks=[Evaluating()])
     seen.append(statistics())
+    each = _statistics_of_each(model)
     # Set between two fits, perhaps in the middle of a round.
     model.layers[0].moving_mean.assign(np.full(problem.NUM_FEATURES, 5.0))
     model.fit(x[:16], y[:16], batch_size=16, shuffle=False, verbose=0)
-    return {"seen": seen, "set": statistics()[0], "differ": replicas.largest_difference(model)}
+    return {"seen": seen, "each": each, "set": statistics()[0], "differ": replicas.largest_difference(model)}
+
+
+def _statistics_of_each(model):
+    """Each replica's moving statistics."""
+    local = model.optimizer.local_updates
+    states = dict(zip(map(id, _variables_of(local, model.optimizer)), local.states()[2:]))
+    return list(zip(*(states[id(v)] for v in local.statistics)))
 
 
 NORMALIZED = ("2", "50")
@@ -620,6 +631,7 @@ SKIPPING = {
     "statistics": (_sgd, {"on_nonfinite": "skip"}),
     "statistics and accumulation": (_sgd, {"on_nonfinite": "skip", "gradient_accumulation_steps": 2}),
     "statistics before a round": (_sgd, {"on_nonfinite": "skip"}),  # whose statistics do not count in it
+    "uneven statistics": (_sgd, {"on_nonfinite": "skip"}),
     "all replicas": (_sgd, {"on_nonfinite": "skip"}),
 }
 NUM_MICRO = 13
@@ -632,7 +644,8 @@ def left_out(name):
     layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(problem.NUM_OUTPUTS)]
     if "statistics" in name:
         layers.insert(1, keras.layers.BatchNormalization(momentum=0.5))
-    return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers]), 16 if "statistics" in name else 15
+    size = 16 if "statistics" in name and "uneven" not in name else 15
+    return keras.Sequential([keras.Input((problem.NUM_FEATURES,)), *layers]), size
 
 
 def rows_with_nan(name, size):
@@ -645,7 +658,7 @@ def rows_with_nan(name, size):
 
 
 def bad_in(name):
-    return {"all replicas": [(3, 0), (3, 1)], "statistics before a round": [(2, 1), (8, 1)]}.get(name, BAD)
+    return {"all replicas": [(3, 0), (3, 1)], "statistics before a round": [(2, 1), (11, 1)]}.get(name, BAD)
 
 
 def skipping(replicas, name):
@@ -666,6 +679,7 @@ def skipping(replicas, name):
         "skipped": states[id(optimizer.skipped_steps)].tolist(),
         "scale": states[id(optimizer.loss_scale)].tolist() if "scaling" in name else None,
         "counted": processes.gather_objects(counted),
+        "statistics": _statistics_of_each(model),
         "differ": replicas.largest_difference(model),
     }
 
@@ -698,7 +712,8 @@ def skipping_twins(name):
         for i, each in enumerate(zip(*(leaf._model_variables_moving_average for leaf in leaves))):
             place = next(j for j, v in enumerate(models[0].weights) if v is models[0].trainable_variables[i])
             weights[place] = _mean(each)
-    return {"weights": weights, "iterations": of_each, "skipped": skips, "scale": scales}
+    statistics = [[keras.ops.convert_to_numpy(v) for v in model.non_trainable_variables] for model in models]
+    return {"weights": weights, "iterations": of_each, "skipped": skips, "scale": scales, "statistics": statistics}
 
 
 def _weights_and_averages(model):
