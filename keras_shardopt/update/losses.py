@@ -247,7 +247,7 @@ def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
 
 
 def _has_padding(part: BatchShare) -> bool:
-    """Whether layers get padded rows beside others."""
+    """Whether layers get padding among the rows."""
     return part.ends_early and not isinstance(part.local_batch_size, int)
 
 

@@ -101,7 +101,7 @@ def test_rows_that_may_be_padding_and_cannot_be_told_are_refused():
     replicas.close()
 
 
-# What gets padded rows beside a synchronized layer, the loss, and what the error says.
+# A layer that gets padded rows, the loss, and the words of the error.
 WITH_PADDING = {
     "another layer": (lambda: keras.layers.BatchNormalization(name="apart"), "mse", "Received: 'apart', which is not"),
     "added loss": (uneven.AddsLoss, "mse", r"Received: 1 added loss\(es\)"),
@@ -111,7 +111,7 @@ WITH_PADDING = {
 
 @pytest.mark.backends("jax")
 @pytest.mark.parametrize("name", WITH_PADDING)
-def test_what_would_count_padding_beside_a_synchronized_layer_is_refused(name):
+def test_with_a_synchronized_layer_others_that_would_count_padding_are_refused(name):
     make, loss, words = WITH_PADDING[name]
     x = np.ones((13, 2), "float32")
     with ks.data_parallel(4) as replicas:

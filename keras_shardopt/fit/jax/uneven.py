@@ -117,6 +117,6 @@ def _refuse_statistics_of_padding(model: Any, all_rows: int, num_replicas: int) 
             raise ValueError(
                 "Either all layers of `BatchNormalization` must be synchronized or none, if a batch does not divide by "
                 f"the number of replicas and the optimizer needs each replica's gradients. Received: {layer.name!r}, "
-                f"which is not, beside others that are, with {all_rows} rows on {num_replicas} replicas. Call "
+                f"which is not, and others that are, with {all_rows} rows on {num_replicas} replicas. Call "
                 "`keras_shardopt.synchronize_batch_normalization(model)`, or use batches that divide."
             )
