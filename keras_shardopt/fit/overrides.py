@@ -103,6 +103,39 @@ def _resuming(model: Any, step: Callable[..., Any], *args: Any) -> Any:
     return step(*args)
 
 
+def watch_empty_epochs(model: Any) -> None:
+    """Makes an epoch of `fit` without batches log nothing, with a warning. Doing it twice changes nothing."""
+    override_method(model, "_get_metrics_result_or_logs", _logs_of_epoch)
+    override_method(model, "evaluate", _evaluate)
+
+
+def _logs_of_epoch(model: Any, real: Callable[..., Any], logs: Any) -> Any:
+    """Leaves out logs of an earlier epoch: Keras keeps them, and returns metrics of zero rows in their place."""
+    before = vars(model).get(_LAST_LOGS)
+    is_empty = before and (logs is before or logs == {})
+    if not is_empty:
+        object.__setattr__(model, _LAST_LOGS, logs)
+    else:
+        warn(
+            "An epoch without batches logs no metrics. Received: no batch left for an epoch of `fit`. "
+            "Repeat the data (`dataset.repeat()`), or leave out `steps_per_epoch`."
+        )
+    return real({} if is_empty else logs)
+
+
+def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Keeps the logs of training apart from those of a validation between two epochs."""
+    before = vars(model).get(_LAST_LOGS)
+    object.__setattr__(model, _LAST_LOGS, None)
+    try:
+        return real(*args, **kwargs)
+    finally:
+        object.__setattr__(model, _LAST_LOGS, before)
+
+
+_LAST_LOGS = "_keras_shardopt_last_logs"
+"""On a model: the logs of the last training step."""
+
 _LOOKING = (
     *("_get_metrics_result_or_logs", "evaluate", "predict", "test_on_batch", "predict_on_batch"),
     *("get_weights", "set_weights", "load_weights", "save", "save_weights", "export"),

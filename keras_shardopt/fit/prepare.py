@@ -12,7 +12,7 @@ from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import note_prepared, optimizers_of
 from keras_shardopt.fit import TRAINERS
 from keras_shardopt.fit.callbacks import watch_callbacks, watch_saving
-from keras_shardopt.fit.overrides import reducers_in, refuse_groups
+from keras_shardopt.fit.overrides import reducers_in, refuse_groups, watch_empty_epochs
 from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.made import note_made
@@ -133,4 +133,5 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
         trainer.prepare(model, cross_shards)
     watch_callbacks()
     watch_saving(model)
+    watch_empty_epochs(model)
     note_prepared(model)

@@ -110,11 +110,12 @@ def interrupted(tmp_path_factory):
 def test_who_is_left_ends_with_an_error_in_time(interrupted):
     printed = interrupted[1]
     assert "worker 1, exit status -9" in printed
-    # JAX ends the process itself when the limit that it was given is over, and says which task is missing.
-    assert re.search(r"worker 0, exit status -?\d+$", printed, re.MULTILINE), printed
-    (seconds,) = re.findall(r"^after ([\d.]+) s: JaxRuntimeError$", printed, re.MULTILINE)
+    # JAX ends the process itself when the limit that it was given is over.
+    assert re.search(r"worker 0, exit status -?[1-9]\d*$", printed, re.MULTILINE), printed
+    (seconds,) = re.findall(r"^after ([\d.]+) s: RuntimeError$", printed, re.MULTILINE)
     assert float(seconds) < patient(2 + 4), printed  # 2 s on a quiet machine
-    assert re.search(r"\btask\W{1,2}1\b", printed, re.IGNORECASE), printed  # "Task 1", "Task: 1", "task:1"
+    words = r"^RuntimeError: All processes must .* exchange of process 0 with process 1\. .* JAX's error is: .*Gloo"
+    assert re.search(words, printed, re.MULTILINE), printed
 
 
 def test_processes_that_are_started_again_end_with_the_weights_of_some_that_nobody_killed(interrupted):

@@ -527,19 +527,46 @@ def test_later_epochs_with_a_short_last_batch_compile_nothing():
     assert at_end[2:] == at_end[1:2] * 2  # in the first one Keras computes what it shows at its end
 
 
-@pytest.mark.backends("jax")
-def test_a_sparse_batch_that_does_not_divide_keeps_its_elements():
+def sparse_and_dense(num_rows):
     from scipy import sparse
 
     random = np.random.RandomState(0)
-    x, y = random.randn(7, 4) * (random.rand(7, 4) < 0.4), random.randn(7, 1)
+    x = np.zeros((num_rows, 4), "float32")
+    x.flat[random.permutation(x.size)[:9]] = random.randn(9)  # two devices cannot divide 9 elements
+    return sparse.csr_matrix(x), x, random.randn(num_rows, 1).astype("float32")
+
+
+def model_of_sparse_rows(**options):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,), sparse=True), keras.layers.Dense(1)])
+    model.compile(ks.CrossShard(keras.optimizers.SGD(0.1, momentum=0.9), **options), "mse")
+    return model
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("num_rows", [7, 8])
+def test_a_sparse_batch_keeps_its_elements(num_rows):
+    *both, y = sparse_and_dense(num_rows)
     found = []
-    for given in (x.astype("float32"), sparse.csr_matrix(x.astype("float32"))):
+    for x in both:
         with ks.data_parallel(2) as replicas:
-            keras.utils.set_random_seed(0)
-            model = keras.Sequential([keras.Input((4,), sparse=given is not None), keras.layers.Dense(1)])
-            model.compile(ks.CrossShard(keras.optimizers.SGD(0.1)), "mse")
-        model.fit(given, y, batch_size=7, verbose=0)
-        found.append(keras.ops.convert_to_numpy(model.layers[0].kernel))
+            model = model_of_sparse_rows()
+        model.fit(x, y, batch_size=num_rows, epochs=2, verbose=0)
+        loss = model.evaluate(x, y, batch_size=num_rows, verbose=0)
+        predicted = model.predict(x, batch_size=num_rows, verbose=0)
+        found.append([keras.ops.convert_to_numpy(model.layers[0].kernel), loss, predicted])
         replicas.close()
-    np.testing.assert_allclose(*found, rtol=1e-6)
+    for ours, dense in zip(*found):
+        np.testing.assert_allclose(ours, dense, rtol=1e-6)
+
+
+@pytest.mark.backends("jax")
+@pytest.mark.parametrize("num_rows, name, value", [(8, "replica_clipnorm", 1.0), (7, "virtual_replicas", 4)])
+def test_a_sparse_batch_is_refused_where_replicas_need_their_rows(num_rows, name, value):
+    x, _, y = sparse_and_dense(num_rows)
+    with ks.data_parallel(2) as replicas:
+        model = model_of_sparse_rows(**{name: value})
+    words = rf"^On JAX each replica's own gradients need dense .* {num_rows} rows.* `x.toarray\(\)`.*`{name}`"
+    with pytest.raises(ValueError, match=words):
+        model.fit(x, y, batch_size=num_rows, verbose=0)
+    replicas.close()

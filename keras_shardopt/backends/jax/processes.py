@@ -35,6 +35,7 @@ from keras_shardopt.backends.processes import (
     World,
     check_same_calls,
     gather_pickled,
+    plural,
     seeding_without_tensorflow,
     wait_in,
 )
@@ -220,7 +221,33 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
 
 def _gather(array: np.ndarray) -> np.ndarray:
     """An array of each process, along a new first dimension."""
-    return np.asarray(multihost_utils.process_allgather(array)).reshape(-1, *array.shape)
+    with naming_lost_processes():
+        return np.asarray(multihost_utils.process_allgather(array)).reshape(-1, *array.shape)
+
+
+@contextlib.contextmanager
+def naming_lost_processes() -> Iterator[None]:
+    """A block in which the error about a lost connection names the other processes, and the remedy."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError where `jit` finds a step in its cache
+        num_processes, mine = processes.process()
+        if num_processes == 1 or not _LOST_CONNECTION.match(str(error)):
+            raise
+        others = [str(process) for process in range(num_processes) if process != mine]
+        raise RuntimeError(
+            "All processes must take part in each step, and one of them is gone or stuck. Received: a failed exchange "
+            f"of process {mine} with {plural('process') if len(others) > 1 else 'process'} {', '.join(others)}. The "
+            "output of the process that ended first says why. Start the job again: with "
+            "`keras_shardopt.callbacks.BackupAndRestore` training continues from its last backup. JAX's error is: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+# The beginnings of XLA's errors. RESOURCE_EXHAUSTED and the like are this process's own errors.
+_LOST_CONNECTION = re.compile(
+    "(UNAVAILABLE|DEADLINE_EXCEEDED): |(UNKNOWN|INTERNAL|ABORTED): .*(?i:gloo|nccl|connection)"
+)
 
 
 class _Store:

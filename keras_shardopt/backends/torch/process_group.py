@@ -77,6 +77,30 @@ _messages: Any = None
 _statistics: weakref.ref[Any] | None = None
 
 
+def job_of_environment(needs_address: bool = False) -> tuple[int, int]:
+    """How many ranks the launcher has started, and which of them this is.
+
+    Args:
+        needs_address: whether they are about to meet.
+
+    Raises:
+        ValueError: if its variables hold no such numbers, or some of them are missing.
+    """
+    received = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    size, rank = (received.get(name, default) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
+    are_numbers = size.isdecimal() and rank.isdecimal() and int(rank) < int(size)
+    if not are_numbers or (needs_address and int(size) > 1 and not all(received.get(name) for name in _VARIABLES)):
+        raise ValueError(
+            f"A launcher of ranks must set {', '.join(_VARIABLES[:-1])} and {_VARIABLES[-1]}. Received: "
+            f"{', '.join(f'{name}={value!r}' for name, value in received.items())}. Start the program with "
+            "`python -m keras_shardopt.launch` or `torchrun`; for one process, unset these variables."
+        )
+    return int(size), int(rank)
+
+
+_VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
 def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta | None) -> None:
     """Opens the default process group of the ranks that torchrun started.
 
@@ -87,9 +111,11 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
         timeout: after how long a collective fails; None for PyTorch's own limit.
 
     Raises:
+        ValueError: if the launcher has not said where they meet.
         RuntimeError: if some rank does not come in time.
     """
     global _open, _store, _num_groups, _messages
+    job_of_environment(needs_address=True)
     limit = {} if timeout is None else {"timeout": timeout}
     _num_groups += 1
     try:

@@ -26,6 +26,7 @@ from keras_shardopt.backends.torch.process_group import (
     close_group,
     explaining_failures,
     gather_objects,
+    job_of_environment,
     meet,
     open_group,
 )
@@ -45,7 +46,7 @@ class TorchProcesses(Processes):
     def process(self) -> tuple[int, int]:
         if dist.is_available() and dist.is_initialized():
             return dist.get_world_size(), dist.get_rank()
-        return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        return job_of_environment()
 
     def num_replicas(self) -> int:
         return int(runtime.communicator("").num_replicas)
@@ -107,6 +108,16 @@ _CALLS = {  # of functions that ask for objects
     "check_agreement": "compares what it trains before its first update",
     "_check_all_were_given_alike": "calls `shard_data`",
     "_take_from_first": "begins to draw batches",
+    "raise_together": "saves a model or a backup, in which all ranks take part",
+    "from_chief": "asks rank 0 whether to save a model",
+    "stored": "gathers divided optimizer state, as saving does",
+    "check_start": "compares optimizer state before its first update",
+    "on_epoch_end": "ends an epoch with a callback of all ranks",
+    "on_train_begin": "looks for a backup",
+    "_restore_backup": "looks for a backup",
+    "_from_chief": "restores a backup",
+    "_means": "averages the weights of all ranks",
+    "states": "gathers the weights of all ranks",
 }
 
 

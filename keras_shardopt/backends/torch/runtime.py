@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from keras_shardopt.backends.communicator import Communicator, SingleReplica
 from keras_shardopt.backends.runtime import Runtime
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
+from keras_shardopt.backends.torch.process_group import job_of_environment
 from keras_shardopt.numerics import Tensor, Variable
 
 
@@ -24,10 +24,11 @@ class TorchRuntime(Runtime):
         if self._ranks is not None and self._ranks.are_current():  # asked several times in each step
             return self._ranks
         if not (dist.is_available() and dist.is_initialized()):
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            size, _ = job_of_environment()
+            if size > 1:
                 raise ValueError(
                     "Several processes were started, but no process group is open, so each would train a model of its "
-                    f"own. Received: WORLD_SIZE={os.environ['WORLD_SIZE']}. Build and compile the model inside "
+                    f"own. Received: WORLD_SIZE={size}. Build and compile the model inside "
                     "`with keras_shardopt.data_parallel():`, with a `CrossShard`. Close that after training only."
                 )
             return SingleReplica()

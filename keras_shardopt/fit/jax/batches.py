@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding, PartitionSpec
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.trainers.data_adapters import data_adapter_utils
@@ -160,6 +161,8 @@ def _distribute_data(data: Any, *args: Any, fills_up: bool | None = None, **kwar
         everywhere = tell(_NEXT_BATCH, rows)
     if not any(everywhere):
         return None
+    if is_sparse(data):
+        return _sparse_on_all_devices(data, distribution)
     if len(set(everywhere)) > 1 or sum(everywhere) % batch_size_of(distribution):
         data = data if len(everywhere) == 1 else _joined(data, rows)
         return (_filled_up if fills_up else _on_all_devices)(data, distribution)
@@ -174,16 +177,34 @@ def _on_all_devices(data: Any, distribution: Any) -> Any:
     return _laid_out(data, distribution, PartitionSpec())
 
 
+def is_sparse(data: Any) -> bool:
+    """Whether a batch has sparse arrays, which cannot be divided into rows."""
+    return any(isinstance(leaf, JAXSparse) for leaf in keras.tree.flatten(data))
+
+
+def _sparse_on_all_devices(data: Any, distribution: Any) -> Any:
+    if jax.process_count() > 1:
+        raise ValueError(
+            "Sparse batches cannot be divided among several processes on JAX. Received: a sparse batch, and "
+            f"{jax.process_count()} processes. {DENSE_ADVICE}, or use the devices of one process."
+        )
+    return _on_all_devices(data, distribution)
+
+
+DENSE_ADVICE = "Make the batches dense (`tf.sparse.to_dense(x)`, `x.toarray()` or `x.todense()`)"
+
+
 def _filled_up(data: Any, distribution: Any) -> Any:
     """Each device gets its rows of a batch that is filled up, where it does not divide."""
+    if is_sparse(data):
+        return _sparse_on_all_devices(data, distribution)
     rows = num_rows(data)
     divided = PartitionSpec(distribution.batch_dim_name)
     num_missing = -rows % batch_size_of(distribution)
     if not num_missing:
         return _laid_out(data, distribution, divided)
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-    is_by_row = all(len(leaf.shape) > 0 and leaf.shape[0] == rows for leaf in leaves)
-    if not is_by_row or len(leaves) != len(jax.tree.leaves(data)):  # a sparse array is several to JAX
+    if not all(len(leaf.shape) > 0 and leaf.shape[0] == rows for leaf in leaves):
         return _on_all_devices(data, distribution)
 
     return FilledUp(_laid_out(padded(data, num_missing, np), distribution, divided), rows)
@@ -196,7 +217,16 @@ def padded(data: Any, num_missing: int, numpy: Any = jax.numpy) -> Any:
         data: the batch.
         num_missing: how many rows are added.
         numpy: what concatenates: `jax.numpy` within a step, NumPy before one.
+
+    Raises:
+        ValueError: if the batch is sparse.
     """
+    if is_sparse(data):
+        raise ValueError(
+            "On JAX each replica's own gradients need dense batches, whose rows can be divided. "
+            f"Received: a sparse batch of {num_rows(data)} rows. {DENSE_ADVICE}, or leave out `virtual_replicas`, "
+            "`sync_every`, `replica_clipnorm`, `replica_transform`, compression and accumulation."
+        )
     if not num_missing:
         return data
 

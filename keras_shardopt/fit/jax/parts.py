@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 import keras
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
@@ -175,8 +175,8 @@ class _Cut:
     """
 
     def __init__(self, model: Any, distribution: Any, data: Any, num_parts: int) -> None:
-        if distribution is None:  # any device will do
-            self.axis, self._mesh = "batch", AbstractMesh((1,), ("batch",))
+        if distribution is None:  # any device will do; JAX 0.12 makes axes explicit unless told otherwise
+            self.axis, self._mesh = "batch", AbstractMesh((1,), ("batch",), (AxisType.Auto,))
         else:
             self.axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
         self._model, self._num_parts = model, num_parts

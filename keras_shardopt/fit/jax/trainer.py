@@ -32,7 +32,7 @@ from keras_shardopt.backends.communicator import GlobalView
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, divided_along, seed_offset
 from keras_shardopt.backends.jax.placement import assigning_alone, let_assign_alone, placement
-from keras_shardopt.backends.jax.processes import predicting_together, tell
+from keras_shardopt.backends.jax.processes import naming_lost_processes, predicting_together, tell
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.models import has_built_in_step, layers_of, override_method
 from keras_shardopt.backends.scopes import assigning_nothing
@@ -160,7 +160,8 @@ def _put_back(model: Any) -> None:
 def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     take_uneven()  # the distribution may have been set after `prepare`
     try:
-        return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
+        with naming_lost_processes():
+            return real(*args, **kwargs) if jax.process_index() == 0 else call_silently(real, *args, **kwargs)
     except BaseException:
         _put_back(model)
         raise
@@ -213,7 +214,7 @@ def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with filling_up(), _forgetting_failure(model):
+    with filling_up(), _forgetting_failure(model), naming_lost_processes():
         return real(*args, **kwargs)
 
 
@@ -229,7 +230,7 @@ def _forgetting_failure(model: Any) -> Iterator[None]:
 
 def _predict_on_batch(model: Any, real: Callable[[Any], Any], x: Any) -> Any:
     is_built = all(layer.built for layer in layers_of(model))  # else Keras builds it from these rows
-    with _forgetting_failure(model):
+    with _forgetting_failure(model), naming_lost_processes():
         return real(on_devices(x) if is_built else x)
 
 

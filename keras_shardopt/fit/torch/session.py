@@ -59,7 +59,7 @@ class Phase(enum.Enum):
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
-    TEST_BATCH = "evaluates a prepared model"
+    TEST_BATCH = "evaluates a prepared model (call `evaluate` on all ranks: each gets the result of all)"
     PREDICT_BATCH = "predicts with a prepared model (`prepare(model, gather=False)` lets each rank do it by itself)"
     PREDICTED = "gathers predictions"
     END_OF_EPOCH = "ends an epoch of a prepared model"

@@ -160,6 +160,11 @@ def fit_and_fit_prepared(model):
     fit_prepared(model)
 
 
+def save_alone(model):
+    ks.prepare(model)
+    ks.save_model(model, "alone.keras")
+
+
 # What most ranks call, what one calls, and what every rank says of both.
 TRAINS = "trains a prepared model"
 STEPS = "makes a step of a prepared model"
@@ -170,8 +175,9 @@ CALLS = {
     "evaluate on one rank": (
         fit_prepared,
         evaluate_prepared,
-        ("trains a prepared model", "evaluates a prepared model"),
+        ("trains a prepared model", "evaluates a prepared model (call `evaluate` on all ranks: each gets"),
     ),
+    "save_model on one rank": (fit_prepared, save_alone, (TRAINS, "saves a model or a backup, in which all ranks")),
     "SyncReplicas on one rank": (fit, fit_with_sync_replicas, ("takes the weights of rank 0", "in a callback")),
 }
 ROWS = np.random.default_rng(0).normal(size=(240, 4)).astype("float32")

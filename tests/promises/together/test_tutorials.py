@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from support import launch
 from support.suites import some
 from test_examples import EXAMPLES, printed, run
 
@@ -16,8 +17,9 @@ def shown(name, backend, num_ranks, folder):
     """What the tutorial prints, which is run in an empty folder."""
     start = [*TORCHRUN, str(num_ranks)] if backend == "torch" else [sys.executable]
     command = " ".join(f"'{word}'" for word in [*start, str(EXAMPLES / "tutorials" / f"{name}.py")])
-    compiled_quickly = "--xla_cpu_use_fusion_emitters=false"
-    output = run(*["sh", "-ec", f"cd '{folder}' && {command}"], KERAS_BACKEND=backend, XLA_FLAGS=compiled_quickly)
+    output = run(
+        *["sh", "-ec", f"cd '{folder}' && {command}"], KERAS_BACKEND=backend, XLA_FLAGS=launch.WITHOUT_FUSION_EMITTERS
+    )
     assert printed(output, "backend") == backend
     assert int(printed(output, "replicas")) == num_ranks
     assert float(printed(output, "difference between replicas")) == 0

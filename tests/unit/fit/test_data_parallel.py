@@ -42,6 +42,29 @@ def test_one_process_has_nobody_to_wait_for(timeout):
         assert scope.num_processes == 1
 
 
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"WORLD_SIZE": ""},
+        {"WORLD_SIZE": "two"},
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2", "RANK": ""},
+        {"WORLD_SIZE": "2", "RANK": "2"},
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "29500"},
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ""},
+    ],
+)
+def test_half_a_launcher_is_refused(given, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    received = ", ".join(f"{name}={given[name]!r}" for name in ("WORLD_SIZE", "RANK") if name in given)
+    with pytest.raises(ValueError, match=f"must set WORLD_SIZE, RANK, .* Received: {received}.*unset these variables"):
+        ks.data_parallel(timeout=5).__enter__()
+
+
 def test_it_is_entered_once():
     scope = ks.data_parallel(1)
     with pytest.raises(RuntimeError, match="with data_parallel"):
