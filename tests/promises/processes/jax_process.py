@@ -71,7 +71,8 @@ def main():
         ks.schedules.CosineDecay(0.1, 10, power=2)
         keras.distribution.initialize()
         ks.schedules.CosineDecay(0.1, 10, power=2)
-    assert [each.filename for each in caught] == 2 * [__file__] * (jax.process_index() == 0)
+    ours = [each.filename for each in caught if "`power`" in str(each.message)]  # JAX 0.8 has one of its own
+    assert ours == 2 * [__file__] * (jax.process_index() == 0)
     with ks.data_parallel(prepare=False) as scope:
         assert (scope.num_replicas, scope.num_processes) == (4, 2)
         assert scope.process_id == jax.process_index() and scope.replica_id == 2 * scope.process_id
