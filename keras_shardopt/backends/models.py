@@ -91,6 +91,17 @@ def equal_buffers(model: Any) -> list[Variable]:
     return buffers_of(model) if is_prepared(model) and not has_own_statistics(model) else []
 
 
+def states_of(layer: Any) -> list[Variable]:
+    """The variables in `layer.states`, with a state for each row of a batch. Keras tracks those of its RNNs nowhere."""
+    states = keras.tree.flatten(getattr(layer, "states", None))
+    return [state for state in states if isinstance(state, keras.Variable) and not state.trainable]
+
+
+def ids_of_states(model: Any) -> set[int]:
+    """The `id` of each variable that a layer of the model carries from batch to batch for each row."""
+    return {id(state) for layer in layers_of(model) for state in states_of(layer)}
+
+
 def _optimizers_in(value: Any, seen: set[int]) -> Iterator[Any]:
     if issubclass(type(value), keras.optimizers.Optimizer):
         yield value

@@ -8,6 +8,7 @@ from typing import Any
 from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.overrides import reducers_in
+from keras_shardopt.fit.stateful import stateful_layers
 
 
 def num_parts_of(model: Any, reducers_of: Callable[[Any], list[Any]]) -> int | None:
@@ -31,6 +32,12 @@ def num_parts_of(model: Any, reducers_of: Callable[[Any], list[Any]]) -> int | N
             "`virtual_replicas` works on the parts of a batch one after another, and a synchronized "
             "`BatchNormalization` needs them all together. Received: both. Leave `synchronized=True` out, or "
             "`virtual_replicas`."
+        )
+    stateful = stateful_layers(model)
+    if stateful:
+        raise ValueError(
+            "With `virtual_replicas` each part of a batch starts from the same state, and a stateful layer has a state "
+            f"for each row. Received: layer {stateful[0].name!r} with `stateful=True`. Leave `virtual_replicas` out."
         )
     found: int = cutting[0].virtual_replicas
     return found

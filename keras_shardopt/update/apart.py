@@ -13,7 +13,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt.backends.active import placement, processes, runtime
-from keras_shardopt.backends.models import models_with
+from keras_shardopt.backends.models import ids_of_states, models_with
 from keras_shardopt.numerics import Variable, dtype_of
 from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 from keras_shardopt.wrapping.slots import empty_name_scope
@@ -254,8 +254,8 @@ def statistics_of(variables: Sequence[Variable]) -> list[Variable]:
 
 def statistics_in(models: Sequence[Any]) -> list[Variable]:
     """Of these models what forward passes change and means can be taken of: moving statistics."""
-    kept = {id(v) for model in models for v in model.non_trainable_variables}  # not what an RNN carries along
-    return [v for v in changed_by_forward_passes(models) if id(v) in kept and keras.backend.is_float_dtype(v.dtype)]
+    own = {number for model in models for number in ids_of_states(model)}  # of each replica's rows
+    return [v for v in changed_by_forward_passes(models) if id(v) not in own and keras.backend.is_float_dtype(v.dtype)]
 
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:

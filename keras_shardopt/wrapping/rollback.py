@@ -31,7 +31,14 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
-from keras_shardopt.backends.models import buffers_of, layers_of, models_with, optimizers_of, override_method
+from keras_shardopt.backends.models import (
+    buffers_of,
+    layers_of,
+    models_with,
+    optimizers_of,
+    override_method,
+    states_of,
+)
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.wrapping.chain import Wrapping, descendants
@@ -271,18 +278,12 @@ def changed_by_forward_passes(models: Sequence[Any]) -> list[Variable]:
     for model in models:
         for layer in layers_of(model):
             seeds = [generator.state for generator in layer._seed_generators]
-            for variable in [*layer._non_trainable_variables, *seeds, *_states_of(layer)]:
+            for variable in [*layer._non_trainable_variables, *seeds, *states_of(layer)]:
                 is_small = keras.backend.is_float_dtype(variable.dtype) or len(variable.shape) < 2
                 if is_small and id(variable) not in metrics:
                     found[id(variable)] = variable
         found |= {id(buffer): buffer for buffer in buffers_of(model)}
     return list(found.values())
-
-
-def _states_of(layer: Any) -> list[Variable]:
-    """What a stateful RNN carries from batch to batch: variables that Keras tracks nowhere."""
-    states = keras.tree.flatten(getattr(layer, "states", None))
-    return [state for state in states if isinstance(state, keras.Variable) and not state.trainable]
 
 
 def _position(variable: Variable, variables: Sequence[Variable]) -> int:

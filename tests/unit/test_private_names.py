@@ -26,6 +26,25 @@ def test_name_scope_stack_makes_variable_paths():
         global_state.set_global_attribute("name_scope_stack", stack)
 
 
+def test_the_states_of_a_stateful_rnn_are_made_and_counted():
+    layer = keras.layers.LSTM(3, stateful=True)
+    model = keras.Sequential([keras.Input(batch_shape=(4, 2, 5)), layer])
+    assert layer._expected_batch_size == 4 and not any(v is s for v in model.variables for s in layer.states)
+    layer._create_state_variables(2)
+    layer._expected_batch_size = 2
+    assert [tuple(state.shape) for state in layer.states] == [(2, 3), (2, 3)]
+    model(np.ones((2, 2, 5), "float32"))
+
+
+def test_what_reading_a_variable_finds():
+    variable = keras.Variable(np.arange(3.0))
+    variable._value, variable._shape = keras.ops.ones(2), (2,)
+    with keras.StatelessScope() as scope:
+        assert tuple(variable.value.shape) == variable.shape == (2,)
+        variable.assign(np.zeros(2))
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(scope.get_current_value(variable)), [0, 0])
+
+
 def test_own_variables_can_be_untracked():
     optimizer = keras.optimizers.SGD()
     assert [v.name for v in optimizer._variables] == ["iteration", "learning_rate"]

@@ -17,7 +17,7 @@ from keras.src.backend.common import global_state
 from torch.nn.parallel import DistributedDataParallel
 
 from keras_shardopt.backends.communicator import Communicator, GradientState, in_buckets
-from keras_shardopt.backends.models import buffers_of, has_built_in_step, living_models
+from keras_shardopt.backends.models import buffers_of, has_built_in_step, ids_of_states, living_models
 from keras_shardopt.backends.torch.ddp import _INITIALIZE_DDP, _REDUCED_BY_DDP, _ddps, _initialize_ddp, _owns
 from keras_shardopt.backends.torch.process_group import (
     explaining_failures,
@@ -268,7 +268,8 @@ class TorchProcessGroup(Communicator):
         ]
         if models:
             outermost = max(models, key=lambda model: len(model.variables))
-            others = [*outermost.variables, *buffers_of(outermost)]
+            own = ids_of_states(outermost)
+            others = [*[v for v in outermost.variables if id(v) not in own], *buffers_of(outermost)]
             state += [_tensor(v) for v in others if id(_tensor(v)) not in trained]
         return state
 

@@ -5,8 +5,8 @@ Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.jax.trainer.JAXEpochIterator` - what `fit` and `evaluate` iterate over.
     `JAXEpochIterator._get_iterator`, `__next__`, `EpochIterator.__iter__`, `reset`, `_num_batches` - its batches, the
         beginning and the end of an epoch, and how many batches there are.
-    `EpochIterator.data_adapter`, `steps_per_epoch`, and `has_partial_batch`, `partial_batch_size`, `batch_size` and
-        `num_batches` of `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - sizes of its batches.
+    `EpochIterator.data_adapter`, and `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - where
+        batches come from, and how many there are.
     `keras.src.trainers.data_adapters.data_adapter_utils.PartialBatchList` (Keras 3.16 and later) - batches that one
         execution takes one after the other.
 """
@@ -39,6 +39,7 @@ from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
 from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows
 from keras_shardopt.fit.overrides import num_rows, warn_of_unequal_start
 from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
+from keras_shardopt.fit.stateful import batch_sizes, fit_states, stateful_layers
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.wrapping.chain import shared_variables
 
@@ -305,13 +306,13 @@ class EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
 
     def _check_sizes(self) -> None:
         """Finds batches that will not divide, where their sizes are known, before Keras takes the weights away."""
-        adapter = self.data_adapter
-        if not isinstance(adapter, ArrayDataAdapter):
-            return  # others may leave out the last rows
-        if adapter.has_partial_batch and not self.steps_per_epoch:
-            _check_divides(adapter.partial_batch_size)
-        if adapter.num_batches > adapter.has_partial_batch:
-            _check_divides(adapter.batch_size)
+        sizes = batch_sizes(self) if self._has_arrays else []
+        for size in sizes:
+            _check_divides(size)
+        if sizes and self._can_fill_up and (self._is_whole or not self._is_together):
+            layers = stateful_layers(self._model)
+            for size in sizes:
+                fit_states(layers, [size])  # one program, of which all rows are one batch
 
     @property
     def _can_fill_up(self) -> bool:

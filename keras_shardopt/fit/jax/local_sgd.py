@@ -20,6 +20,7 @@ from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.parts import gradients_of_rows, metrics_of_losses
 from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
 from keras_shardopt.fit.overrides import num_rows, resume_apart, watch_looks
+from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
@@ -104,7 +105,8 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
             for i, v in enumerate(optimizer.variables)
         ]
         step = functools.partial(gradients_of_rows, model, before, inputs, metrics, inside)
-        grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
+        with states_of_replica(model, replicas.replica_id, size, all_rows):
+            grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
         with batch_shared(BatchShare(mine, all_rows, replicas, ends_early=bool(num_missing))):
             after, updated = optimizer.stateless_apply(inside, grads, before)
         changed = [old if new is None else new for old, new in zip(inputs, changed)]

@@ -67,6 +67,7 @@ from keras_shardopt.fit.jax.parts import (
 from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
 from keras_shardopt.fit.overrides import call_silently, num_rows, reducers_in, refuse_groups
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
+from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.fit.virtual_replicas import num_parts_of
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses
@@ -365,7 +366,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         other = seed_offset(replicas.replica_id)
         inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
         step = functools.partial(gradients_of_rows, model, weights, inputs, metrics, optimizer_state)
-        grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
+        with states_of_replica(model, replicas.replica_id, num_replicas, all_rows):
+            grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
         optimizer_scope = keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state)))
         with batch_shared(BatchShare(mine, all_rows, replicas, ends_early=bool(num_missing))), optimizer_scope:
             mine_of_step = Step(grads, variables, row_share=row_share())

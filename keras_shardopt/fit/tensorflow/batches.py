@@ -20,22 +20,27 @@ _PREFIX = "keras_shardopt: "
 _SPECS: dict[str, Any] = {}
 
 
-def spec_of(batch: Any) -> Any:
-    """What is known of each tensor of a batch, or of an element of a dataset, with any number of rows."""
-    return tf.nest.map_structure(_spec_of_leaf, batch)
+def spec_of(batch: Any, num_parts: int | None = None) -> Any:
+    """The specs of the tensors of a batch, or of an element of a dataset.
+
+    Args:
+        batch: the batch, or the `element_spec` of a dataset.
+        num_parts: the specs are those of the first of so many parts. None: with any number of rows.
+    """
+    return tf.nest.map_structure(lambda leaf: _spec_of_leaf(leaf, num_parts), batch)
 
 
-def _spec_of_leaf(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, (tf.OptionalSpec, tf.experimental.Optional)):
-        return None  # what Keras puts into a dataset for no sample weights
+def _spec_of_leaf(leaf: Any, num_parts: int | None) -> Any:
+    if not hasattr(leaf, "shape"):
+        return None  # None, as a dataset has it: a `NoneTensorSpec`, or the empty Optional that Keras puts there
     spec = leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
+    shape = spec.shape
+    if shape.rank:
+        rows = None if num_parts is None or shape[0] is None else -(-shape[0] // num_parts)
+        shape = tf.TensorShape([rows, *shape[1:]])
     if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(_any_rows(spec.shape), spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return type(spec)(_any_rows(spec.shape), spec.dtype)
-
-
-def _any_rows(shape: tf.TensorShape) -> tf.TensorShape:
-    return tf.TensorShape([None, *shape[1:]]) if shape.rank else shape
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return type(spec)(shape, spec.dtype)
 
 
 def common_spec(specs: Sequence[Any]) -> Any:
@@ -82,6 +87,27 @@ def rows_from(batch: Any, start: Any, stop: Any) -> Any:
     return tf.nest.map_structure(part, batch)
 
 
+def tensors_of(batch: Any) -> list[Any]:
+    """The tensors of a batch, in their order."""
+    return [leaf for leaf in tf.nest.flatten(batch) if not isinstance(leaf, (type(None), tf.experimental.Optional))]
+
+
+def restored(spec: Any, tensors: Any) -> Any:
+    """The batch with these tensors, and None for each None of its spec."""
+    left = iter(tensors)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), spec)
+
+
+def without_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset of tensors only: a strategy cannot divide None. Inside a step, `unpacked` puts each None back."""
+    spec = spec_of(dataset.element_spec)
+    if None not in tf.nest.flatten(spec):
+        return dataset
+    key = f"{_PREFIX}{spec}"
+    _SPECS[key] = spec
+    return dataset.map(lambda *batch: {key: tuple(tensors_of(batch))})
+
+
 def packed(strategy: tf.distribute.Strategy, parts: Sequence[Any], spec: Any) -> tuple[Any, str]:
     """What a step is given of a batch, of which each replica of this process has one of `parts`."""
     key = f"{_PREFIX}{spec}"
@@ -101,6 +127,9 @@ def is_packed(data: Any) -> bool:
 
 def unpacked(data: Any) -> Any:
     """The rows of one replica, inside a step; what is not packed comes back as it is."""
+    if isinstance(data, dict) and any(str(key).startswith(_PREFIX) for key in data):
+        ((key, tensors),) = data.items()
+        return restored(_SPECS[key], tensors)
     if not is_packed(data):
         return data
     holder, key = data

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_shardopt.fit.overrides import num_rows
-from keras_shardopt.fit.tensorflow.batches import rows_from, spec_of
+from keras_shardopt.fit.tensorflow.batches import restored, rows_from, spec_of, tensors_of
 
 _PREFIX = "keras_shardopt parts: "
 _ALL_ROWS = "keras_shardopt rows"
@@ -63,8 +63,8 @@ def cut_dataset(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, num_
     spec = spec_of(dataset.element_spec)
 
     def rows(batch: Sequence[Any], replica: Any) -> Any:
-        tensors = _tensors_of(batch)
-        return _cut(_restored(spec, tensors), spec, num_parts, num_replicas, tf.cast(replica, tf.int32))
+        tensors = tensors_of(batch)
+        return _cut(restored(spec, tensors), spec, num_parts, num_replicas, tf.cast(replica, tf.int32))
 
     def of_replicas(*batch: Any) -> tf.data.Dataset:
         return tf.data.Dataset.range(num_replicas).map(lambda replica: rows(batch, replica))
@@ -108,7 +108,7 @@ def rows_of(data: Any) -> Rows:
             "which cut each batch into parts. Received: a step that is called by itself. Leave `virtual_replicas` out."
         )
     ((key, tensors),) = [(key, value) for key, value in data.items() if key != _ALL_ROWS]
-    return Rows(_restored(_SPECS[key], tensors), data[_ALL_ROWS])
+    return Rows(restored(_SPECS[key], tensors), data[_ALL_ROWS])
 
 
 def start_of_part(all_rows: tf.Tensor, num_parts: int, part: Any) -> tf.Tensor:
@@ -124,13 +124,4 @@ def _cut(batch: Any, spec: Any, num_parts: int, num_replicas: int, replica: tf.T
     mine = rows_from(batch, tf.where(has_rows, start, 0), tf.where(has_rows, stop, 1))
     key = f"{_PREFIX}{spec}"
     _SPECS[key] = spec
-    return {key: tuple(_tensors_of(mine)), _ALL_ROWS: all_rows}
-
-
-def _tensors_of(batch: Any) -> list[Any]:
-    return [leaf for leaf in tf.nest.flatten(batch) if not isinstance(leaf, (type(None), tf.experimental.Optional))]
-
-
-def _restored(spec: Any, tensors: Any) -> Any:
-    left = iter(tensors)
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), spec)
+    return {key: tuple(tensors_of(mine)), _ALL_ROWS: all_rows}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,16 +22,18 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt.backends.keras_callers import caller_instance
-from keras_shardopt.backends.models import has_built_in_step, optimizers_of, override_method
+from keras_shardopt.backends.models import has_built_in_step, is_prepared, optimizers_of, override_method
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.losses import logged
 from keras_shardopt.backends.tensorflow.placement import check_made_inside, check_mirrored, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
+from keras_shardopt.data.whole_batches import rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import BatchLogs, callbacks_of_call
 from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups, watch_apart
+from keras_shardopt.fit.stateful import batch_sizes, explained, fit_states, rows_of_states, stateful_layers
 from keras_shardopt.fit.tensorflow import workers
-from keras_shardopt.fit.tensorflow.batches import unpacked
+from keras_shardopt.fit.tensorflow.batches import spec_of, unpacked, without_none
 from keras_shardopt.fit.tensorflow.cut_batches import (
     cut_batch,
     cut_dataset,
@@ -135,25 +138,35 @@ class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
         return workers.WorkersIterator(*args, **kwargs) if workers.is_running() else super().__new__(cls)
 
     def __init__(self, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-        num_parts = num_parts_of_call(caller_instance())  # Keras does not say for which model this is
-        super().__init__(_Dividing(self, distribute_strategy, num_parts), *args, **kwargs)
+        self._model = caller_instance()  # Keras does not say for which model this is
+        super().__init__(_Dividing(self, distribute_strategy), *args, **kwargs)
         self._distribute_strategy = distribute_strategy
 
 
 class _Dividing:
     """What Keras needs of a strategy to divide a dataset."""
 
-    def __init__(self, iterator: _EpochIterator, strategy: tf.distribute.Strategy, num_parts: int | None) -> None:
-        self._iterator, self._strategy, self._num_parts = iterator, strategy, num_parts
+    def __init__(self, iterator: _EpochIterator, strategy: tf.distribute.Strategy) -> None:
+        self._iterator, self._strategy = iterator, strategy
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
-        num_parts = self._num_parts
+        num_parts = num_parts_of_call(self._iterator._model)
         divides = num_parts is not None or self._strategy.num_replicas_in_sync > 1
         if divides and not isinstance(self._iterator.data_adapter, ArrayDataAdapter):
             dataset = dataset.map(lambda *batch: tf.nest.map_structure(_copied, batch))
         if num_parts is not None:
             return cut_dataset(self._strategy, dataset, num_parts)
+        if divides and is_prepared(self._iterator._model):
+            self._fit_states()
+            dataset = without_none(dataset)
         return self._strategy.experimental_distribute_dataset(dataset)
+
+    def _fit_states(self) -> None:
+        layers, iterator = stateful_layers(self._iterator._model), self._iterator
+        num_replicas = self._strategy.num_replicas_in_sync
+        with self._strategy.scope():
+            for size in batch_sizes(iterator) if layers else ():
+                fit_states(layers, rows_of_parts(size, num_replicas), range(num_replicas))
 
 
 def _copied(value: Any) -> Any:
@@ -188,6 +201,7 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = Fals
         _log_whole_losses(model)
     replicas = ReplicaContext(strategy, tf.distribute.get_replica_context())
     mine = tf.convert_to_tensor(num_rows(data))
+    data = _with_checked_states(model, data, mine)
     (all_rows,) = replicas.all_reduce([mine], "sum")
     # A layer that looks at its batch (BatchNormalization) keeps a NaN from a part without rows.
     shared = synchronized_statistics(model)
@@ -205,6 +219,22 @@ def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = Fals
     for variable, value in zip(own, after):
         variable.assign(value)
     return workers.logs_of_all(model, logs, replicas) if replicas.is_multi_process else logs
+
+
+def _with_checked_states(model: Any, data: Any, num_rows: Any) -> Any:
+    """The rows of a replica, if states have as many. TensorFlow may not know their number before the step runs."""
+    checks = [
+        tf.debugging.assert_equal(num_rows, rows_of_states(layer), explained(layer, _OTHER_ROWS, "of one replica"))
+        for layer in stateful_layers(model)
+        if layer.states is not None
+    ]
+    if not checks:
+        return data
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
+
+
+_OTHER_ROWS = "another number of rows on a replica"
 
 
 def _log_whole_losses(model: Any) -> None:
@@ -242,9 +272,8 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
             local = strategy.experimental_local_results
             data_batch = keras.tree.map_structure(lambda value: local(value)[0], next(iter(dataset)))
         else:
-            data_batch = tf.nest.map_structure(
-                lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, dataset.element_spec
-            )
+            # From the rows of one replica: a layer may be made for so many.
+            data_batch = spec_of(dataset.element_spec, num_parts or strategy.num_replicas_in_sync)
         iterator = None
     real(iterator=iterator, data_batch=data_batch)
     if num_parts_on(model) is not None and data_batch is not None:
@@ -292,6 +321,9 @@ def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, i
     try:
         return function(iterator)
     except tf.errors.InvalidArgumentError as error:
+        other_rows = re.search(rf"A stateful layer .*{_OTHER_ROWS}.* last batch\.", str(error))
+        if other_rows:
+            raise ValueError(other_rows[0]) from error
         # Shapes, and not the interval of an index that is out of range.
         if "[0," not in str(error) or "is not in [0," in str(error):
             raise

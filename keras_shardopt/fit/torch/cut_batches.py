@@ -6,9 +6,10 @@ To go through all layers of a model takes as long as a small layer, so it is don
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras_shardopt.fit.stateful import fit_states, stateful_layers
 from keras_shardopt.fit.virtual_replicas import num_parts_of
 from keras_shardopt.numerics import Variable
 from keras_shardopt.wrapping.rollback import changed_by_forward_passes
@@ -36,10 +37,11 @@ class CutBatches:
         self._optimizer: Any = None
         self._state: list[Variable] = []
         self._num_trained = 0
+        self._stateful: list[Any] | None = None
 
     def begin_call(self) -> None:
         """Lets go of what may be other in another call."""
-        self._optimizer, self._num_trained = None, 0
+        self._optimizer, self._num_trained, self._stateful = None, 0, None
 
     def num_parts(self, is_in_call: bool) -> int | None:
         """Into how many parts the optimizer cuts each batch; None where each rank has one.
@@ -53,6 +55,12 @@ class CutBatches:
             self._num_parts = num_parts_of(self._model, self._reducers_of)
             self._optimizer = self._model.optimizer
         return self._num_parts
+
+    def fit_states(self, rows: Sequence[int], rank: int) -> None:
+        """Gives a rank the states of its rows of a batch, of which each rank has so many."""
+        if self._stateful is None:
+            self._stateful = stateful_layers(self._model)
+        fit_states(self._stateful, rows, [rank])
 
     def state(self, is_in_call: bool) -> list[Variable]:
         """What layers change besides weights. It is asked before each training step."""

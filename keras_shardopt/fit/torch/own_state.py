@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_shardopt.backends.models import buffers_of
+from keras_shardopt.backends.models import buffers_of, ids_of_states
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import gather_objects
 
@@ -34,7 +34,8 @@ def stopped_alike(reducers: Sequence[Any], has_own_statistics: bool) -> bool:
 
 def statistics_of(model: Any, apart_from: Collection[int] = ()) -> list[Any]:
     """Moving statistics, frozen weights and buffers of modules, without variables of some `id`."""
-    variables = [v for v in model.non_trainable_variables if id(v) not in apart_from]
+    others = {*apart_from, *ids_of_states(model)}
+    variables = [v for v in model.non_trainable_variables if id(v) not in others]
     return [v for v in variables if keras.backend.is_float_dtype(v.dtype)] + buffers_of(model)
 
 

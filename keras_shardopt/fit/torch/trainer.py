@@ -179,7 +179,8 @@ def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None,
         real(iterator=_Asked())
     except _Unbuilt:
         batch = iterator.first_batch()
-        real(data_batch=session.any_batch(batch))
+        batch = session.any_batch(batch)
+        real(data_batch=session.first_part(batch) if iterator._is_whole else batch)
 
 
 # Its name is another one from 3.16 on.

@@ -1,0 +1,132 @@
+"""Stateful RNNs on several replicas: each replica carries the states of its own rows from batch to batch.
+
+Keras makes states for the rows that `batch_shape` names, and keeps them in the layer alone: `model.variables` and files
+do not hold them. On all backends `batch_shape` may name the rows of a whole batch, which replicas divide. Where each
+replica has variables, or copies of them, it may also name the rows of one replica, as under a `MirroredStrategy`.
+
+Private names of Keras touched here (a test holds each of them):
+    `RNN._create_state_variables`, `_expected_batch_size` - makes the states; how many rows a call must have.
+    `EpochIterator.data_adapter`, `steps_per_epoch`, and `has_partial_batch`, `partial_batch_size`, `batch_size` and
+        `num_batches` of `keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter` - sizes of its batches.
+    `Variable._value`, `_shape` - what reading a variable finds, outside of a stateless scope or without a value in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.models import ids_of_states, layers_of, states_of
+from keras_shardopt.data.whole_batches import rows_of_parts
+from keras_shardopt.numerics import Tensor
+
+
+def stateful_layers(model: Any) -> list[Any]:
+    """The RNNs of a model that carry states from batch to batch."""
+    return [layer for layer in layers_of(model) if isinstance(layer, keras.layers.RNN) and layer.stateful]
+
+
+def fit_states(layers: Sequence[Any], rows: Sequence[int], here: Sequence[int] = ()) -> None:
+    """Checks that states have the rows of a batch. States with the rows of all replicas are divided.
+
+    Args:
+        layers: stateful layers. Those that are not built get the right states later.
+        rows: how many rows of the batch each replica has.
+        here: the replicas of which this process holds states, if it can divide them.
+
+    Raises:
+        ValueError: if replicas have different numbers of rows, or others than the states.
+    """
+    for layer in layers:
+        if layer.states is None:
+            continue
+        num_states = rows_of_states(layer)
+        if all(num == num_states for num in rows):
+            continue
+        if len(set(rows)) > 1 or num_states != sum(rows) or not here:
+            by_replica = f", by replica {list(rows)}" if len(rows) > 1 else ""
+            raise ValueError(explained(layer, f"a batch of {sum(rows)} rows{by_replica}"))
+        before = [placement.replica_values(state) for state in keras.tree.flatten(layer.states)]
+        layer._create_state_variables(rows[0])
+        layer._expected_batch_size = rows[0]
+        for state, copies in zip(keras.tree.flatten(layer.states), before):
+            parts = [copy[i * rows[0] : (i + 1) * rows[0]] for i, copy in zip(here, copies)]
+            placement.assign_replica_values(state, parts)
+
+
+def rows_of_states(layer: Any) -> int:
+    """How many rows the states of a stateful layer have, which is built."""
+    found: int = keras.tree.flatten(layer.states)[0].shape[0]
+    return found
+
+
+def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
+    """An error about rows that are not those of the states of a layer.
+
+    Args:
+        layer: the stateful layer.
+        received: the rows.
+        rows: which ones `batch_shape` must name.
+    """
+    return (
+        "A stateful layer has one state for each row of a batch, so all batches must have equally many rows, and all "
+        f"replicas equally many of them. Received: {received}, with {rows_of_states(layer)} states in layer "
+        f"{layer.name!r}. Give `keras.Input(batch_shape=...)` the rows {rows}, use a `batch_size` that divides by the "
+        "number of replicas, and leave out the rows of a smaller last batch."
+    )
+
+
+def batch_sizes(iterator: Any) -> list[int]:
+    """How many rows batches have, as far as that is known before an epoch: full ones, and a smaller last one."""
+    adapter = iterator.data_adapter
+    if not isinstance(adapter, ArrayDataAdapter):  # others may leave out the last rows
+        return [] if adapter.batch_size is None else [adapter.batch_size]
+    sizes = [adapter.batch_size] if adapter.num_batches > adapter.has_partial_batch else []
+    if adapter.has_partial_batch and not iterator.steps_per_epoch:
+        sizes.append(adapter.partial_batch_size)
+    return sizes
+
+
+@contextlib.contextmanager
+def states_of_replica(model: Any, index: Tensor, num_replicas: int, all_rows: int) -> Iterator[None]:
+    """Within it stateful layers have the states of one replica's rows, in a step that is traced for all replicas.
+
+    Args:
+        model: the model, whose states have all rows of a batch.
+        index: which replica it is.
+        num_replicas: how many there are.
+        all_rows: how many rows the batch has.
+
+    Raises:
+        ValueError: if states have other rows, or replicas different numbers of rows.
+    """
+    layers = [layer for layer in stateful_layers(model) if layer.states is not None]
+    others = ids_of_states(model) - {id(state) for layer in layers for state in states_of(layer)}
+    if others:
+        names = [layer.name for layer in layers_of(model) if any(id(state) in others for state in states_of(layer))]
+        raise ValueError(
+            "Where the optimizer needs each replica's gradients, JAX can divide the states of Keras' RNNs only. "
+            f"Received: `states` in layer {', '.join(map(repr, names))}. Leave out `replica_clipnorm`, "
+            "`replica_transform`, `sync_every` and `gradient_accumulation_steps`."
+        )
+    fit_states(layers, [all_rows] if all_rows % num_replicas == 0 else rows_of_parts(all_rows, num_replicas))
+    rows = all_rows // num_replicas
+    states = keras.tree.flatten([layer.states for layer in layers])
+    before = [(state, state._value, state._shape) for state in states]
+    try:
+        for state, value, shape in before:
+            state._shape = (rows, *shape[1:])
+            state._value = keras.ops.slice(value, (index * rows, *[0] * (len(shape) - 1)), state._shape)
+        for layer in layers:
+            layer._expected_batch_size = rows
+        yield
+    finally:
+        for state, value, shape in before:
+            state._value, state._shape = value, shape
+        for layer in layers:
+            layer._expected_batch_size = all_rows
