@@ -271,13 +271,6 @@ class Session:
         self.mine = self._rows[self.ranks.replica_id]
         return part_of_batch(data, self._rows, self.ranks.replica_id)
 
-    def first_part(self, data: Any) -> Any:
-        """The first part of a batch `data` that all ranks have, to build the model from."""
-        assert self.ranks is not None
-        num = int(num_rows(data))
-        self.cut.fit_states(self._rows_of_ranks(num, self.ranks), self.ranks.replica_id)
-        return part_of_batch(data, rows_of_parts(num, self.num_parts or self.ranks.num_replicas), 0)
-
     def _rows_of_ranks(self, num: int, ranks: TorchProcessGroup) -> list[int]:
         """How many rows of a batch each rank has."""
         num_parts = self.num_parts

@@ -32,6 +32,7 @@ from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import buffers_of, note_own_statistics, override_method
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.data.shared_draws import note_end_of_call
+from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import callbacks_of_call
 from keras_shardopt.fit.overrides import (
@@ -180,7 +181,15 @@ def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None,
     except _Unbuilt:
         batch = iterator.first_batch()
         batch = session.any_batch(batch)
-        real(data_batch=session.first_part(batch) if iterator._is_whole else batch)
+        real(data_batch=_first_part(session, batch) if iterator._is_whole else batch)
+
+
+def _first_part(session: Session, data: Any) -> Any:
+    """The first part of a batch that all ranks have: a layer may be made for so many rows."""
+    ranks, num = session.ranks, int(num_rows(data))
+    assert ranks is not None
+    session.cut.fit_states(rows_of_parts(num, ranks.num_replicas), ranks.replica_id)
+    return part_of_batch(data, rows_of_parts(num, session.num_parts or ranks.num_replicas), 0)
 
 
 # Its name is another one from 3.16 on.
