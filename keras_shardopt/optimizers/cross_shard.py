@@ -13,6 +13,7 @@ from keras_shardopt.numerics import Gradients, Tensor, Variable
 from keras_shardopt.optimizers.communication import ReportsCommunication
 from keras_shardopt.optimizers.made import note_made
 from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
+from keras_shardopt.optimizers.one_replica import UnchangedAlone
 from keras_shardopt.optimizers.two_phases import TwoPhases
 from keras_shardopt.sharding.separability import check_can_shard
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
-class CrossShard(TwoPhases, ReportsNonFinite, ReportsCommunication, ShardedState, HasOptions):
+class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunication, ShardedState, HasOptions):
     r"""Averages gradients over all replicas once, so that the inner optimizer sees those of the whole batch.
 
     With $N$ replicas and $g_r$ the gradient of replica $r$'s mean loss, the inner optimizer gets
@@ -239,7 +240,8 @@ class CrossShard(TwoPhases, ReportsNonFinite, ReportsCommunication, ShardedState
     @runtime.no_autograph
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `keras.optimizers.Optimizer.scale_loss`."""
-        self._computed = False
+        if self._computed:
+            self._computed = False
         loss = super().scale_loss(loss)
         self.pipeline.reducer.watch(loss, row_share())
         return loss

@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.numerics import Variable
+from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.wrapping.chain import Wrapping, children
@@ -37,17 +37,26 @@ class FusedUpdate(Stage):
         """Finds the optimizers with an update rule, once."""
         # A kernel rounds the last elements of an array otherwise, and with slices those are others.
         varies = self._optimizer.virtual_replicas is not None and self._optimizer.shard_state
-        self._innermost = list(_leaves(self._optimizer, varies))
+        self._innermost = [
+            (leaf, exactly)
+            for leaf, exactly in _leaves(self._optimizer, varies)
+            # One inside another wrapper also multiplies gradients for that one.
+            if leaf is not self._optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
+        ]
 
     def commit(self, step: Step, proceed: Proceed) -> None:
         """The update, in one pass."""
+        self.run(step.grads, proceed, step)
+
+    def run(self, grads: Gradients, update: Callable[..., None], *args: Any) -> None:
+        """Calls `update(*args)`, which updates with these gradients, in one pass."""
         # Where steps are traced, those that keep Keras' arithmetic have a way of their own.
-        is_concrete = runtime.is_concrete(step.grads)
+        is_concrete = not self._innermost or runtime.is_concrete(grads)
         chosen = [(leaf, exactly) for leaf, exactly in self._innermost if is_concrete or not exactly]
         if _kernels is not None and any(_kernels.is_elementwise(leaf) for leaf, _ in chosen):
-            _kernels.fused(chosen, proceed, step)
+            _kernels.fused(chosen, update, *args)
         else:
-            proceed(step)
+            update(*args)
 
 
 def _leaves(optimizer: Any, exactly: bool) -> Iterator[tuple[Any, bool]]:

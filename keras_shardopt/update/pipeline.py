@@ -14,8 +14,9 @@ from keras import ops
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import Collective, recording
-from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.numerics import Gradients, Tensor, Variable
 from keras_shardopt.update.coding import Coding
+from keras_shardopt.update.fused import FusedUpdate
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 _NOTHING_KNOWN = Step((), ())
@@ -69,14 +70,12 @@ class Pipeline:
         axis_name: str,
         classify: Callable[[Step, Communicator], Step],
     ) -> None:
-        self.stages = list(stages)
-        self.reducer = reducer
+        self.change(stages, reducer)
         self.end_watch: Callable[[], None] | None = None
         """Ends what `watch_noise` has begun."""
         self._update = update
         self._axis_name = axis_name
         self._classify = classify
-        self._collect: Proceed | None = None
         self._commit = update
         self.coding = next((stage for stage in self.stages if isinstance(stage, Coding)), None)
         """What keeps what replicas have not sent, where gradients are coded."""
@@ -91,7 +90,11 @@ class Pipeline:
 
     def change(self, stages: Sequence[Stage], reducer: Reducer) -> None:
         """Goes on with other stages, between two steps. A compiled step must be compiled anew."""
-        self.stages, self.reducer, self._collect = list(stages), reducer, None
+        self.stages, self.reducer = list(stages), reducer
+        self._collect: Proceed | None = None
+        self._fused = next((stage for stage in stages if isinstance(stage, FusedUpdate)), None)
+        self.is_idle = all(stage is self._fused for stage in stages)
+        """Whether no stage looks at the gradients, nor changes them."""
 
     def micro_batch(self, step: Step, starts: Any) -> None:
         """Shows the gradients of a micro-batch to the stages that look at them."""
@@ -110,6 +113,13 @@ class Pipeline:
             self._collect = self._through("collect", self._reduce_and_commit)
             self._commit = self._through("commit", self._update)
         self._collect(step)
+
+    def run_idle(self, update: Callable[..., None], grads: Gradients, variables: Sequence[Variable]) -> None:
+        """The same by `update(grads, variables)`, where the pipeline `is_idle` and there is nothing to reduce."""
+        if self._fused is None:
+            update(grads, variables)
+        else:
+            self._fused.run(grads, update, grads, variables)
 
     def reduce(self, step: Step) -> Step:
         """What happens up to the update, on one replica; perhaps inside a `shard_map`."""

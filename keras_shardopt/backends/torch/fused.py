@@ -41,6 +41,7 @@ from keras_shardopt.backends.torch.pieces import (
     Factors,
     columns_of,
     is_elementwise,
+    pieces_are_faster,
     slot_names,
     step_of,
     update_in_pieces,
@@ -73,6 +74,11 @@ def fused(optimizers: Sequence[tuple[Any, bool]], function: Callable[..., None],
         for optimizer in replaced:
             for name in (step_of(type(optimizer)), _DECAY):
                 optimizer.__dict__.pop(name, None)
+
+
+def is_faster(optimizer: Any, exactly: bool, variables: Sequence[Variable]) -> bool:
+    """Whether `fused` makes updates of all these variables faster."""
+    return is_elementwise(optimizer) and (not exactly or pieces_are_faster(variables))
 
 
 class _StandIn:

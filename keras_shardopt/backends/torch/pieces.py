@@ -44,6 +44,9 @@ from keras_shardopt.numerics import Tensor, Variable
 PIECE = 2**18
 """How many elements of each array are worked on at a time, on a CPU."""
 
+_FEWEST = 4
+"""In how many pieces all arrays together must be for that to gain anything: each costs calls."""
+
 _SLOTS: dict[type, tuple[str, ...]] = {
     torch_adadelta.Adadelta: ("_accumulated_grads", "_accumulated_delta_vars"),
     torch_adagrad.Adagrad: ("_accumulators",),
@@ -93,7 +96,7 @@ def update_in_pieces(
     step = getattr(kind, step_of(kind))
     columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
     # Elsewhere than on a CPU pieces gain nothing, and Keras' own pass over all variables makes the fewest calls.
-    is_whole = columns.like.device.type != "cpu" or columns.num_elements <= PIECE
+    is_whole = columns.like.device.type != "cpu" or columns.num_elements < _FEWEST * PIECE
     if is_whole or not columns.are_alike or not _is_exact(kind):
         if factors:
             grads = [_scaled(grad, factors.get(id(variable)), divides) for grad, variable in zip(grads, variables)]
@@ -106,6 +109,12 @@ def update_in_pieces(
         if before is not None:
             product.value.copy_(before)
         _update_piece(optimizer, step, learning_rate, *map(list, zip(*group)))
+
+
+def pieces_are_faster(variables: Sequence[Variable]) -> bool:
+    """Whether a step on all of these takes less time in pieces than as a whole."""
+    values = values_of(variables)
+    return values[0].device.type == "cpu" and sum(value.numel() for value in values) >= _FEWEST * PIECE
 
 
 def _is_exact(kind: type) -> bool:

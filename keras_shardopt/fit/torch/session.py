@@ -26,7 +26,6 @@ import torch
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.communicator import SingleReplica
 from keras_shardopt.backends.models import has_built_in_step, has_own_statistics, note_own_statistics, optimizers_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes
 from keras_shardopt.backends.torch.placement import fingerprints, joint_fingerprint
@@ -119,7 +118,7 @@ class Session:
     def ranks(self) -> TorchProcessGroup | None:
         """The ranks, if there are several."""
         replicas = runtime.communicator("")
-        return None if isinstance(replicas, SingleReplica) else replicas  # type: ignore[return-value]
+        return None if replicas.num_replicas == 1 else replicas  # type: ignore[return-value]
 
     def check_reduces(self) -> None:
         """Refuses an optimizer, perhaps of another `compile`, that would leave each rank with weights of its own."""

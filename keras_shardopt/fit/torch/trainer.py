@@ -228,9 +228,10 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, arguments: dic
 
 def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     session = session_of(model)
-    if session.ranks is not None:
-        session.check_reduces()
-    if session.ranks is not None and session.mine is not None and not session.has_started:
+    if session.ranks is None:
+        return _step(model, real, data, trains=True) if session.num_parts is not None else real(data)
+    session.check_reduces()
+    if session.mine is not None and not session.has_started:
         session.confirm()
         session.start_equal()
     session.resume_apart()

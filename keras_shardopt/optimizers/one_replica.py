@@ -1,0 +1,41 @@
+"""A `CrossShard` of one replica, that was asked for nothing else, costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.numerics import Gradients, Variable
+from keras_shardopt.wrapping.chain import Wrapping
+
+
+class UnchangedAlone:
+    """For a `CrossShard`: with one replica and nothing to do, an update is a call of the inner optimizer."""
+
+    _is_idle = False
+    """Whether a single replica has nothing to do before the inner optimizer; False until it is built."""
+
+    def build(self: Any, variables: Sequence[Variable]) -> None:
+        """See `OptimizerWrapper.build`."""
+        super().build(variables)  # type: ignore[misc]
+        self._is_idle = _has_nothing_to_do(self)
+
+    @runtime.no_autograph
+    def apply(self: Any, grads: Gradients, trainable_variables: Sequence[Variable] | None = None) -> None:
+        """See `OptimizerWrapper.apply`."""
+        variables = trainable_variables
+        if self._is_idle and self.pipeline.is_idle and self._observer is None and isinstance(variables, list):
+            is_single = runtime.communicator(self.axis_name).num_replicas == 1
+            if is_single and len(grads) == len(variables) and not self._computed:
+                self.pipeline.run_idle(self.inner.apply, grads, variables)
+                return
+        super().apply(grads, variables)  # type: ignore[misc]
+
+
+def _has_nothing_to_do(optimizer: Any) -> bool:
+    # Elsewhere Python goes through a step once, and what it checks there is more than what it saves.
+    runs_each_step = all(runtime.version(variable) is not None for variable in optimizer._trainable_variables[:1])
+    asks = (optimizer._options.codec, optimizer.group_assignment, optimizer._shards, optimizer._rollback)
+    is_around_plain = not any(isinstance(part, Wrapping) for part in optimizer._inside)
+    return runs_each_step and is_around_plain and all(each is None for each in asks)
