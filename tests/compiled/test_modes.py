@@ -94,25 +94,22 @@ def test_one_more_all_reduce_is_found(monkeypatch):
 
 
 def test_a_lost_donation_is_found(monkeypatch):
-    from keras.src.backend.jax import trainer
+    from keras_shardopt.fit.jax import trainer
+    from keras_shardopt.fit.jax.jitted import making_steps
 
-    real = trainer.jit
-    monkeypatch.setattr(trainer, "jit", lambda function, donate_argnums, **options: real(function, **options))
+    def keeping(model):
+        return making_steps(lambda jit: lambda function, donate_argnums, **options: jit(function, **options))
+
+    monkeypatch.setattr(trainer, "_options_of_compiler", keeping)
     made = compiled_with_a_fault("plain", "tpu:v5e:2x4")
     with pytest.raises(AssertionError, match="not donated"):
         check("plain", "tpu:v5e:2x4", made)
 
 
-def test_an_upcast_before_sending_is_found(monkeypatch):
-    from keras_shardopt.backends.jax.communicator import MappedAxis
+def test_gradients_sent_in_float32_are_found(monkeypatch):
+    from keras_shardopt.backends.compression import Compressed
 
-    real = MappedAxis.all_reduce
-
-    def widened(self, tensors, op):
-        wide = real(self, [keras.ops.cast(tensor, "float32") for tensor in tensors], op)
-        return [keras.ops.cast(sent, tensor.dtype) for sent, tensor in zip(wide, tensors)]
-
-    monkeypatch.setattr(MappedAxis, "all_reduce", widened)
+    monkeypatch.setattr(Compressed, "all_reduce", lambda self, tensors, op: self._replicas.all_reduce(tensors, op))
     made = compiled_with_a_fault("bfloat16", "tpu:v5e:2x4")
     with pytest.raises(AssertionError, match="all-reduce"):
         check("bfloat16", "tpu:v5e:2x4", made)
