@@ -266,8 +266,9 @@ class LossScaling(ScaledUpdate):
     needs no `auto_scale_loss=False`. bfloat16 needs no loss scale: its range is that of float32.
 
     `loss_scale` and `skipped_steps` of the outermost wrapper are the scalars of now, for callbacks to read:
-    `float(model.optimizer.loss_scale)`. In files the state of the inner optimizer is stored as without the wrapper,
-    and the scale next to it: `LossScaling(Adam())` reads a file of `Adam()` and keeps its scale, and vice versa.
+    `float(keras.ops.convert_to_numpy(model.optimizer.loss_scale))`. In files the state of the inner optimizer is stored
+    as without the wrapper, and the scale next to it: `LossScaling(Adam())` reads a file of `Adam()` and keeps its
+    scale, and vice versa.
 
     Args:
         inner_optimizer: a `keras.optimizers.Optimizer`, or the name or config of one.
@@ -290,8 +291,9 @@ class LossScaling(ScaledUpdate):
         >>> optimizer.apply([keras.ops.convert_to_tensor([8.0, float("inf")])])
         >>> [float(w) for w in keras.ops.convert_to_numpy(weight)]
         [0.0, 1.0]
-        >>> float(optimizer.loss_scale), int(optimizer.skipped_steps), int(optimizer.iterations)
-        (4.0, 1, 1)
+        >>> counters = [optimizer.loss_scale, optimizer.skipped_steps, optimizer.iterations]
+        >>> [float(keras.ops.convert_to_numpy(counter)) for counter in counters]
+        [4.0, 1.0, 1.0]
 
     References:
         The argument `loss_scaling` of OpenSeq2Seq's `optimize_loss`, which checked gradients after clipping, where

@@ -171,8 +171,8 @@ class Tower(OptimizerWrapper):
         ...     optimizer.apply([keras.ops.sum(batch)], [weight])
         >>> in_towers = ks.replicate(step, num_towers=2, loss_reduction="sum")
         >>> in_towers(keras.ops.convert_to_tensor([1.0, 2.0]))
-        >>> float(keras.ops.convert_to_numpy(weight)), int(optimizer.iterations)
-        (7.0, 1)
+        >>> [float(keras.ops.convert_to_numpy(v)) for v in (weight, optimizer.iterations)]
+        [7.0, 1.0]
 
     References:
         `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1. There a loop of numbers of calls that did not match was
@@ -315,7 +315,7 @@ def replicate(
         >>> model.compile(ks.Tower(keras.optimizers.SGD(0.1)), loss="mse")
         >>> model.train_step = ks.replicate(model.train_step, num_towers=4)
         >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
-        >>> int(model.optimizer.iterations)
+        >>> int(keras.ops.convert_to_numpy(model.optimizer.iterations))
         1
 
     References:

@@ -99,8 +99,7 @@ class TwoPhases:
             >>> import keras, keras_shardopt as ks
             >>> weight = keras.Variable(3.0)
             >>> optimizer = ks.CrossShard(keras.optimizers.SGD(0.5))
-            >>> int(optimizer.minimize(lambda: keras.ops.square(weight), [weight]))
-            1
+            >>> iterations = optimizer.minimize(lambda: keras.ops.square(weight), [weight])
             >>> float(keras.ops.convert_to_numpy(weight))
             0.0
         """

@@ -105,6 +105,23 @@ def test_marks_are_known(tmp_path):
 
 
 @pytest.mark.neutral
+def test_no_example_converts_a_variable_of_replicas_with_int_or_float():
+    """On TensorFlow the copies of several replicas cannot be converted by `int(...)`, but by `convert_to_numpy`."""
+    idiom = re.compile(
+        r"\b(?:int|float)\((?:\w+\.)*\w*optimizer\.(?:iterations|skipped_steps|loss_scale|learning_rate)\)"
+    )
+    assert idiom.search("int(model.optimizer.iterations)")
+    package = (pages.ROOT / "keras_shardopt").rglob("*.py")
+    found = {
+        path: path.read_text(encoding="utf-8") for path in (*pages.PAGES, *(pages.ROOT / "examples").rglob("*.py"))
+    }
+    # In the package itself only what is shown to users: examples, and code in backquotes.
+    found |= {path: "\n".join(re.findall(r">>> .*|`[^`]+`", path.read_text(encoding="utf-8"))) for path in package}
+    wrong = {str(path): idiom.findall(text) for path, text in found.items() if idiom.search(text)}
+    assert not wrong
+
+
+@pytest.mark.neutral
 def test_every_public_name_is_on_one_api_page():
     listed = re.findall(r"^::: keras_shardopt\.(\S+)$", API, re.MULTILINE)
     public = {name for name in ks.__all__ if name not in ("callbacks", "schedules")}
