@@ -73,6 +73,12 @@ def models_with(variables: Sequence[Variable]) -> list[Any]:
     return sorted(models, key=lambda model: -len(model.variables))
 
 
+def model_compiled_with(optimizer: Any) -> Any:
+    """The living model that is compiled with this very optimizer; None where there is none, or several are."""
+    found = [model for model in living_models if getattr(model, "optimizer", None) is optimizer]
+    return found[0] if len(found) == 1 else None
+
+
 def layers_of(model: Any) -> list[Any]:
     """The model itself and every layer inside it, at any depth."""
     flatten = getattr(model, "_flatten_layers", None)

@@ -213,11 +213,12 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         apart = {id(v) for v in self._replica_state}
         return [v for v in self._variables if id(v) not in apart]
 
-    def load_own_variables(self, store: Any) -> None:
-        """See `OptimizerWrapper.load_own_variables`. A window of micro-batches starts anew."""
-        super().load_own_variables(store)
-        if self.built:
-            self.pipeline.reset()
+    def _on_file(self, loads: bool) -> None:
+        super()._on_file(loads)
+        if loads and self.built:
+            self.pipeline.reset()  # and so a window of micro-batches
+        elif self.local_updates is not None:
+            self.local_updates.show()
 
     # -- updating ------------------------------------------------------------------------------------------------
 

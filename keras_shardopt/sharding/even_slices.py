@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
+from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overwrites_variable
@@ -26,6 +27,9 @@ from keras_shardopt.sharding.separability import (
 )
 from keras_shardopt.sharding.shards import Shards, flattened
 from keras_shardopt.wrapping.slots import named_like
+
+# Where the copies of a variable can be slices of one whole.
+_copies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
 
 
 class PaddedShards(Shards):
@@ -85,6 +89,9 @@ class PaddedShards(Shards):
                 placement.assign_replica_values(master, self._rows(i, placement.replica_values(self.variables[i])[0]))
             if self._starts_with_weights:
                 self._start()
+        for variable in filter(self.is_divided, optimizer.inner.variables):
+            if _copies is not None:
+                _copies.store_whole(variable, self.stored_shape(variable))
 
     def _start(self) -> None:
         """Gives each replica the state that belongs to its own slices, before the first update."""

@@ -16,7 +16,13 @@ from keras_shardopt.sharding.padded_layout import PaddedLayout, needs_padding
 from keras_shardopt.sharding.report import MemoryReport, laid_out_report
 from keras_shardopt.sharding.slices import BARRIER_SECONDS, FlatShards
 from keras_shardopt.wrapping.chain import descendants, innermost
-from keras_shardopt.wrapping.stored_state import DividedState, assign_all, named_store, stored_value
+from keras_shardopt.wrapping.stored_state import (
+    DividedState,
+    assign_all,
+    build_for_its_model,
+    named_store,
+    stored_value,
+)
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 _SAVE_TOGETHER = (
@@ -178,6 +184,22 @@ class ShardedState(OptimizerWrapper):
         store = named_store(self, store)
         for i, variable in enumerate(self._inner_state):
             store[str(i)] = stored_value(self, variable)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        # A SavedModel holds variables as they are, and so only one replica's part.
+        is_divided = self._shards is not None and save_type != "checkpoint"
+        return {} if is_divided else super()._trackable_children(save_type, **kwargs)
+
+    def _on_file(self, loads: bool) -> None:
+        super()._on_file(loads)
+        if loads and self.shard_state and not self.built:
+            build_for_its_model(self)
+            if not self.built and len(placement.replica_values(self.iterations)) > 1:
+                raise ValueError(
+                    "With `shard_state=True` the optimizer must be built before a checkpoint is restored, as it takes "
+                    f"parts of what is stored. Received: {self!r}, not built. Compile the model with it first, or call "
+                    "`optimizer.build(model.trainable_variables)`."
+                )
 
     @property
     def _divided_state(self) -> DividedState | None:

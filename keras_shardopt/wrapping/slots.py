@@ -7,6 +7,8 @@ Private names of Keras touched here (test_private_names.py holds them):
     `Optimizer.add_variable_from_reference` - names a slot of a variable by its path, an underscore and a suffix.
     `keras.src.backend.common.global_state` - holds "name_scope_stack", of which variable paths are made.
     `keras.src.utils.naming.to_snake_case` - makes the name of a layer of its class; Keras then adds a number.
+And of TensorFlow (tests/unit/wrapping/test_tensorflow_checkpoint.py holds it):
+    `checkpoint.util.serialize_slot_variables` - looks for `get_slot_names` in the `dir` of an object.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ import keras
 from keras.src.backend.common import global_state
 from keras.src.utils.naming import to_snake_case
 
+from keras_shardopt.backends.keras_callers import is_running
 from keras_shardopt.numerics import Variable
+
+_STORES_SLOTS = ("serialize_slot_variables", "tensorflow.python.checkpoint.util")
 
 
 class SlotAccess:
@@ -28,6 +33,11 @@ class SlotAccess:
 
     name: str
     _var_key: Any
+
+    def __dir__(self) -> list[str]:
+        # TensorFlow's checkpoints would store the slots of what has this method a second time, and refuse to.
+        hidden = {"get_slot_names"} if is_running(*_STORES_SLOTS) else set()
+        return [name for name in super().__dir__() if name not in hidden]
 
     def _optimizers_with_slots(self) -> Sequence[Any]:
         """The optimizers whose state this is: a wrapper has that of others."""

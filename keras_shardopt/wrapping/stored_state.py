@@ -11,6 +11,7 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +22,8 @@ from keras.src.saving.keras_saveable import KerasSaveable
 
 from keras_shardopt.arguments import listed
 from keras_shardopt.backends import for_backend
-from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.backends.models import has_built_in_step, model_compiled_with
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Variable
 from keras_shardopt.wrapping.chain import kind_of
@@ -58,6 +60,7 @@ def load(optimizer: Any, store: Any) -> None:
         fresh = len(arrays) == len(state) and not np.any(arrays.get("0", 0))
         if not fresh:
             optimizer._loaded = arrays
+            build_for_its_model(optimizer, arrays.notes)
             return
     elif len(state) > 2 and _was_never_built(store):
         return  # `load_model` has built this one, and made it with the same rate
@@ -68,11 +71,29 @@ def load(optimizer: Any, store: Any) -> None:
 
 def load_what_came_before(optimizer: Any) -> None:
     """Assigns what was loaded before the optimizer was built."""
-    for arrays, target in ((optimizer._loaded, optimizer), (optimizer._loaded_own, optimizer._saved_apart)):
+    came = ((optimizer._loaded, optimizer), (optimizer._loaded_own, optimizer._saved_apart))
+    optimizer._loaded = optimizer._loaded_own = None
+    for arrays, target in came:
         if arrays is not None:
             with runtime.init_scope():
                 target.load_own_variables(arrays)
-    optimizer._loaded = optimizer._loaded_own = None
+
+
+def build_for_its_model(optimizer: Any, notes: _Notes | None = None) -> None:
+    """Builds an optimizer for the model that is compiled with it, unless `notes` name other variables or another kind.
+
+    Counters, rates and scales can be read then before training starts. Otherwise training builds it: a layer may yet be
+    frozen, and a `train_step` may update some variables only.
+    """
+    model = model_compiled_with(optimizer)
+    if model is None or not model.built:
+        return
+    variables = model.trainable_variables
+    if notes is not None and not (notes.kind in (None, kind_of(optimizer)) and _may_be_for(notes, model)):
+        return
+    with placement.colocate_with(variables[0]) if variables else contextlib.nullcontext():
+        if variables and not processes.creates_variables_collectively():  # perhaps one process loads for all
+            optimizer.build(variables)
 
 
 def assign_all(optimizer: Any, store: Any, variables: Sequence[Variable]) -> None:
@@ -98,7 +119,9 @@ def named_store(optimizer: Any, store: Any) -> Any:
     """The store, so that it also notes what the arrays are that `optimizer` writes to it."""
     if isinstance(store, _Named):
         return store
-    return _Named(store, _slots_in_state(optimizer), kind_of(optimizer) if optimizer.built else None)
+    if not optimizer.built:
+        return _Named(store, _Notes({}, None, None))
+    return _Named(store, _Notes(_slots_in_state(optimizer), kind_of(optimizer), len(optimizer._trainable_variables)))
 
 
 def _slots_in_state(optimizer: Any) -> dict[str, str]:
@@ -106,12 +129,24 @@ def _slots_in_state(optimizer: Any) -> dict[str, str]:
     if not optimizer.built:
         return {}
     variables = optimizer._trainable_variables
-    # Layer and variable: models of the same layers may have other names.
-    paths = ["/".join(str(getattr(v, "path", v.name)).split("/")[-2:]) for v in variables]
-    path_of = {key: path for v, path in zip(variables, paths) for key in optimizer._slot_keys(v)}
+    path_of = {key: _place(v) for v in variables for key in optimizer._slot_keys(v)}
     names = {id(slot): f"{path_of[key]} {name}" for key, name, slot in optimizer._slots() if key in path_of}
     state = enumerate(optimizer._inner_state)
     return {str(i): names[id(variable)] for i, variable in state if id(variable) in names}
+
+
+def _may_be_for(notes: _Notes, model: Any) -> bool:
+    """Whether a state may be that of an optimizer which updates what is trainable now, all of it."""
+    mine = collections.Counter(without_digits([*{_place(v) for v in model.trainable_variables}]))
+    stored = collections.Counter(without_digits([*{slot.rpartition(" ")[0] for slot in notes.slots.values()}]))
+    if notes.num_variables is not None:  # some of them may have no slots
+        return notes.num_variables == len(model.trainable_variables) and stored <= mine
+    return stored == mine if stored else has_built_in_step(model)
+
+
+def _place(variable: Variable) -> str:
+    """Layer and variable: models of the same layers may have other names."""
+    return "/".join(str(getattr(variable, "path", variable.name)).split("/")[-2:])
 
 
 def _check_fits(optimizer: Any, store: Any, variables: Sequence[Variable]) -> None:
@@ -182,19 +217,23 @@ class _Notes(NamedTuple):
     kind: str | None
     """The class of the innermost optimizer."""
 
+    num_variables: int | None
+    """How many variables it updates; None in files from before this was noted."""
+
 
 class _Named:
     """A store that notes next to arrays what they are, in an HDF5 file, as attributes that others ignore."""
 
-    def __init__(self, store: Any, slots: dict[str, str], kind: str | None) -> None:
+    def __init__(self, store: Any, notes: _Notes) -> None:
         self._store = store
-        self._slots = slots
-        self._kind = kind
+        self._notes = notes
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._store[key] = value
         group = getattr(self._store, "_h5_entry_group", {})
-        notes = {"slot": self._slots.get(key), "optimizer": self._kind if key == "0" else None}
+        notes: dict[str, Any] = {"slot": self._notes.slots.get(key)}
+        if key == "0":
+            notes |= {"optimizer": self._notes.kind, "variables": self._notes.num_variables}
         for name, note in notes.items() if key in group else ():
             if note is not None:
                 with contextlib.suppress(OSError):  # a disk that is full says so again when the file is closed
@@ -216,8 +255,9 @@ def _notes_in(store: Any) -> _Notes:
     group = getattr(store, "_h5_entry_group", {})
     attributes = {key: getattr(group[key], "attrs", {}) for key in list(group)}
     kinds = [str(found["optimizer"]) for found in attributes.values() if "optimizer" in found]
+    counts = [int(found["variables"]) for found in attributes.values() if "variables" in found]
     slots = {key: str(found["slot"]) for key, found in attributes.items() if "slot" in found}
-    return _Notes(slots, kinds[0] if kinds else None)
+    return _Notes(slots, kinds[0] if kinds else None, counts[0] if counts else None)
 
 
 def _comparable_slot(slot: str, comparable: Callable[[Sequence[str]], list[str]]) -> str:
@@ -241,7 +281,7 @@ class WrapperState(KerasSaveable):
     def save_own_variables(self, store: Any) -> None:
         """Writes them."""
         # Not before it is built, as some variables are made only then; until then all have their start values.
-        for i, variable in enumerate(self._variables() if self._optimizer.built else []):
+        for i, variable in enumerate(self.variables if self._optimizer.built else []):
             store[str(i)] = stored_value(self._optimizer, variable)
 
     def load_own_variables(self, store: Any) -> None:
@@ -253,7 +293,9 @@ class WrapperState(KerasSaveable):
         if not optimizer.built:
             optimizer._loaded_own = arrays
             return
-        assign_all(optimizer, arrays, self._variables())
+        assign_all(optimizer, arrays, self.variables)
 
-    def _variables(self) -> list[Variable]:
+    @property
+    def variables(self) -> list[Variable]:
+        """What files have of the wrappers' state, from the inside out."""
         return [v for wrapper in self._optimizer._wrappers for v in wrapper._lasting_state]

@@ -50,6 +50,7 @@ from keras_shardopt.wrapping.stored_state import (
     named_store,
     portable,
 )
+from keras_shardopt.wrapping.trackable import InCheckpoints
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,7 +77,7 @@ def _of_innermost(name: str, default: Any) -> property:
     return property(read, write)
 
 
-class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
+class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Optimizer):
     """Delegates to an inner optimizer, after giving a subclass the chance to change the gradients.
 
     Args:
@@ -100,9 +101,6 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     _scope: GradientScope = OUTSIDE
     """What is known of the gradients that come to it: of the `CrossShard` around it, which sets this."""
-
-    _tracks = False
-    """Whether Keras tracks what is assigned to private attributes: while its own constructor runs."""
 
     @property
     def _saving_needs_all_replicas(self) -> bool:
@@ -128,9 +126,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
 
     def _init_around(self, inner: Any, name: str | None) -> None:
         """The constructor of an optimizer around `inner`, which may be None if `self.inner` is overridden."""
-        self._tracks = True
         super().__init__(learning_rate=0.0, name=name)
-        self._tracks = False
         # The base class's counter and rate would be saved and shown, and never change.
         for variable in list(self._variables):
             self._untrack_variable(variable)
@@ -234,6 +230,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         self._inner_is_built()
         self._rollback = rollback_of(self)
         load_what_came_before(self)
+        self._restore_deferred()
 
     @property
     def inner(self) -> keras.optimizers.Optimizer:
@@ -403,7 +400,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
         return averages
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") and not self._tracks:  # what is state is added as such
+        if name.startswith("_"):  # what is state is added as such
             object.__setattr__(self, name, value)
             return
         # A LossScaleOptimizer assigns this to what it is put around, from its constructor, and `compile` calls that
@@ -459,8 +456,10 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
     def load_own_variables(self, store: Any) -> None:
         """Reads a state that this wrapper, or its plain inner optimizer, has written.
 
-        Before the optimizer is built the arrays are kept, and assigned when it is. Where there are none, as in a file
-        of a model that was not compiled, the optimizer stays as it is, with a warning, as in Keras.
+        An optimizer that is not built yet is built for the model that is compiled with it, so that `iterations` and
+        `learning_rate` can be read at once. Without such a model, with state of other variables, and on several
+        processes of JAX or TensorFlow, the arrays are kept and assigned when training builds it. Where there are none,
+        as in a file of a model that was not compiled, the optimizer stays as it is, with a warning, as in Keras.
 
         Raises:
             ValueError: if the number of the arrays or the shape of one does not fit; or its name, or the class of the
@@ -468,6 +467,8 @@ class OptimizerWrapper(SlotAccess, Wrapping, keras.optimizers.Optimizer):
                 differ. Nothing is assigned then.
         """
         load(self, store)
+        if self.built:
+            self._on_file(loads=True)
 
     @property
     def _divided_state(self) -> DividedState | None:

@@ -142,21 +142,67 @@ def plain_loaded_and_traced():
 
 @two_wrappers
 @pytest.mark.exhaustive("jax", "tensorflow")
-def test_state_loaded_before_building_is_kept_until_then(wrapper):
-    # Not built before, so that TensorFlow builds while it traces the step.
+def test_training_goes_on_from_a_state_loaded_before_building(wrapper):
     fresh = loaded_and_traced(catalogue.make(wrapper, "Adam"), catalogue.wrapped_run(wrapper, "Adam"))
     assert_trained_alike(wrapper, fresh.get_weights(), plain_loaded_and_traced())
     assert int(catalogue.state_of(fresh.optimizer)[0]) == 5
 
 
+@pairs
+def test_state_can_be_read_once_it_is_loaded(wrapper, inner):
+    for run in (catalogue.wrapped_run(wrapper, inner), catalogue.plain_run(inner)):
+        model = problem.model()
+        model.compile(catalogue.make(wrapper, inner), "mse")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")  # the second copy, as above
+            model.load_weights(run.weights_file)
+        state = catalogue.state_of(model.optimizer)
+        assert_equal(state[: len(run.state)], run.state)
+        num_updates = 1 if inner == "Adam accumulating" else 3
+        assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == num_updates
+
+
+@pytest.mark.parametrize("wrapper", ["CrossShard", "LossScaling"])
+def test_state_without_a_model_is_kept_until_the_optimizer_is_built(wrapper):
+    run = catalogue.wrapped_run(wrapper, "Adam")
+    optimizer = catalogue.make(wrapper, "Adam")
+    optimizer.load_own_variables({str(i): value for i, value in enumerate(catalogue.inner_state(wrapper, run.state))})
+    assert not optimizer.built
+    optimizer.build(problem.model().trainable_variables)
+    assert_equal(*(catalogue.inner_state(wrapper, state) for state in (catalogue.state_of(optimizer), run.state)))
+
+
+def test_state_of_fewer_variables_is_kept_until_a_layer_is_frozen(tmp_path):
+    def half_frozen(freeze):
+        model = problem.model()
+        model.compile(catalogue.make("CrossShard", "Adam"), "mse", **catalogue.COMPILE)
+        model.layers[0].trainable = not freeze
+        return model
+
+    trained = half_frozen(True)
+    x, y = problem.data(num_steps=1)
+    trained.fit(x, y, verbose=0)
+    trained.save_weights(tmp_path / "model.weights.h5")
+    model = half_frozen(False)
+    model.load_weights(tmp_path / "model.weights.h5")
+    assert not model.optimizer.built
+    model.layers[0].trainable = False
+    model.fit(x, y, verbose=0)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 2
+
+
 @each_wrapper
 @pytest.mark.exhaustive("jax", "tensorflow")
-def test_state_of_another_optimizer_loaded_before_building_is_an_error_when_it_is_built(wrapper):
+def test_state_of_another_optimizer_is_an_error_before_training(wrapper):
     model = problem.model()
     model.compile(catalogue.make(wrapper, "Adam"), "mse")
-    model.load_weights(catalogue.plain_run("SGD").weights_file)  # as many arrays as an Adam that is not built
+    model.load_weights(catalogue.wrapped_run("CrossShard", "SGD").weights_file)  # which names its class
     with pytest.raises(ValueError, match="must have 10 arrays"):
         model.optimizer.build(model.trainable_variables)
+    model = problem.model()
+    model.compile(catalogue.make(wrapper, "Adam"), "mse")
+    with pytest.raises(ValueError, match="must have 10 arrays"):
+        model.load_weights(catalogue.plain_run("SGD").weights_file)  # as many arrays as an Adam that is not built
 
 
 @each_wrapper

@@ -1,9 +1,14 @@
-"""Where variables live on TensorFlow: a strategy mirrors them."""
+"""Where variables live on TensorFlow: a strategy mirrors them.
+
+Private names of TensorFlow touched here (tests/unit/wrapping/test_tensorflow_checkpoint.py holds them):
+    `Trackable._serialize_to_tensors`, `_restore_from_tensors` - what a checkpoint has of a variable.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +25,9 @@ from keras_shardopt.backends.tensorflow.processes import gather, num_replicas_wh
 from keras_shardopt.backends.tensorflow.random_numbers import draw_apart
 from keras_shardopt.backends.tensorflow.runtime import keep_reduction_off
 from keras_shardopt.numerics import Tensor, Variable
+
+_VALUE = "VARIABLE_VALUE"
+"""The name of a variable's value in a `tf.train.Checkpoint`."""
 
 
 def num_mirrored(variable: Any) -> int:
@@ -185,6 +193,23 @@ class TensorFlowPlacement(Placement):
 
 
 placement = TensorFlowPlacement()
+
+
+def store_whole(variable: Variable, shape: Sequence[int]) -> None:
+    """Lets TensorFlow's checkpoints have the whole, of this shape, of a variable whose copies are its slices."""
+    copies = variable.value.values
+
+    def serialize() -> dict[str, Tensor]:
+        whole = tf.concat([tf.convert_to_tensor(copy) for copy in copies], 0)
+        return {_VALUE: tf.reshape(whole[: math.prod(shape)], shape)}
+
+    def restore(tensors: dict[str, Tensor]) -> Tensor:
+        whole = tf.reshape(tensors[_VALUE], [-1])
+        missing = len(copies) * int(copies[0].shape[0]) - math.prod(shape)
+        rows = tf.split(tf.pad(whole, [[0, missing]]), len(copies))
+        return tf.group(*(copy.assign(row) for copy, row in zip(copies, rows)))
+
+    variable._serialize_to_tensors, variable._restore_from_tensors = serialize, restore
 
 
 def reading_is_collective(variables: Sequence[Variable]) -> bool:
