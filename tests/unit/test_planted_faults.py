@@ -598,8 +598,8 @@ FAULTS = [
     fault(
         "fit/jax/local_sgd.py",
         "is_round = (rounds[0] == count) & (count != inside[place[id(local.count)]])",
-        "is_round = rounds[0] == count",
-        f"{ROUNDS}::test_replicas_that_leave_out_updates_are_twins",
+        "is_round = count != inside[place[id(local.count)]]",
+        f"{ROUNDS}::test_moving_statistics_are_the_mean_of_all_replicas",
         backend="jax",
     ),
     fault(
