@@ -6,9 +6,9 @@ import jax
 import keras
 import numpy as np
 import pytest
+from keras.src.backend.jax import trainer
 
 import keras_shardopt as ks
-from keras_shardopt.fit.jax import parts
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
 
 pytestmark = pytest.mark.backends("jax")
@@ -77,10 +77,17 @@ def test_what_a_function_returns_keeps_its_structure():
     np.testing.assert_array_equal(found[0]["c"], given["a"] * 2)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_step_in_parts_has_kernels_for_all_its_convolutions(num_devices, monkeypatch):
+PARTS, CLIP = {"virtual_replicas": 2}, {"replica_clipnorm": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options", "num_rows", "number"),
+    # Three of the second layer, of the first one no gradient of the images; of uneven rows for each number of them.
+    [(1, PARTS, 4, 5), (2, PARTS, 4, 5), (2, CLIP, 3, 10)],
+)
+def test_a_step_in_parts_has_kernels_for_all_its_convolutions(num_devices, options, num_rows, number, monkeypatch):
     texts = []
-    jit = parts.jax_trainer.jit
+    jit = trainer.jit
 
     def noting(function, **how):
         step = jit(function, **how)
@@ -91,7 +98,7 @@ def test_a_step_in_parts_has_kernels_for_all_its_convolutions(num_devices, monke
 
         return run
 
-    monkeypatch.setattr(parts.jax_trainer, "jit", noting)
+    monkeypatch.setattr(trainer, "jit", noting)
     with ks.data_parallel(num_devices) as replicas:
         model = keras.Sequential(
             [
@@ -102,9 +109,9 @@ def test_a_step_in_parts_has_kernels_for_all_its_convolutions(num_devices, monke
                 layers.Dense(1),
             ]
         )
-        model.compile(ks.CrossShard("sgd", virtual_replicas=2), "mse")
-    model.train_on_batch(values(4, 12, 12, 2), values(4, 1))
+        model.compile(ks.CrossShard("sgd", **options), "mse")
+    model.train_on_batch(values(num_rows, 12, 12, 2), values(num_rows, 1))
     replicas.close()
     found = re.findall(r" convolution\(.*dim_labels=(\w+->\w+)", texts[0])
-    assert len(found) == 5  # three of the second layer, of the first one no gradient of the images
+    assert len(found) == number
     assert set(found) == {"b01f_01io->b01f"}
