@@ -84,6 +84,12 @@ FAULTS = [
         "promises/test_stages_of_your_own.py::test_a_stage_sees_gradients_of_the_mean_loss_however_they_arrive",
     ),
     fault(
+        "update/noise_averages.py",
+        "ops.where(uneven > 0, 0.0, (1 - self._momentum) * (now - before))",
+        "(1 - self._momentum) * (now - before)",
+        "unit/update/test_gradient_noise.py::test_the_noise_scale_is_that_of_the_formulas",
+    ),
+    fault(
         "update/user_stage.py",
         "variable.assign(ops.where(is_bad, value, ops.convert_to_tensor(variable)))",
         "pass",
