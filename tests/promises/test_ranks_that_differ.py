@@ -8,7 +8,7 @@ from support import launch
 pytestmark = [pytest.mark.backends("torch"), pytest.mark.timeout(300)]
 
 NUM_DIFFERENCES = 23
-NUM_CALLS = 11
+NUM_CALLS = 13
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,7 @@ def test_every_difference_is_named_on_every_rank_before_the_first_update(passed)
         *("prepare on one rank", "prepare on all but one", "evaluate on one rank", "SyncReplicas on one rank"),
         "save_model on one rank",
         *("prepare on one rank later", "one stops early", "one evaluates"),
+        *("one leaves out an update", "an error on one rank, which lives on"),
         *("one leaves and evaluates", "one leaves the last promised step", "one stops after a batch of another model"),
     ],
 )

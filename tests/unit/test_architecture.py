@@ -135,6 +135,22 @@ def test_warnings_point_at_the_user_and_come_once_in_a_job():
     }
 
 
+@pytest.mark.backends("torch")
+def test_all_that_ask_for_objects_are_named_in_errors():
+    from keras_shardopt.backends.torch.processes import _CALLS
+
+    asking = {
+        function.name
+        for name, source in SOURCES.items()
+        for function in nodes(source)
+        if isinstance(function, ast.FunctionDef) and not may_import(name)
+        if any(
+            isinstance(n, ast.Call) and ast.unparse(n.func) == "processes.gather_objects" for n in ast.walk(function)
+        )
+    }
+    assert asking == set(_CALLS)
+
+
 @pytest.mark.neutral
 def test_no_module_is_named_after_nothing():
     nothing = {"utils", "util", "helpers", "common", "misc"}

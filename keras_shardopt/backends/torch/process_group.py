@@ -7,8 +7,8 @@ of all others fail too; then each leaves a sign in the store that the ranks shar
 Ranks that make different calls must not send each other tensors of different sizes, as "gloo" then ends the process. So
 before ranks begin something together, each announces it to the others, in a message of one size and in a separate group
 (`tell`): a rank that does so never receives the gradients of one that does not. Ranks may announce several steps at a
-time. One that does something else instead says so in the store, and those that wait for it in a step look there now and
-then (`wait_for`).
+time. One that does something else instead says so in the store, as soon as it waits for a second, and so does one that
+an error takes out of `fit`. Those that wait for it look there now and then (`wait_for`).
 
 Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store in which the
 ranks of the default group have met, whoever has opened it. (test_private_names.py holds it.)
@@ -47,7 +47,8 @@ LOOK_SECONDS = 1.0
 """How often a rank that waits in a step looks whether another rank does something else."""
 
 AWAY_SECONDS = 4.0
-"""For how long it must have seen that: the other one may have come from the same step, which is slow to end here."""
+"""For how long it must have seen that: the other one may have come from the same step, which is slow to end here. An
+error may come on all ranks, on some of them later."""
 
 
 class _Group:
@@ -62,6 +63,7 @@ class _Group:
         self.has_left_word = False
         self.num_told = 0
         self.num_due = 0
+        self.told_at_error = -1
         self.looking: threading.Thread | None = None
 
 
@@ -159,13 +161,25 @@ def exchanges_statistics() -> bool:
     return _statistics is not None and _statistics() is not None
 
 
-def close_group() -> None:
-    """Closes the default process group, if it is still open."""
+def close_group(has_failed: bool = False) -> None:
+    """Closes the default process group, if it is still open.
+
+    Args:
+        has_failed: whether collectives may be under way that never end.
+    """
     global _open, _messages, _statistics
+    is_open = dist.is_initialized()
+    held = [dist.group.WORLD, _messages, _statistics and _statistics()] if has_failed and is_open else []
     group, _open, _messages, _statistics = _open, None, None, None
     num_barriers.clear()
-    if dist.is_initialized():
+    if is_open:
         dist.destroy_process_group()
+    if held:
+        # A group ends with the last reference, and waits for its collectives. They fail when others close their
+        # connections, but only in time where a process that one of these has forked keeps them open.
+        letting_go = threading.Thread(target=held.clear, daemon=True)
+        letting_go.start()
+        letting_go.join(LOOK_SECONDS)
     if group is not None and group.has_left_word and group.rank == 0 and _rank_0_serves():
         _ask(group, ANSWER_SECONDS, "has left", [])  # their collectives fail now, and they look for what was said
 
@@ -254,8 +268,10 @@ def tell_soon(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
         try:
             check_same_calls(kinds, call, lambda letters: _telling(letters, call)(), "rank")
         except ValueError:
+            if _open is not None:
+                _open.told_at_error = _open.num_told
             if zlib.crc32(_STEP.encode()) in kinds:
-                close_group()  # or what these ranks have begun would meet what others begin next
+                close_group(has_failed=True)  # or what these ranks have begun would meet what others begin next
             raise
         return [numbers for _, *numbers in rows]
 
@@ -271,52 +287,100 @@ def can_promise() -> bool:
 
 
 def owe_steps(num_steps: int) -> None:
-    """Notes that others count on so many more steps of this rank, or fewer (< 0): it has made them."""
+    """Notes that this rank is in so many more steps that all ranks make, or fewer (< 0): it has made them."""
     if _open is not None:
         _open.num_due += num_steps
 
 
-def wait_for(work: Any) -> None:
-    """Waits for a collective of a step, which other ranks may never begin although they have promised to.
+def note_error(words: str) -> None:
+    """Lets ranks that wait for this one find the error that has taken it out of a call of all ranks."""
+    if _open is not None:
+        _open.told_at_error = _open.num_told
+        _leave(_open, _ERROR, _open.num_told, f"rank {_open.rank} has left with {words}")
+
+
+def wait_for(work: Any, told: int = 0) -> None:
+    """Waits for a collective, which other ranks may never begin although they have promised to.
+
+    Args:
+        work: the collective.
+        told: which message it is; 0 for a collective of a step.
 
     Raises:
-        RuntimeError: if the collective fails.
+        RuntimeError: if the collective fails, or an error has taken another rank out of `fit`.
         ValueError: on every rank, if some do something else. The group is closed then.
     """
     away_since = None
-    while can_promise():
+    while can_promise() if not told else _open is not None:
         with contextlib.suppress(RuntimeError):
             work.wait(datetime.timedelta(seconds=LOOK_SECONDS))
             return
         if work.is_completed():
             break  # or it has failed
-        if not _somebody_is_away():
+        assert _open is not None
+        if told:
+            _leave(_open, _AWAY, told)
+        found = _others_elsewhere(_open, told)
+        if found is None:
             away_since = None
         elif away_since is None:
             away_since = time.monotonic()
         elif time.monotonic() - away_since >= AWAY_SECONDS:
+            if found:
+                raise RuntimeError(found)
             tell(_STEP)
     work.wait()
 
 
-def _somebody_is_away() -> bool:
-    """Whether another rank has begun to tell something that this one has not come to, as far as the store answers."""
-    assert _open is not None
-    if _open.looking is not None and _open.looking.is_alive():
-        return False
-    found: list[bool] = []
-    # In a thread that may be left behind, as for `_ask`.
-    _open.looking = threading.Thread(target=_look, args=(_open, found), daemon=True)
-    _open.looking.start()
-    _open.looking.join(LOOK_SECONDS)
-    return any(found)
+_AWAY, _ERROR = "away", "error"
 
 
-def _look(group: _Group, found: list[bool]) -> None:
-    with contextlib.suppress(RuntimeError):
-        keys = [f"away/{rank}" for rank in range(group.size) if rank != group.rank]
-        told = [int(group.store.get(key)) for key in keys if group.store.check([key])]
-        found.append(any(number > group.num_told for number in told))
+def _leave(group: _Group, key: str, num_told: int, words: str = "") -> None:
+    """Leaves a note for all ranks, unless there is one from after more messages."""
+
+    def leave() -> None:
+        if _note(group, key)[0] < num_told:
+            group.store.set(key, f"{num_told} {words}")
+
+    _in_thread(group, leave)
+
+
+def _note(group: _Group, key: str) -> tuple[int, str]:
+    """After how many messages a rank has left a note (-1: there is none), and its words."""
+    number, _, words = (group.store.get(key).decode() if group.store.check([key]) else "-1").partition(" ")
+    return int(number), words
+
+
+def _others_elsewhere(group: _Group, told: int) -> str | None:
+    """The error that has taken another rank out of `fit`; "" if one tells something that this one has not come to."""
+    found: list[str] = []
+
+    def look() -> None:
+        # In a step of all ranks only: those of one group may tell something while another group trains.
+        if not told and group.num_due and _note(group, _AWAY)[0] > group.num_told:
+            found.append("")
+        number, words = _note(group, _ERROR)
+        # Not an error that has come on this rank too, or from which all have come together again.
+        if number > max(group.told_at_error, group.num_told - (2 if told else 1)):
+            found.append(words)
+
+    _in_thread(group, look)
+    return min(list(found), default=None)
+
+
+def _in_thread(group: _Group, function: Callable[[], None]) -> None:
+    """Calls a function that asks the store, unless the last one has no answer yet."""
+    if group.looking is not None and group.looking.is_alive():
+        return
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            function()
+
+    # It may be left behind, as for `_ask`.
+    group.looking = threading.Thread(target=run, daemon=True)
+    group.looking.start()
+    group.looking.join(LOOK_SECONDS)
 
 
 def gather_objects(value: Any, call: str) -> list[Any]:
@@ -341,11 +405,9 @@ def _device_of_messages() -> str:
 
 def _telling(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
     """Begins to gather the numbers of all ranks, which tell equally many; calling what it returns waits for them."""
+    number = 0
     if _open is not None:
-        _open.num_told += 1
-        if _open.num_due:
-            with contextlib.suppress(RuntimeError):
-                _open.store.set(f"away/{_open.rank}", str(_open.num_told))
+        number = _open.num_told = _open.num_told + 1
     mine = torch.tensor(numbers, device=_device_of_messages())
     everyones = mine.new_empty(mine.numel() * dist.get_world_size())
     under_way: list[Any] = []
@@ -354,7 +416,7 @@ def _telling(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
 
     def wait() -> list[list[int]]:
         with explaining_failures(under_way, call):
-            under_way[0].wait()
+            wait_for(under_way[0], number)
         rows: list[list[int]] = everyones.view(-1, len(numbers)).tolist()
         return rows
 
@@ -420,7 +482,7 @@ def _in_words(group: _Group, seconds: float, call: str, words: list[str]) -> tup
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # The connections too: ranks further along a ring wait for this one, and would not look for signs in time.
-        close_group()
+        close_group(has_failed=True)
     found: list[dict[int, str]] = []
     # In a thread that may be left behind: a rank that serves the store and was stopped never answers.
     asking = threading.Thread(target=_ask, args=(group, seconds, call, found, words), daemon=True)

@@ -106,6 +106,7 @@ processes = TorchProcesses()
 _CALLS = {  # of functions that ask for objects
     "largest_difference": "compares weights",
     "check_agreement": "compares what it trains before its first update",
+    "_is_everyones": "compares what it trains before its first update",
     "_check_all_were_given_alike": "calls `shard_data`",
     "_take_from_first": "begins to draw batches",
     "raise_together": "saves a model or a backup, in which all ranks take part",
@@ -116,6 +117,9 @@ _CALLS = {  # of functions that ask for objects
     "on_train_begin": "looks for a backup",
     "_restore_backup": "looks for a backup",
     "_from_chief": "restores a backup",
+    "_restore_residuals": "restores a backup",
+    "_everyones": "gathers what a backup keeps of each rank",
+    "_watch_noise": "begins a summary of the gradient noise",
     "_means": "averages the weights of all ranks",
     "states": "gathers the weights of all ranks",
 }

@@ -31,6 +31,7 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import buffers_of, note_own_statistics, override_method
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+from keras_shardopt.backends.torch.process_group import note_error
 from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
@@ -118,6 +119,10 @@ def _run(
         session.call = call
         try:
             return _print_on_chief(session, real, *args, **kwargs)
+        except BaseException as error:
+            if together is not None:
+                note_error(f"{type(error).__name__}: {error}")
+            raise
         finally:
             session.call = before
             if together is not None:

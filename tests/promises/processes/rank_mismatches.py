@@ -10,11 +10,13 @@ import pathlib
 import pickle
 import random
 import sys
+import time
 import warnings
 
 import keras
 import numpy as np
 import torch
+from support.launch import patient
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import processes
@@ -227,7 +229,20 @@ def train_another_and_stop(model):
     train_another(model, lambda: setattr(model, "stop_training", True))
 
 
+def leave_out_an_update(model):
+    """A program that catches an error of its own in a step."""
+    real, batches = model.train_step, []
+
+    def train_step(data):
+        batches.append(1)
+        return {"loss": 0.0} if len(batches) == 12 else real(data)
+
+    object.__setattr__(model, "train_step", train_step)
+    fit_long(model)
+
+
 CALLS_IN_PROMISED_STEPS = {
+    "one leaves out an update": (fit_long, leave_out_an_update, (STEPS, "a prepared model")),
     "one stops early": (fit_long, stop_early, (STEPS, "ends an epoch of a prepared model")),
     "one evaluates": (fit_long, evaluate_in_the_middle, (STEPS, "begins: evaluates a prepared model")),
     "one leaves and evaluates": (fit_long, leave_and_evaluate, (STEPS, "begins: evaluates a prepared model")),
@@ -263,6 +278,43 @@ def different_calls(name, scope, usual, other, words, kind):
     for rank, word in enumerate((words[0], words[1], words[0])):
         assert f"rank {rank} " in message and word in message, (name, message)
     return name
+
+
+class Unreadable(torch.utils.data.Dataset):
+    """Rows of which one rank cannot read one."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, i):
+        if i == 100 and self.fails:
+            raise OSError("cannot read row 100")
+        return ROWS[i], ROWS[i]
+
+
+def error_on_one_rank(scope):
+    """It catches that, and neither ends nor closes its connections, until the others have raised."""
+    model = layers()
+    model.compile(ks.CrossShard(SGD(0.1)), "mse")
+    rows = torch.utils.data.DataLoader(Unreadable(scope.replica_id == 1), batch_size=4)
+    ended = [pathlib.Path(f"{sys.argv[1]}.{rank}") for rank in (0, 2)]
+    try:
+        ks.prepare(model).fit(rows, shuffle=False, verbose=0)
+    except OSError:
+        assert scope.replica_id == 1
+        limit = time.monotonic() + patient(60)
+        while not all(file.exists() for file in ended):
+            assert time.monotonic() < limit, "others wait for a rank that lives on"
+            time.sleep(0.05)
+    except RuntimeError as error:
+        assert "rank 1 has left with OSError: cannot read row 100" in str(error), error
+        pathlib.Path(f"{sys.argv[1]}.{scope.replica_id}").touch()
+    else:
+        raise AssertionError("nothing raised")
+    return "an error on one rank, which lives on"
 
 
 def make_more_layers_than_others():
@@ -335,6 +387,8 @@ def main():
     for name, (usual, other, words) in CALLS_IN_PROMISED_STEPS.items():
         with ks.data_parallel(prepare=False) as scope:
             passed.append(different_calls(name, scope, usual, other, words, ValueError))
+    with ks.data_parallel(prepare=False) as scope:
+        passed.append(error_on_one_rank(scope))
     if rank == 0:
         pathlib.Path(sys.argv[1]).write_text(json.dumps(passed))
 
