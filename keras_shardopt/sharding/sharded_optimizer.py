@@ -10,6 +10,7 @@ import keras
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.communicator import Communicator, GlobalView
 from keras_shardopt.backends.keras_callers import running_instance
+from keras_shardopt.backends.models import model_compiled_with
 from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.sharding.even_slices import PaddedShards
 from keras_shardopt.sharding.padded_layout import PaddedLayout, needs_padding
@@ -235,6 +236,8 @@ def _padded_rows(optimizer: ShardedState, variables: Sequence[Variable]) -> Padd
     chain = [optimizer, *descendants(optimizer)]
     if num_replicas == 1 or any(one.use_ema for one in chain) or not needs_padding(variables, num_replicas):
         return None  # averages keep the shapes of the weights: callbacks swap them in
+    if model_compiled_with(optimizer) is None:
+        return None  # a model with several optimizers may keep their variables in its own files
     return PaddedLayout(optimizer, variables, num_replicas)
 
 

@@ -78,7 +78,8 @@ def test_weights_are_those_of_whole_state(arguments, inner, num_replicas):
 def test_every_number_of_replicas_holds_an_equal_share(num_replicas, widths):
     with ks.data_parallel(num_replicas):
         optimizer = ks.CrossShard(keras.optimizers.Adam(), shard_state=True)
-        optimizer.build(compiled(momentum(), widths).trainable_variables)
+        model = compiled(optimizer, widths)
+        optimizer.build(model.trainable_variables)
     report = optimizer.memory_report()
     assert len(report.held) == num_replicas
     assert report.max_over_ideal <= 1.02
@@ -89,7 +90,8 @@ def test_every_number_of_replicas_holds_an_equal_share(num_replicas, widths):
 def test_optimizers_that_need_whole_variables_keep_them():
     with ks.data_parallel(3):
         optimizer = ks.CrossShard(keras.optimizers.Adafactor(), shard_state=True)
-        optimizer.build(compiled(momentum()).trainable_variables)
+        model = compiled(optimizer)
+        optimizer.build(model.trainable_variables)
     assert optimizer.memory_report().replicated
 
 

@@ -210,7 +210,8 @@ def calls_of_a_step(wrap, prepares, size, only_ours=False):
         model.fit(rows, rows, batch_size=8, verbose=0)
 
     fit(8)  # what is imported or looked up on first use
-    calls = [num_calls(lambda num=num: fit(num), only_ours) for num in (4, 12)]
+    # The least of two: what the garbage collector calls comes at any time.
+    calls = [min(num_calls(lambda num=num: fit(num), only_ours) for _ in range(2)) for num in (4, 12)]
     return (calls[1] - calls[0]) / 8
 
 
@@ -243,7 +244,9 @@ def test_one_replica_calls_hardly_more_than_plain_keras(name, prepares, size, at
 @pytest.mark.backends("jax", "tensorflow")
 @pytest.mark.parametrize("prepares", [False, True])
 def test_one_replica_calls_nothing_in_a_compiled_step(prepares):
-    assert calls_of_a_step(WRAPPED["fused"], prepares, SMALL, only_ours=True) <= 20 * prepares
+    # One of the iterator, if this process has prepared a model before.
+    at_most = 20 if prepares else 1
+    assert calls_of_a_step(WRAPPED["fused"], prepares, SMALL, only_ours=True) <= at_most
 
 
 def program_of(wrap, prepares):

@@ -164,9 +164,8 @@ class Session:
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
-        if differing and stopped_alike(
-            reducers, has_own_statistics(self.model)
-        ):  # by an error in a `fit` before, perhaps
+        # By an error in a `fit` before, perhaps.
+        if differing and stopped_alike(reducers, has_own_statistics(self.model)):
             self.show_mean(self)
             if not self.trains_apart:
                 average(statistics_of(self.model), self.ranks)

@@ -338,8 +338,9 @@ def test_a_job_is_started_again_after_a_signal_to_a_process_but_not_to_the_launc
     tmp_path, monkeypatch, capfd, number
 ):
     text = (
-        "import os, pathlib, time\n"
+        "import os, pathlib, signal, time\n"
         "again = pathlib.Path(__file__).with_name('again')\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup leaves it ignored
         f"if os.environ['NUMBER'] == '1' and not again.exists(): again.touch(); os.kill(os.getpid(), {int(number)})\n"
         "while not again.exists(): time.sleep(0.01)\n"
     )
