@@ -131,8 +131,8 @@ class Communicator(abc.ABC):
         Slices lie along the first dimension, which the number of replicas divides.
         """
         reduced = self.all_reduce(tensors, op)
-        rows = [(self.num_replicas, tensor.shape[0] // self.num_replicas, *tensor.shape[1:]) for tensor in reduced]
-        return [ops.reshape(tensor, shape)[self.replica_id] for tensor, shape in zip(reduced, rows)]
+        rows = [ops.reshape(tensor, (self.num_replicas, -1, *tensor.shape[1:])) for tensor in reduced]
+        return [row[self.replica_id] for row in rows]
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Every replica gets its part of each replica's flat tensors, which it joins in the order of their ids.
