@@ -135,6 +135,7 @@ def _devices(target: Target) -> Any:
         assert found is not None and found.origin is not None
         os.environ.setdefault("TPU_LIBRARY_PATH", str(pathlib.Path(found.origin).parent / "libtpu.so"))
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no server of a cloud is asked what machine this is
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no process holds a TPU
         topology = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
     else:
         topology = topologies.get_topology_desc(
