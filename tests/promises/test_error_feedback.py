@@ -13,7 +13,13 @@ import keras_shardopt as ks
 
 pytestmark = pytest.mark.timeout(400)
 
-USUAL = ["int8", "int4 in windows that skips", "int8 with divided state", "int8 and uneven rows"]
+USUAL = [
+    "int8",
+    "int4 in windows that skips",
+    "int8 with divided state",
+    "int8 and uneven rows",
+    "int8 in windows with divided state and a scaled loss that skips",
+]
 
 
 def with_it(name, usual, every):

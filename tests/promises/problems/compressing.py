@@ -77,19 +77,26 @@ CASES = {
         "shard_state": True,
     },
     "int8 and uneven rows": {"compression": int8, **APART},
+    "int8 in windows with divided state and a scaled loss that skips": {
+        "inner_optimizer": lambda: ks.LossScaling(keras.optimizers.SGD(1.0), "Backoff", {"scale_max": 8.0}),
+        "compression": int8,
+        "gradient_accumulation_steps": 4,
+        "shard_state": True,
+    },
 }
 BAD_BATCH = 41
 
 
 def trained(replicas, name):
     """What the weights have lost and what was not sent, what it should be, and how far replicas are apart."""
-    arguments = CASES[name]
+    arguments = dict(CASES[name])
+    inner = arguments.pop("inner_optimizer", lambda: keras.optimizers.SGD(1.0))
     x, targets = data(BATCH * NUM_UPDATES - 5 * ("uneven" in name))
     size = len(targets[0])
     if "skips" in name:
         x["numbers"][BAD_BATCH * BATCH + 1, 2] = np.nan
     trainee = model()
-    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), **arguments)
+    optimizer = ks.CrossShard(inner(), **arguments)
     trainee.compile(optimizer, [linear] * 3, loss_weights=[1.0, 0.0, 1.0])
     if replicas.num_processes > 1:  # `prepare` divides each batch
         ks.prepare(trainee, auto_shard=True)

@@ -52,6 +52,21 @@ def test_what_some_parts_do_not_have_counts_as_zero():
     assert [float(value) for value in subtrees.take()] == [8.0, 5.0]
 
 
+def test_of_several_parts_the_first_that_is_not_finite_is_named():
+    num_replicas = 1 if keras.config.backend() == "torch" else 2
+    with ks.data_parallel(num_replicas) as replicas:
+        inputs = [keras.Input((2,)), keras.Input((2,))]
+        outputs = [keras.layers.Dense(1, use_bias=False, name=n)(x) for n, x in zip(("first", "second"), inputs)]
+        model = keras.Model(inputs, outputs)
+        model.compile(ks.CrossShard("sgd", virtual_replicas=4 * num_replicas, on_nonfinite="skip"), ["mse", "mse"])
+    x = np.ones((2, 4 * num_replicas, 2), "float32")
+    x[1, -3] = x[0, -2] = np.nan  # of the last replica's four parts the second one, and the third one
+    model.fit([*x], [*x[..., :1]], batch_size=4 * num_replicas, shuffle=False, verbose=0)
+    replicas.close()
+    replica, path = model.optimizer.last_nonfinite
+    assert (replica, path.split("/")[-2]) == (num_replicas - 1, "second")
+
+
 @pytest.mark.neutral
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),

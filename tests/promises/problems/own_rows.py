@@ -1,0 +1,97 @@
+"""Ranks with data of their own that end at different times, under `fit` and in NumPy."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+from support import problem, references
+
+import keras_shardopt as ks
+
+NUM_ROWS = [13, 40, 26]
+"""Of each rank; the first ends in the middle of a batch."""
+
+BATCH = 2
+NUM_STEPS = 20  # of an epoch: more than ranks promise with the first messages
+EPOCHS = 2
+BAD_ROWS = {"early": (0, 9), "late": (1, 36)}  # a rank, and a row: while all have rows; when the others have none
+
+scaled = {"inner": lambda: ks.LossScaling(problem.sgd_momentum(), "Backoff", {"scale_max": 8.0})}
+windows, int8 = {"gradient_accumulation_steps": 4}, {"compression": ks.compression.Int8(block=16)}
+skips = {"on_nonfinite": "skip"}
+CASES = {
+    "plain": {},
+    "in windows": windows,
+    "scaled, NaN early": scaled,
+    "scaled in windows, NaN early": scaled | windows,
+    "skips in windows, NaN late": skips | windows,
+    "divided state": {"shard_state": True},
+    "divided state, scaled in windows, NaN late": {"shard_state": True} | scaled | windows,
+    "clipped": {"replica_clipnorm": problem.CLIPNORM},
+    "clipped and scaled in windows, NaN late": {"replica_clipnorm": problem.CLIPNORM} | scaled | windows,
+    "int8": int8,
+    "int8 in windows with divided state": int8 | windows | {"shard_state": True},
+    "int8 with divided state, scaled, NaN late": int8 | scaled | {"shard_state": True},
+}
+
+
+def rows_of(rank, name):
+    """A rank's own rows."""
+    ends = np.cumsum([0, *NUM_ROWS])
+    x, y = (array[ends[rank] : ends[rank + 1]].copy() for array in problem.data())
+    for when, (owner, row) in BAD_ROWS.items():
+        if name.endswith(f"NaN {when}") and rank == owner:
+            x[row, 2] = np.nan
+    return x, y
+
+
+def trained(replicas, name):
+    """Weights, logs and counts."""
+    arguments = dict(CASES[name])
+    model = problem.model()
+    model.compile(ks.CrossShard(arguments.pop("inner", problem.sgd_momentum)(), **arguments), "mse")
+    x, y = rows_of(replicas.replica_id, name)
+    history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
+    counts = [model.optimizer.iterations, model.optimizer.skipped_steps]
+    return {
+        "weights": model.get_weights(),
+        "loss": history.history["loss"],
+        "counts": [int(keras.ops.convert_to_numpy(count)) for count in counts],
+        "apart": replicas.largest_difference(model),
+    }
+
+
+def in_numpy(name):
+    """The same in float64: step k has rows 2k and 2k + 1 of each rank that has them."""
+    arguments = CASES[name]
+    window, clipnorm = arguments.get("gradient_accumulation_steps", 1), arguments.get("replica_clipnorm")
+    everyones = [[array.astype("float64") for array in rows_of(rank, name)] for rank in range(len(NUM_ROWS))]
+    weights, inner = [w.astype("float64") for w in problem.start_weights()], references.Momentum(0.1, 0.9)
+    losses, counts = [], [0, 0]
+    for _ in range(EPOCHS):
+        errors = []
+        for first in range(0, NUM_STEPS, window):
+            # Of each rank what it has added up in the window, by its rows.
+            sums = [[np.zeros_like(w) for w in weights] for _ in NUM_ROWS]
+            shares = np.zeros(len(NUM_ROWS))
+            for step in range(first, first + window):
+                parts = [[array[BATCH * step : BATCH * (step + 1)] for array in own] for own in everyones]
+                total = sum(len(x) for x, _ in parts)
+                for rank, (x, y) in enumerate(parts):
+                    if not len(x):
+                        continue
+                    share = len(x) / total / window
+                    shares[rank] += share
+                    grads = problem.gradients_in_numpy(weights, x, y)
+                    sums[rank] = [sum_ + share * grad for sum_, grad in zip(sums[rank], grads)]
+                    hidden = np.tanh(x @ weights[0] + weights[1])
+                    errors += [np.mean((hidden @ weights[2] + weights[3] - y) ** 2, axis=1)]
+            if clipnorm is not None:
+                sums = [references.clipped(own, clipnorm * share)[0] for own, share in zip(sums, shares) if share]
+            reduced = [np.sum(column, axis=0) for column in zip(*sums)]
+            is_bad = not all(np.all(np.isfinite(grad)) for grad in reduced)
+            counts[is_bad] += 1
+            if not is_bad:
+                inner.update(weights, reduced)
+        losses.append(np.mean(np.concatenate(errors)))
+    return {"weights": weights, "loss": losses, "counts": counts}
