@@ -54,10 +54,14 @@ class SideChannel:
     more: Sequence[bool] = ()
     """Further flags."""
 
+    def told(self) -> np.ndarray:
+        """The flags on the host, as float32."""
+        told = [*self.present, *marks(self.trained), self.trains, not self.trains, *self.more]
+        return np.array(told, "float32")  # of a list Keras looks at each element
+
     def pack(self, dtype: str, numbers: Tensor | None = None) -> Tensor:
         """The flags, and after them any other numbers, as a flat tensor to be added up over replicas."""
-        told = [*self.present, *marks(self.trained), self.trains, not self.trains, *self.more]
-        flags = ops.convert_to_tensor(np.array(told, "float32"), dtype)  # of a list Keras looks at each element
+        flags = ops.convert_to_tensor(self.told(), dtype)
         return flags if numbers is None else ops.concatenate([flags, ops.cast(numbers, dtype)])
 
     def unpack(self, sums: Tensor, op: ReduceOp, must_look: bool = False) -> tuple[Heard | None, Tensor]:

@@ -155,7 +155,7 @@ class AutomaticLossScaler:
         params = self.params
         known = amax if self.faithful else ops.where(amax > 0, amax, ops.ones_like(amax))
         at_overflow = 2.0 ** params["log_max"] if self.faithful else params["log_max"]
-        x = ops.where(overflows, ops.full_like(amax, at_overflow), ops.log2(known))
+        x = ops.where(overflows, float(at_overflow), ops.log2(known))
         beta1, beta2 = params["beta1"], params["beta2"]
         mean = beta1 * mean + (1 - beta1) * x
         slow_mean = beta2 * slow_mean + (1 - beta2) * x
@@ -177,8 +177,8 @@ class AutomaticLossScaler:
 
     def _bounded(self, scale: Tensor) -> Tensor:
         # In this order also where the bounds are the wrong way round, which the original does not mind.
-        scale = ops.minimum(scale, ops.full_like(scale, self.params["scale_max"]))
-        return ops.maximum(scale, ops.full_like(scale, self.params["scale_min"]))
+        # Numbers: PyTorch makes a tensor of one by reading a number, for which it waits.
+        return ops.maximum(ops.minimum(scale, float(self.params["scale_max"])), float(self.params["scale_min"]))
 
     # -- with a state --------------------------------------------------------------------------------------------
 

@@ -240,10 +240,10 @@ class _Quantized(CodedInTwoLegs):
         rows = ops.reshape(values, (-1, self.block))
         sizes = ops.abs(rows)
         # A maximum may pass over a NaN, and a sum does not.
-        is_finite = ops.isfinite(ops.sum(sizes, axis=1))
+        total = ops.sum(sizes, axis=1)
         # A little larger, so that rounding does not make it too small for the largest element.
         scales = ops.max(sizes, axis=1) * ((1 + 2.0**-8) / self.largest)
-        scales = ops.cast(ops.where(is_finite, scales, ops.full_like(scales, float("nan"))), "bfloat16")
+        scales = ops.cast(scales + 0.0 * total, "bfloat16")
         wide = ops.cast(scales, "float32")[:, None]
         steps = rows / ops.where(ops.equal(wide, 0), ops.ones_like(wide), wide)
         if self.rounding == "nearest":

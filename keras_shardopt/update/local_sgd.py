@@ -30,6 +30,7 @@ from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.update.apart import Copies, Rows, replicas_are_processes, statistics_of
 from keras_shardopt.update.coding import Coding
+from keras_shardopt.update.known import Known
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.trainer_context import current_share
@@ -74,18 +75,13 @@ class LocalUpdates(Stage):
         self._coding = None if codec is None or codec.sum_dtype is not None else Coding(codec, optimizer)
         self.statistics: list[Variable] = []
         """What is the mean of all replicas' for whoever looks, and is not trained."""
-        # What the count was set to last, and which version of it that was.
-        self._count = 0
-        self._version: int | None = None
+        self._known_count, self._known_rounds = Known(), Known()
         self.seen: Copies | Rows = Copies(self, optimizer)
         """What is seen of the weights between rounds."""
         self._reported: Variable = None
         """Of how many of these there was a warning. In files, too, which are read at different times."""
         self._sent: dict[Any, list[Collective]] = {}
         # By number what the last round of a fragment has sent, or what one does where steps are compiled; and more.
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # versions of a copy's count are others
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
@@ -258,7 +254,7 @@ class LocalUpdates(Stage):
             self._start_rounds(count)
             return
         self._has_trained = True
-        last = self.last_rounds if not isinstance(count, int) else ops.convert_to_numpy(self.last_rounds)
+        last = self._known_rounds.of(self.last_rounds) if isinstance(count, int) else self.last_rounds
         for number in range(self.num_fragments):
             since = int(last[number]) if isinstance(count, int) else ops.convert_to_tensor(last)[number]
             is_due = count - since >= self._length(since)
@@ -272,17 +268,14 @@ class LocalUpdates(Stage):
 
     def _counted(self) -> Any:
         """The count, an int where Python runs in each update."""
-        version = runtime.version(self.count)
-        if version is None:
+        if runtime.version(self.count) is None:
             return ops.copy(ops.convert_to_tensor(self.count))
-        if version != self._version:  # to read a number from a GPU is to wait for it
-            self._count, self._version = int(ops.convert_to_numpy(self.count)), version
-        return self._count
+        return int(self._known_count.of(self.count))
 
     def _set_count(self, count: Any) -> None:
         self.count.assign(count)
         if isinstance(count, int):
-            self._count, self._version = count, runtime.version(self.count)
+            self._known_count.note(self.count, count)
 
     def _start_rounds(self, count: Any) -> None:
         """Lets rounds begin at a count, or at the end of the warm-up, those of fragments spread over the time."""
@@ -323,6 +316,8 @@ class LocalUpdates(Stage):
         means += self.means(comm, list(map(ops.convert_to_tensor, statistics)), *shares)
         moved = self._moved(comm, positions, moved, count)
         is_finite = ops.all(ops.stack([ops.all(ops.isfinite(mean)) for mean in moved]))
+        if isinstance(count, int):
+            is_finite = bool(is_finite)  # read once: a GPU is waited for
         state = [] if not self.outers else self.outers[number].variables
         with self._optimizer.scope_inside.reduced():  # nobody reduces what is the mean of all
             runtime.cond(is_finite, lambda moved: self._move(number, anchors, moved), moved, [*anchors, *state])
@@ -332,7 +327,14 @@ class LocalUpdates(Stage):
             variable.assign(mean)
         for i, anchor in zip(positions, anchors):
             self._set_weight(i, weights[i], anchor)
-        runtime.cond(ops.logical_not(is_finite), lambda _: self._forget_nonfinite(), [], [self.left_out, *self.private])
+        is_left_out = not is_finite if isinstance(is_finite, bool) else ops.logical_not(is_finite)
+        runtime.cond(is_left_out, lambda _: self._forget_nonfinite(), [], [self.left_out, *self.private])
+        if isinstance(count, int):
+            known = self._known_rounds.of(self.last_rounds).copy()
+            known[number] = count
+            self.last_rounds.assign(known)
+            self._known_rounds.note(self.last_rounds, known)
+            return
         last = ops.convert_to_tensor(self.last_rounds)
         is_this = ops.equal(ops.arange(self.num_fragments), number)
         self.last_rounds.assign(ops.where(is_this, ops.cast(count, last.dtype), last))

@@ -45,7 +45,7 @@ from keras_shardopt.backends.torch.pieces import values_of
 from keras_shardopt.backends.torch.process_group import exchanges_statistics, explaining_failures, wait_for
 from keras_shardopt.backends.torch.sliced_bucket import SlicedBucket, Slices, cut_up
 from keras_shardopt.backends.traffic import Kind
-from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, ReduceOp, Tensor, Variable, dtype_of
+from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, ReduceOp, Tensor, Variable
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -414,7 +414,7 @@ class Buckets:
         more = [self._was_late, trains and is_odd, trains and not is_odd]
         more += [] if self._can_resend else [self._has_lost]
         channel = SideChannel(self._ranks, self._variables, present, trained, trains, more)
-        self._flags.copy_(channel.pack(dtype_of(self._flags)))
+        self._flags.copy_(torch.from_numpy(channel.told()), non_blocking=True)  # else it waits for the backward pass
         while self._num_sent < len(self._buckets):
             self._send()
         while self._num_received < len(self._buckets):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import keras
 from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
@@ -56,6 +57,9 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             comparing.compare(self._is_whole, self._first, self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
             draw_before_going_on(self.data_adapter)
+        # Keras makes tensors of arrays on its device, and ranks compare some elements of each batch.
+        on_device = keras.ops.zeros(()).device.type != "cpu"
+        self._divides_on_host = self._is_whole and on_device and isinstance(self.data_adapter, ArrayDataAdapter)
 
     def _session(self) -> Session | None:
         """The session of the call that runs, if ranks make it together."""
@@ -94,7 +98,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             if is_last and self._draws is not None:
                 self._draws.forget()  # a callback has predicted, perhaps, which draws
             draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
-        with self._drawing(draws):
+        with self._drawing(draws), keras.device("cpu") if self._divides_on_host else contextlib.nullcontext():
             return super().__next__()
 
     def _get_iterator(self) -> Any:
@@ -148,6 +152,8 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
             session.compare(self._is_whole, batches[0], self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
             data = session.next_part(batches[0], phase, self._step, self._num_alike())
+            if self._divides_on_host:
+                data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)  # on Keras' device; None stays
         else:
             data = session.next_batch(batches[0], phase, self._num_alike())
         if data is None:

@@ -1,0 +1,105 @@
+"""PyTorch: on a GPU a step of `fit` waits for the device no more often than the docs say, in each mode.
+
+There is no GPU: fake tensors stand in for its tensors, and a process group that moves nothing for other ranks.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torchgen
+from support import launch
+
+pytestmark = [
+    pytest.mark.backends("torch"),
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+]
+
+NUM_STEPS = 4
+# By mode: how often `NUM_STEPS` steps read from the GPU, and how many blocking copies they make beyond Keras' own.
+MODES = {
+    "plain": (0, 0),
+    "no overlap": (0, 4),
+    "shard_state": (0, 0),
+    "accumulation": (0, 0),
+    "accumulation, shard_state": (0, 0),
+    "on_nonfinite": (4, 0),
+    "bfloat16": (0, 0),
+    "Int8": (0, 12),
+    "replica_clipnorm": (0, 8),
+    "replica_transform": (0, 4),
+    "sync_every": (2, 8),
+    "virtual_replicas": (4, 16),
+    "fused=False": (0, 0),
+    "LossScaling": (4, 8),
+    "GradientClipping": (0, 4),
+    "MixedPrecision": (0, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fake_gpu")
+    library, result = folder / "guard.so", folder / "result.json"
+    torch = pathlib.Path(torchgen.__file__).parents[1] / "torch"
+    command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", launch.SCRIPTS / "fake_cuda.cpp"]
+    command += ["-o", library, f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
+    subprocess.run(command, check=True)
+    script = [sys.executable, str(launch.SCRIPTS / "fake_cuda.py"), str(library), str(result)]
+    launch.run(script, 240.0, dict(os.environ))
+    return json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_waits_for_the_gpu_as_often_as_it_says(found, mode):
+    assert "error" not in found[mode], found[mode]["trace"]
+    waits, copies = MODES[mode]
+    assert sum(found[mode]["waits"].values()) == waits, found[mode]["waits"]
+    assert sum(found[mode]["copies"].values()) <= sum(found["Keras"]["copies"].values()) + copies, found[mode]["copies"]
+    assert found[mode]["devices"] == ["cuda"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_operator_has_a_kernel_for_gpus(found, mode):
+    assert [name for name in found[mode]["operators"] if name.startswith("aten::") and not has_gpu_kernel(name)] == []
+
+
+def test_keras_itself_waits_for_nothing(found):
+    assert found["Keras"]["waits"] == {}
+
+
+def test_a_number_that_is_read_is_found(found):
+    assert sum(found["fault: reads a number"]["waits"].values()) >= NUM_STEPS
+
+
+def test_mixed_devices_are_found(found):
+    assert "FakeTensorDeviceMismatchError" in found["fault: mixes devices"]["error"]
+
+
+def test_an_operator_for_cpus_only_is_found():
+    assert has_gpu_kernel("aten::mm")
+    assert not has_gpu_kernel("aten::mkldnn_linear")
+
+
+def test_fused_kernels_of_pytorch_take_no_fake_tensors(found):
+    """So the steps above skip them, and check the devices of their arguments. If this fails, they need not."""
+    assert found["stops in fused"] is not None
+
+
+def has_gpu_kernel(name):
+    """Whether PyTorch's list of operators has a kernel for CUDA, or one for all devices."""
+    text = (pathlib.Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml").read_text()
+    entry = re.search(rf"- func: {re.escape(name.removeprefix('aten::'))}\(.*?(?=\n- func|\Z)", text, re.DOTALL)
+    if entry is None:
+        return True  # made in C++, as `prim::device` is
+    other = re.search(r"^  structured_delegate: (\S+)", entry[0], re.MULTILINE)
+    if other is not None:
+        return has_gpu_kernel(other[1])
+    kernels = re.findall(r"^    ([\w, ]+):", entry[0], re.MULTILINE)
+    return not kernels or any("CUDA" in kernel or "Composite" in kernel for kernel in kernels)
