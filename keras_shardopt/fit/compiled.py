@@ -167,8 +167,9 @@ def _fit(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         return model.fit(*args, **kwargs)
     _refuse_to_train_apart(model)
     if not is_prepared(model) and not vars(model).get(_IS_LEFT, False):
-        if _cuts_batches(model) and processes.num_replicas() == 1:
-            prepare_for(model)  # `compile` has not, outside of a scope
+        # `compile` has not prepared it, outside of a scope.
+        is_due = vars(model).get(_IS_OF_BLOCK, False) or (_cuts_batches(model) and processes.num_replicas() == 1)
+        if is_due and _prepare_if_possible(model):
             return model.fit(*args, **kwargs)
         _warn_of_unprepared(model)
     return in_keras(model, *args, **kwargs)

@@ -48,7 +48,8 @@ class data_parallel:
     the whole batch would do, see `keras_shardopt.prepare`. On ranks of PyTorch they would train apart with a
     plain optimizer: `compile` warns of it, and `fit` and `train_on_batch` of a model made or compiled inside raise.
 
-    `model.fit` may be called inside the block or after it. Leaving the block restores what it changed, except where
+    `model.fit` may be called inside the block or after it, and so may another `compile`; `fit` prepares a model that
+    was made inside and compiled after the block. Leaving the block restores what it changed, except where
     JAX and PyTorch still need it for `fit`: if a `CrossShard` made inside is alive, the distribution or process
     group stays until `close()`, until the next scope is entered, or until the program ends.
 

@@ -348,6 +348,21 @@ def test_tensorflow_optimizers_reduce_in_one_method():
     assert list(inspect.signature(method).parameters) == ["self", "grads_and_vars"]
 
 
+@pytest.mark.backends("tensorflow")
+def test_the_strategy_of_an_optimizer_and_of_its_variables():
+    import tensorflow as tf
+
+    optimizer = keras.optimizers.SGD(0.25)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    assert optimizer._distribution_strategy is tf.distribute.get_strategy() is not strategy
+    with strategy.scope():
+        assert keras.optimizers.SGD()._distribution_strategy is strategy
+        (rate,) = (variable for variable in optimizer.variables if variable.name == "learning_rate")
+        rate._initialize(rate.numpy())
+        assert strategy.extended.variable_created_in_scope(rate.value)
+    assert float(keras.ops.convert_to_numpy(optimizer.learning_rate)) == 0.25
+
+
 def test_fit_keeps_its_batches_and_the_first_epoch_in_locals():
     from keras_shardopt.backends.keras_callers import running_local
 

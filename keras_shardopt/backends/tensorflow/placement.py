@@ -1,5 +1,9 @@
 """Where variables live on TensorFlow: a strategy mirrors them.
 
+Private names of Keras touched here (a test holds each of them):
+    `Optimizer._distribution_strategy` - the strategy in whose scope an optimizer was made, which its updates use.
+    `Variable._initialize` - makes TensorFlow's variable of a value, in the scope that is open.
+
 Private names of TensorFlow touched here (tests/unit/wrapping/test_tensorflow_checkpoint.py holds them):
     `Trackable._serialize_to_tensors`, `_restore_from_tensors` - what a checkpoint has of a variable.
 """
@@ -48,17 +52,33 @@ def check_mirrored(variables: Sequence[Variable], num_replicas: int) -> None:
             )
 
 
-def check_made_inside(optimizers: Sequence[Any]) -> None:
-    """Raises ValueError if one of these was made outside the strategy in whose scope it is about to be built."""
+def bring_inside(optimizers: Sequence[Any]) -> None:
+    """Makes these optimizers, and their variables, part of the strategy in whose scope it is called.
+
+    Raises:
+        ValueError: if they are not, and a replica calls, which cannot make variables for all.
+    """
     strategy = tf.distribute.get_strategy()
     for optimizer in optimizers if strategy.num_replicas_in_sync > 1 else ():
-        if not optimizer.built and num_mirrored(optimizer._iterations) == 1:
+        if optimizer._distribution_strategy is strategy:
+            continue
+        if not tf.distribute.in_cross_replica_context():
             raise ValueError(
-                "The optimizer of a model must be made in the scope of the model's strategy. "
-                f"Received: {with_article(optimizer)} that was made outside it, for a model on "
-                f"{strategy.num_replicas_in_sync} replicas. Make it, and call `compile`, inside "
-                "`with model.distribute_strategy.scope():`."
+                "An optimizer that is first used inside `strategy.run` must be made in the scope of that strategy. "
+                f"Received: {with_article(optimizer)} that was made outside it, for "
+                f"{strategy.num_replicas_in_sync} replicas. Make it inside `with strategy.scope():`, or call "
+                "its `build` there."
             )
+        optimizer._distribution_strategy = strategy
+        mirror(optimizer.variables)
+
+
+def mirror(variables: Sequence[Variable]) -> None:
+    """Gives each replica of the strategy in whose scope it is called copies of variables that were made outside."""
+    strategy = tf.distribute.get_strategy()
+    for variable in variables if strategy.num_replicas_in_sync > 1 else ():
+        if not strategy.extended.variable_created_in_scope(variable.value):
+            variable._initialize(variable.numpy())
 
 
 def _check_trainer(model: Any) -> None:
@@ -113,7 +133,7 @@ class TensorFlowPlacement(Placement):
         self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
     ) -> None:
         check_mirrored(variables, max(num_replicas_when_made(optimizer), processes.num_replicas()))
-        check_made_inside([optimizer])
+        bring_inside([optimizer, *innermost])
         if shards_state:
             _check_can_divide(variables)
         keep_reduction_off(innermost, optimizer.scope_inside)

@@ -87,13 +87,7 @@ class TensorFlowProcesses(Processes):
         if len(devices) == 1:
             yield World(devices=[_name(devices[0].name)], forget=self._forget_scope)
             return
-        if devices[0].device_type == "TPU":
-            strategy = tf.distribute.TPUStrategy()
-        else:
-            # Strategies number their collectives from the same key, and TensorFlow aborts where it has seen a key with
-            # another number of devices before. Its own tests step over used keys in this way.
-            tf.distribute.MirroredStrategy._collective_key_base += 100_000
-            strategy = tf.distribute.MirroredStrategy([device.name for device in devices])
+        strategy = _strategy_of(*(device.name for device in devices))
         with strategy.scope():
             yield dataclasses.replace(_world_of(strategy), forget=self._forget_scope)
 
@@ -304,6 +298,17 @@ def _devices(num_replicas: int | None) -> list[Any]:
             f"Received: num_replicas={num_replicas}, devices={[device.name for device in devices]}."
         )
     return devices[:num_replicas]
+
+
+@functools.cache
+def _strategy_of(*devices: str) -> tf.distribute.Strategy:
+    """The strategy of these devices. Later scopes reuse it: the variables of a model belong to one strategy."""
+    if "TPU" in devices[0]:
+        return tf.distribute.TPUStrategy()
+    # Strategies number their collectives from the same key, and TensorFlow aborts where it has seen a key with
+    # another number of devices before. Its own tests step over used keys in this way.
+    tf.distribute.MirroredStrategy._collective_key_base += 100_000
+    return tf.distribute.MirroredStrategy(devices)
 
 
 def _make_cpu_devices(num_replicas: int) -> None:

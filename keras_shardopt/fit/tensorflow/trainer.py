@@ -25,7 +25,7 @@ from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, is_prepared, optimizers_of, override_method
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.losses import logged
-from keras_shardopt.backends.tensorflow.placement import check_made_inside, check_mirrored, num_mirrored
+from keras_shardopt.backends.tensorflow.placement import bring_inside, check_mirrored, mirror, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.data.whole_batches import rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
@@ -52,6 +52,7 @@ from keras_shardopt.fit.tensorflow.parts import (
 from keras_shardopt.update.apart import statistics_in
 from keras_shardopt.update.losses import own_additional_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
+from keras_shardopt.wrapping.chain import descendants
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -262,7 +263,7 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
     # are not equal, and what is drawn for it is missing in training, or changes the order. The dataset knows them, too.
     strategy = model.distribute_strategy
     with strategy.scope():
-        check_made_inside(optimizers_of(model))
+        bring_inside([part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))])
     num_parts = num_parts_of_call(model)
     if iterator is not None and (strategy.num_replicas_in_sync > 1 or num_parts is not None):
         dataset = iterator.data_adapter.get_tf_dataset()
@@ -276,6 +277,8 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
             data_batch = spec_of(dataset.element_spec, num_parts or strategy.num_replicas_in_sync)
         iterator = None
     real(iterator=iterator, data_batch=data_batch)
+    with strategy.scope():
+        mirror([variable for metric in model.metrics for variable in metric.variables])
     if num_parts_on(model) is not None and data_batch is not None:
         model._symbolic_build(data_batch=data_batch)  # without a strategy Keras builds where it traces the step
     if data_batch is not None and not has_built_in_step(model):

@@ -1,5 +1,9 @@
 """TensorFlow: models, optimizers and files on the wrong side of a scope, and what Keras' trainer cannot do inside."""
 
+import contextlib
+import functools
+import tempfile
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +11,7 @@ from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
+from keras_shardopt.backends.models import is_prepared
 
 pytestmark = pytest.mark.backends("tensorflow")
 
@@ -39,24 +44,96 @@ def test_a_model_made_before_the_scope_is_refused(inside, momentum):
         fit(model)
 
 
-@pytest.mark.parametrize("around", some([keras.optimizers.get, ks.CrossShard], [ks.CrossShard]))
-def test_an_optimizer_made_after_the_scope_of_a_prepared_model_is_refused_with_the_fix(around):
+def train_apart(inner):
+    outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    return ks.CrossShard(inner, sync_every=2, outer_optimizer=outer, sync_warmup=0)
+
+
+def scales_loss(inner):
+    return ks.CrossShard(ks.LossScaling(inner))
+
+
+def in_its_scope(model):
+    return model.distribute_strategy.scope()
+
+
+def outside(model):
+    return contextlib.nullcontext()
+
+
+def in_another_block(model):
+    return ks.data_parallel(2)
+
+
+def load_state(model):
+    fit(model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_weights(f"{folder}/then.weights.h5")
+        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+        model.load_weights(f"{folder}/then.weights.h5")
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 3
+
+
+@functools.cache
+def fine_tuned(first, around, where, before=lambda model: None):
+    """Weights and logs of Keras' recipe: train, freeze layers, compile again there, train again."""
+    x, y = (rows[:-3] for rows in problem.data(num_steps=3))  # the last batch does not divide
     with ks.data_parallel(2):
         model = problem.model()
-        model.compile(ks.CrossShard(problem.sgd_momentum()), "mse", jit_compile=False)
-    ks.prepare(model)
+        model.compile(first(problem.sgd_momentum()), "mse")
     fit(model)
-    start = model.get_weights()
-    model.compile(around(problem.sgd_momentum()), "mse", jit_compile=False)
-    with pytest.raises(ValueError, match=r"made outside it, for a model on 2 replicas\. .*distribute_strategy"):
-        fit(model)
-    with model.distribute_strategy.scope():  # as it says
-        model.compile(around(problem.sgd_momentum()), "mse", jit_compile=False)
-    weights = fit(model)
-    alone = problem.model()
-    alone.set_weights(start)
-    alone.compile(problem.sgd_momentum(), "mse", jit_compile=False)
-    assert problem.relative_difference(weights, fit(alone)) <= problem.TOLERANCE
+    model.layers[0].trainable = False
+    frozen = model.layers[0].get_weights()
+    with where(model):
+        metrics = [keras.metrics.MeanAbsoluteError(), keras.metrics.R2Score()]
+        model.compile(around(problem.sgd_momentum()), "mse", metrics=metrics)
+    before(model)
+    history = model.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0).history
+    np.testing.assert_equal(model.layers[0].get_weights(), frozen)
+    return model.get_weights(), history
+
+
+ROWS = [
+    *[(ks.CrossShard, ks.CrossShard, where) for where in (outside, in_another_block)],
+    *[(ks.CrossShard, around, outside) for around in (train_apart, keras.optimizers.get)],
+    (train_apart, scales_loss, outside),
+]
+
+
+@pytest.mark.parametrize(("first", "around", "where"), some(ROWS, ROWS[:2]))
+def test_compiling_again_elsewhere_is_compiling_in_the_scope(first, around, where):
+    np.testing.assert_equal(fine_tuned(first, around, where), fine_tuned(first, around, in_its_scope))
+
+
+@pytest.mark.exhaustive
+def test_state_is_loaded_into_an_optimizer_that_was_made_outside_the_scope():
+    (loaded, _), (kept, _) = (
+        fine_tuned(ks.CrossShard, ks.CrossShard, where, before)
+        for where, before in ((outside, load_state), (in_its_scope, fit))
+    )
+    np.testing.assert_equal(loaded, kept)
+
+
+def test_fit_prepares_a_model_that_was_made_in_the_block_and_compiled_outside():
+    with ks.data_parallel(2):
+        model = problem.model()
+    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
+    fit(model)
+    assert is_prepared(model)
+
+
+def test_a_replica_cannot_bring_an_optimizer_into_its_strategy():
+    with ks.data_parallel(2, prepare=False):
+        model = problem.model()
+    optimizer, variables = ks.CrossShard(problem.sgd_momentum(), gradients="local"), model.trainable_variables
+    apply = lambda: optimizer.apply([keras.ops.ones_like(v) for v in variables], variables)  # noqa: E731
+    strategy = model.distribute_strategy
+    with pytest.raises(ValueError, match=r"first used inside `strategy\.run`.* made outside it, for 2 replicas"):
+        strategy.run(apply)
+    with strategy.scope():
+        optimizer.build(variables)
+    strategy.run(apply)
+    assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == 1
 
 
 def test_a_scope_that_was_closed_is_over():
