@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import runpy
@@ -20,7 +21,7 @@ _COMPILERS = {"jax": "keras_shardopt.compile_for.jax.step"}
 _EPILOG = """examples:
   python -m keras_shardopt.compile_for h100:8 train.py --epochs 1
   python -m keras_shardopt.compile_for --json tpu:v5e:2x4 train.py
-  python -m keras_shardopt.compile_for h100:8,h100:64,h100:512 train.py     (a table by number of devices)
+  python -m keras_shardopt.compile_for --plot scale.png h100:8,h100:64,h100:512 train.py    (a table, and a plot)
 
 The program runs on the CPU up to its first training step, on as many CPU devices as the target has.
 Nothing runs on the target: the figures are the compiler's, and the times are lower bounds."""
@@ -35,9 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = [targets.parse(name) for name in names]
         if not given.program:
             raise ValueError("A program must follow the target. Received: none.")
+        if given.plot and (len(wanted) < 2 or importlib.util.find_spec("matplotlib") is None):
+            raise ValueError(
+                "`--plot` needs several targets and matplotlib. Received: "
+                f"{len(wanted)} target{'s' * (len(wanted) > 1)}. Give targets with commas; `pip install matplotlib`."
+            )
         if len(wanted) > 1:
             everything = [_in_a_process(name, given.program) for name in names]
             print(json.dumps(everything, indent=1) if given.json else report.scale_table(everything))
+            if given.plot:
+                report.plot(everything, given.plot)
             return 0
         compiled = _compiled(wanted[0], given.program)
     except ValueError as error:
@@ -102,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", help="a device and a number or shape: h100:8, tpu:v5e:2x4; several with commas")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times of several targets by number of devices")
     parser.add_argument("--hlo", metavar="FILE", help="write the compiled program to this file")
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="train.py ...", help="the program and its arguments"

@@ -155,5 +155,25 @@ def scale_table(everything: Sequence[dict[str, Any]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
 
 
+def plot(everything: Sequence[dict[str, Any]], file: str) -> None:
+    """Draws the time of communication against that of compute, by number of devices, from `Compiled.as_dict`."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+
+    each_row = sorted(everything, key=lambda each: each["num_devices"])
+    numbers = [each["num_devices"] for each in each_row]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for kind in ("ring", "tree"):
+        times = [each["predicted_seconds"][kind] * 1e6 for each in each_row]
+        axes.plot(numbers, times, "o-", label=f"communication, {kind}")
+    axes.plot(numbers, [each["bounds_seconds"]["compute"] * 1e6 for each in each_row], "k--", label="compute, at peak")
+    axes.set(xscale="log", yscale="log", xlabel="devices", ylabel="predicted time of a step, us")
+    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.minorticks_off()
+    axes.set_title(f"{each_row[0]['target']} to {each_row[-1]['target']}: predicted, not run")
+    axes.legend()
+    figure.savefig(file)
+
+
 def _mb(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.3f} MB"

@@ -614,6 +614,14 @@ def test_names_in_the_torch_trainer():
 
 
 @pytest.mark.backends("jax")
+def test_names_that_make_the_first_value_of_a_variable():
+    from keras.src.backend.jax.core import JaxVariable
+
+    assert inspect.signature(JaxVariable._initialize_with_initializer).parameters.keys() == {"self", "initializer"}
+    assert "_initialize_with_initializer" in vars(JaxVariable.__mro__[1])
+
+
+@pytest.mark.backends("jax")
 def test_names_in_the_jax_trainer():
     import jax
     from keras.src.backend.common import masking

@@ -128,9 +128,9 @@ class JaxPlacement(Placement):
 
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
         distribution = keras.distribution.distribution()
-        if distribution is None or jax.process_count() == 1:
+        if distribution is None:
             return function()
-        # Under a distribution a new variable is a question to all processes.
+        # Under a distribution a new variable lies on all devices, and is a question to all processes.
         self._set_aside = distribution
         try:
             with _under(None):

@@ -189,7 +189,10 @@ def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def _load_weights(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """On one process or on all: Keras makes an optimizer to see what it has, of which JAX would ask all."""
     _let_assign_alone(model)
-    placement.outside_strategy(lambda: real(*args, **kwargs))
+    if jax.process_count() == 1:
+        real(*args, **kwargs)
+    else:
+        placement.outside_strategy(lambda: real(*args, **kwargs))
 
 
 def _let_assign_alone(model: Any) -> None:

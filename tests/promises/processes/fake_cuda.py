@@ -180,7 +180,8 @@ def stops_in_fused():
         step, rate = (torch.empty((), device="cuda") for _ in range(2))
         try:
             torch._fused_adam_(
-                *lists, [], [step], lr=rate, beta1=0.9, beta2=0.9, weight_decay=0, eps=1e-7, amsgrad=False, maximize=False
+                *lists, [], [step], lr=rate, beta1=0.9, beta2=0.9, weight_decay=0, eps=1e-7, amsgrad=False,
+                maximize=False,
             )  # fmt: skip
         except Exception as error:
             return type(error).__name__
