@@ -63,7 +63,7 @@ PENALISED = [*[(way, False) for way in WRAPPED], ("in CrossShard", True)]
 
 
 @pytest.mark.parametrize("num_replicas", some([2, 4], [2]))
-@pytest.mark.parametrize(("way", "prepare"), some(PENALISED, [("in CrossShard", True)]))
+@pytest.mark.parametrize(("way", "prepare"), some(PENALISED, [("in CrossShard", True), ("without CrossShard", False)]))
 def test_penalties_of_masters_are_those_of_one_process(way, prepare, num_replicas):
     alone = of_one_process(way)
     # All of these are powers of two, so that half precision is exact: 0.5 - 0.5 * (2 * 0.25 + 2 * 0.125) * 0.5. (An

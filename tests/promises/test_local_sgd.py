@@ -430,6 +430,26 @@ def test_what_a_round_cannot_send_it_sends_later(monkeypatch):
 
 
 @pytest.mark.backends("torch")
+def test_a_round_that_is_left_out_changes_nothing_of_what_was_not_sent(monkeypatch):
+    world = FakeWorld(2).hold(monkeypatch)
+
+    def work(replicas):
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=2, compression="int8")
+        weight = keras.Variable([0.0, 0.0])
+        optimizer.build([weight])
+        (residual,) = optimizer.local_updates.unsent
+        found = []
+        for first in (1.0, 1.0, 1.0, np.nan if replicas.replica_id else 1.0):
+            optimizer.apply([keras.ops.convert_to_tensor([first, 0.001])], [weight])
+            found.append(np.array(keras.ops.convert_to_numpy(residual)))
+        return found[1], found[3], int(optimizer.local_updates.left_out)
+
+    for before, after, left_out in world.run(work):
+        assert left_out == 1 and np.any(before)
+        np.testing.assert_array_equal(after, before)
+
+
+@pytest.mark.backends("torch")
 def test_ranks_with_other_numbers_of_updates_find_it(monkeypatch):
     world = FakeWorld(2, is_spmd=False).hold(monkeypatch)
     monkeypatch.setattr(placement, "broadcast_state", lambda *given: 1.0)

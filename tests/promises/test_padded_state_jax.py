@@ -19,6 +19,15 @@ def halved(grads, variables):
     return [None if grad is None else grad / 2 for grad in grads]
 
 
+@keras.saving.register_keras_serializable("tests")
+class Halving(keras.optimizers.SGD):
+    """Puts other weights in place when training ends."""
+
+    def finalize_variable_values(self, var_list):
+        for variable in var_list:
+            variable.assign(variable / 2)
+
+
 def compiled(optimizer, widths=WIDTHS):
     hidden = [keras.layers.Dense(width, activation="tanh") for width in widths[1:]]
     model = keras.Sequential([keras.Input((widths[0],)), *hidden])
@@ -52,10 +61,14 @@ INNER = {
     "momentum": momentum,
     "decaying": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "wrapped": lambda: ks.LossScaling(ks.GradientClipping(keras.optimizers.Adam(0.01), 0.1), "Backoff"),
+    "finalized": lambda: Halving(0.05, momentum=0.9),
     "master": lambda: ks.MixedPrecision(keras.optimizers.Adam(0.01)),
 }
 CASES = [(name, "momentum", 3) for name in ARGUMENTS] + [("plain", name, 6) for name in INNER]
-BY_DEFAULT = [("plain", "wrapped", 6), ("own gradients", "momentum", 3), ("accumulates", "momentum", 3)]
+BY_DEFAULT = [
+    *[("plain", name, 6) for name in ("wrapped", "finalized")],
+    *[(name, "momentum", 3) for name in ("own gradients", "accumulates")],
+]
 
 
 @pytest.mark.parametrize(("arguments", "inner", "num_replicas"), some(CASES, BY_DEFAULT))

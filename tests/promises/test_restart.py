@@ -10,11 +10,13 @@ import keras
 import numpy as np
 import pytest
 from conftest import BACKEND
-from promises.problems import restarting
+from promises.problems import restarting, same_bits
 from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
+from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.models import buffers_of
 
 EPOCHS = 4
 STEPS = 3
@@ -91,6 +93,21 @@ def test_the_global_seed_goes_on_too(tmp_path):
     trained(tmp_path / "backup", interrupted=True, noise=True)
     keras.utils.clear_session(free_memory=False)
     assert_same(trained(tmp_path / "backup", noise=True)[0], alone)
+
+
+@pytest.mark.backends("torch")
+def test_buffers_of_modules_go_to_all_ranks(tmp_path, monkeypatch):
+    def backed_up(**arguments):
+        model = same_bits.model_of("wrapped-SGD-plain", virtual_replicas=None)
+        same_bits.fit(model, "wrapped-SGD-plain", callbacks=[ks.callbacks.BackupAndRestore(tmp_path, **arguments)])
+        return model
+
+    backed_up(delete_checkpoint=False)
+    sent = []
+    monkeypatch.setattr(placement, "broadcast_state", lambda variables, *_: sent.extend(variables))
+    model = backed_up()
+    buffers = buffers_of(model)
+    assert len(buffers) > 3 and {id(buffer) for buffer in buffers} <= {id(variable) for variable in sent}
 
 
 @pytest.mark.backends("tensorflow", "jax")

@@ -134,7 +134,7 @@ CASES = {
     "four replicas": (problem.sgd_momentum, {"num_replicas": 4}),
     "average": (
         lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5),
-        {"num_replicas": 4, "traced": True},
+        {"traced": True},
     ),
     "exclusions": (lambda: keras.optimizers.AdamW(0.01, weight_decay=0.5), {"prepare": excluded}),
     "schedule, clipvalue": (
@@ -192,7 +192,7 @@ def test_next_values_are_the_largest_of_all_replicas(window):
     np.testing.assert_array_equal(scale.numpy(), (np.array([3, 3, 1], "float32") / np.float32(1 + window)))
 
 
-@pytest.mark.parametrize("case", some(CASES, ["accumulates, skips"]))
+@pytest.mark.parametrize("case", some(CASES, ["accumulates, skips", "average"]))
 def test_around_it_everything_means_the_same(case):
     make, given = CASES[case]
     both(make, **given)

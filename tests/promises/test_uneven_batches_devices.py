@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from conftest import BACKEND
-from promises.problems import uneven
+from promises.problems import apart, own_rows, uneven
 from support import problem
 from support.suites import some
 
@@ -32,6 +32,16 @@ def test_so_they_are_with_gradients_of_each_replica(case):
     # A clip that never bites: forward and backward pass run in a shard_map, in a branch for each number of rows.
     got = uneven.run(case, 4, around={"replica_clipnorm": 1e9})
     uneven.assert_same(got, alone(case), uneven.start_of(case))
+
+
+def test_windows_of_each_replica_are_clipped_in_units_of_its_rows():
+    around = {"replica_clipnorm": problem.CLIPNORM, "gradient_accumulation_steps": 2}
+    weights, _ = uneven.run("plain", 3, around=around, validates=False)
+    data = uneven.data()
+    steps = [[[array[rows] for array in data] for rows in apart.parts_of(batch, 3)] for batch in uneven.batches()]
+    expected, unclipped = (own_rows.of_parts(steps, 2, clipnorm)["weights"] for clipnorm in (problem.CLIPNORM, None))
+    assert problem.relative_difference(weights, expected) <= 2 * problem.TOLERANCE  # two updates move little
+    assert problem.relative_difference(unclipped, expected) > 1e-2
 
 
 class Centered(keras.layers.Layer):

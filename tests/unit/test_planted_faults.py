@@ -962,6 +962,91 @@ FAULTS = [
         "promises/test_compression.py::test_jax_adds_up_in_that_dtype",
         backend="jax",
     ),
+    # What tests had let through: planted by hand, found by none, and tested since.
+    fault(
+        "update/accumulation.py",
+        "sorted(i for i in self._given if i in self._given_last or self._is_trained(i))",
+        "sorted(self._given)",
+        "unit/update/test_accumulation.py::test_a_variable_that_is_frozen_within_a_window_stays",
+    ),
+    fault(
+        "update/nonfinite.py",
+        'sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")',
+        'sum_overflows = ops.zeros((1,), "float32")',
+        f"{LOCAL}::test_where_the_sum_of_one_group_overflows_all_groups_skip",
+    ),
+    fault(
+        "update/coding.py",
+        "variable.assign(ops.where(is_good, value, ops.convert_to_tensor(variable)))",
+        "variable.assign(value)",
+        f"{ROUNDS}::test_a_round_that_is_left_out_changes_nothing_of_what_was_not_sent",
+    ),
+    fault(
+        "update/agreement.py",
+        "repr(list(mine.items()))",
+        "repr(sorted(mine.items()))",
+        "unit/update/test_agreement_in_words.py::test_another_order_is_another_training",
+    ),
+    fault(
+        "fit/torch/session.py",
+        "self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step = before",
+        "pass",
+        "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[predictions_in_the_middle_of_training]",
+    ),
+    fault(
+        "fit/jax/trainer.py",
+        "rows = rows_of(jax.numpy.arange(size), all_rows, size)",
+        "rows = jax.numpy.full((size,), -(-all_rows // size))",
+        "promises/test_uneven_batches_devices.py::test_windows_of_each_replica_are_clipped_in_units_of_its_rows",
+        backend="jax",
+    ),
+    fault(
+        "sharding/slices.py",
+        "if fits and (iterations or self._starts_with_weights):",
+        "if fits and iterations:",
+        "unit/sharding/test_sharding.py::test_parts_of_the_state_must_belong_to_the_same_update_and_to_the_weights",
+    ),
+    fault(
+        "sharding/slices.py",
+        "position = ops.where(first > 0, last - first, ops.zeros_like(first))",
+        "position = first",
+        "promises/test_sharded_state_ranks.py::test_on_ranks[3-an_overflow_on_one_rank_is_skipped_on_all]",
+    ),
+    fault(
+        "sharding/padded_layout.py",
+        "self.inside(variables))\n        for i in self._divided:\n            self._take(i)",
+        "self.inside(variables))",
+        "promises/test_padded_state_jax.py::test_weights_are_those_of_whole_state[plain-finalized-6]",
+        backend="jax",
+    ),
+    fault(
+        "sharding/even_slices.py",
+        "self.variables[i].assign(self._joined(i, self.stand_ins[i]))",
+        "pass",
+        "promises/test_sharded_state_tensorflow.py::test_around_it_everything_means_the_same[average]",
+        backend="tensorflow",
+    ),
+    fault(
+        "checkpoint/backup.py",
+        "[*model.variables, *buffers_of(model), *seed], ",
+        "[*model.variables, *seed], ",
+        "promises/test_restart.py::test_buffers_of_modules_go_to_all_ranks",
+    ),
+    fault(
+        "backends/torch/random_numbers.py",
+        "_seeded_with = None  # the next `draw_apart` makes it this rank's",
+        "pass",
+        "unit/backends/test_torch_random_numbers.py::"
+        "test_a_rank_that_takes_over_the_state_of_rank_0_draws_other_numbers",
+    ),
+    fault(
+        "optimizers/mixed_precision.py",
+        "1.0 if _summing is None or self._scope.is_reduced else 1.0 / _summing.num_summed()",
+        "1.0",
+        "promises/test_equals_one_process_tensorflow.py::test_penalties_of_masters_are_those_of_one_process"
+        "[without CrossShard-False-2]",
+        backend="tensorflow",
+    ),
 ]
 HERE = [each for each in FAULTS if each.backend == BACKEND]
 TESTS = list(dict.fromkeys(test for each in HERE for test in each.tests))

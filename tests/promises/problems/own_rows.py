@@ -64,26 +64,40 @@ def trained(replicas, name):
 def in_numpy(name):
     """The same in float64: step k has rows 2k and 2k + 1 of each rank that has them."""
     arguments = CASES[name]
+    everyones = [rows_of(rank, name) for rank in range(len(NUM_ROWS))]
+    steps = [
+        [[array[BATCH * step : BATCH * (step + 1)] for array in own] for own in everyones] for step in range(NUM_STEPS)
+    ]
     window, clipnorm = arguments.get("gradient_accumulation_steps", 1), arguments.get("replica_clipnorm")
-    everyones = [[array.astype("float64") for array in rows_of(rank, name)] for rank in range(len(NUM_ROWS))]
+    return of_parts(steps, window, clipnorm, EPOCHS)
+
+
+def of_parts(steps, window=1, clipnorm=None, epochs=1):
+    """Weights, logs and counts in float64.
+
+    Args:
+        steps: of each micro-batch the `(x, y)` of each replica.
+        window: how many micro-batches make an update.
+        clipnorm: of the mean of a replica's own rows in a window.
+        epochs: how often the steps are made.
+    """
     weights, inner = [w.astype("float64") for w in problem.start_weights()], references.Momentum(0.1, 0.9)
     losses, counts = [], [0, 0]
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         errors = []
-        for first in range(0, NUM_STEPS, window):
-            # Of each rank what it has added up in the window, by its rows.
-            sums = [[np.zeros_like(w) for w in weights] for _ in NUM_ROWS]
-            shares = np.zeros(len(NUM_ROWS))
-            for step in range(first, first + window):
-                parts = [[array[BATCH * step : BATCH * (step + 1)] for array in own] for own in everyones]
+        for first in range(0, len(steps), window):
+            # Of each replica what it has added up in the window, by its rows.
+            sums = [[np.zeros_like(w) for w in weights] for _ in steps[0]]
+            shares = np.zeros(len(sums))
+            for parts in steps[first : first + window]:
                 total = sum(len(x) for x, _ in parts)
-                for rank, (x, y) in enumerate(parts):
+                for replica, (x, y) in enumerate(parts):
                     if not len(x):
                         continue
-                    share = len(x) / total / window
-                    shares[rank] += share
+                    x, y, share = x.astype("float64"), y.astype("float64"), len(x) / total / window
+                    shares[replica] += share
                     grads = problem.gradients_in_numpy(weights, x, y)
-                    sums[rank] = [sum_ + share * grad for sum_, grad in zip(sums[rank], grads)]
+                    sums[replica] = [sum_ + share * grad for sum_, grad in zip(sums[replica], grads)]
                     hidden = np.tanh(x @ weights[0] + weights[1])
                     errors += [np.mean((hidden @ weights[2] + weights[3] - y) ** 2, axis=1)]
             if clipnorm is not None:

@@ -339,14 +339,16 @@ def an_overflow_on_one_rank_is_skipped_on_all(scope):
         else:
             assert float(optimizer.loss_scale) == 4.0
     # A sum that overflows where no gradient does.
-    optimizer = ks.CrossShard(ELEMENTWISE["momentum"](), "sum", shard_state=True, on_nonfinite="skip")
-    weights = variables()
-    optimizer.build(weights)
-    grads = gradients(scope.replica_id, 0)
-    grads[1][:] = 3e38
-    with torch.no_grad():
-        optimizer.apply(grads, weights)
-    assert optimizer.last_nonfinite == (None, "hidden/kernel"), optimizer.last_nonfinite
+    for overlap in ("auto", False):
+        arguments = {"shard_state": True, "on_nonfinite": "skip", "overlap": overlap}
+        optimizer = ks.CrossShard(ELEMENTWISE["momentum"](), "sum", **arguments)
+        weights = variables()
+        optimizer.build(weights)
+        grads = gradients(scope.replica_id, 0)
+        grads[1][:] = 3e38
+        with torch.no_grad():
+            optimizer.apply(grads, weights)
+        assert optimizer.last_nonfinite == (None, "hidden/kernel"), optimizer.last_nonfinite
 
 
 @check

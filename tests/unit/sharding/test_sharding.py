@@ -7,7 +7,7 @@ from support.suites import some
 from support.worlds import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.backends.active import placement
+from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.communicator import GradientState
 
 SHAPES = [(7, 5), (5,), (5, 3), ()]
@@ -87,6 +87,34 @@ def test_replicas_update_as_one_does(world, inner, arrives):
         assert moves.count("all_reduce") == (
             0 if arrives is GradientState.GLOBAL else 3
         )  # the fake's reduce-scatter is one
+
+
+@pytest.mark.neutral
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras has no ScheduleFreeAdamW")
+def test_parts_of_the_state_must_belong_to_the_same_update_and_to_the_weights(monkeypatch):
+    world = FakeWorld(2, is_spmd=False).hold(monkeypatch)
+    monkeypatch.setattr(placement, "state_sharding", "slices")
+    prints = np.ones((2, len(SHAPES)))
+    prints[1, 2] = 2  # other weights
+    monkeypatch.setattr(placement, "fingerprints", lambda variables: prints)
+
+    def check(make, updates):
+        def work(replicas):
+            optimizer = ks.CrossShard(make(), shard_state=True)
+            optimizer.build(weights())
+            optimizer._shards.check_start(updates[replicas.replica_id])
+
+        monkeypatch.setattr(processes, "gather_objects", lambda value: updates)
+        world.run(work)
+
+    check(keras.optimizers.Adam, [0, 0])  # all take the weights of the first replica
+    for make, updates, words in (
+        (keras.optimizers.Adam, [0, 1], "updates so far, by replica: .0, 1.. Load"),
+        (keras.optimizers.Adam, [1, 1], "by replica: .1, 1., and weights that differ"),
+        (keras.optimizers.ScheduleFreeAdamW, [0, 0], "by replica: .0, 0., and weights that differ"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check(make, updates)
 
 
 def test_arguments():

@@ -52,6 +52,16 @@ def test_a_variable_that_a_window_did_not_have_stays():
     assert values(weights) == [9.0, 7.5]
 
 
+def test_a_variable_that_is_frozen_within_a_window_stays():
+    weights = two_weights()
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2)
+    optimizer.build(weights)
+    apply(optimizer, weights, 2.0, 4.0)
+    weights[0].trainable = False
+    apply(optimizer, weights[1:], 2.0)
+    assert values(weights) == [10.0, 7.0]
+
+
 @pytest.mark.backends("tensorflow", "torch")  # on JAX Keras takes all variables that an optimizer was built on
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_layer_that_is_frozen_later_stays(run_eagerly):

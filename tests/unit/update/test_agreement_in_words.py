@@ -56,6 +56,20 @@ def test_equal_ones_pass_after_one_exchange(monkeypatch):
     assert len(exchanged) == 2 and exchanged[0] == exchanged[1]
 
 
+def test_another_order_is_another_training(monkeypatch):
+    mine, *arguments = description(clipping())
+    other = dict(reversed(mine.items()))
+    exchanged = []
+    monkeypatch.setattr(processes, "gather_objects", lambda value: exchanged.append(value) or [value] * 2)
+    check_agreement(mine, *arguments)
+    check_agreement(other, *arguments)
+    assert exchanged[0] != exchanged[1]
+    everyones = iter([exchanged, exchanged, [mine, other]])
+    monkeypatch.setattr(processes, "gather_objects", lambda value: next(everyones))
+    with pytest.raises(ValueError, match="Received order: .* on process 0, .* on process 1"):
+        check_agreement(mine, *arguments)
+
+
 def test_garbage_is_collected_only_where_descriptions_differ(monkeypatch):
     """A model that nothing holds any more, and that the other process has got rid of, makes no difference."""
     exchanged, collected, real = [], [], gc.collect

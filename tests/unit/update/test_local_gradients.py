@@ -380,6 +380,25 @@ def test_half_precision_does_not_overflow(transform, monkeypatch):
         np.testing.assert_allclose(ops.convert_to_numpy(grad), [300.0, 400.0], rtol=2e-3)
 
 
+@pytest.mark.neutral
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("is_spmd", [True, False])
+def test_where_the_sum_of_one_group_overflows_all_groups_skip(is_spmd, monkeypatch):
+    world = FakeWorld(4, is_spmd=is_spmd).hold(monkeypatch)
+
+    def work(replicas):
+        weight = keras.Variable([1.0, 1.0], name="weight")
+        optimizer = ks.CrossShard(
+            "sgd", reduction="sum", group_assignment=[[0, 1], [2, 3]], on_nonfinite="skip", gradients="local"
+        )
+        optimizer.build([weight])
+        for grad in ([1.0, 1.0], [1.0, 3e38 if replicas.replica_id >= 2 else 1.0]):  # each finite by itself
+            optimizer.apply([ops.convert_to_tensor(grad)], [weight])
+        return int(ops.convert_to_numpy(optimizer.iterations)), int(optimizer.skipped_steps), optimizer.last_nonfinite
+
+    assert world.run(work) == [(1, 1, (None, "weight"))] * 4
+
+
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_what_is_not_finite_stays_so_on_every_replica(bad, monkeypatch):
     optimizer = ks.CrossShard("sgd", replica_clipnorm=1.0)

@@ -1,0 +1,31 @@
+"""PyTorch: which numbers a rank draws, before and after a restart."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from keras_shardopt.backends.torch import random_numbers  # noqa: E402
+
+pytestmark = pytest.mark.backends("torch")
+
+
+class SecondRank:
+    replica_id = 1
+
+
+def test_a_rank_that_takes_over_the_state_of_rank_0_draws_other_numbers(monkeypatch):
+    for name in ("_ranks", "_seeded_with"):
+        monkeypatch.setattr(random_numbers, name, None)
+    for module in (random_numbers.torch_random, random_numbers.torch_image):
+        monkeypatch.setattr(module, "draw_seed", module.draw_seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        of_rank_0 = random_numbers.rng_state()
+        random_numbers.draw_apart(SecondRank, [])
+        own, seed = random_numbers.rng_state(), torch.initial_seed()
+        assert seed != 3
+        random_numbers.set_rng_state(own)
+        random_numbers.draw_apart(SecondRank, [])
+        assert random_numbers.rng_state() == own
+        random_numbers.set_rng_state(of_rank_0, is_own=False)
+        random_numbers.draw_apart(SecondRank, [])
+        assert torch.initial_seed() == seed
