@@ -25,14 +25,14 @@ from keras_shardopt.sharding.separability import (
     holds_weights,
     keep_exclusions,
 )
-from keras_shardopt.sharding.shards import Shards, flattened
+from keras_shardopt.sharding.shards import OneProgramShards, flattened
 from keras_shardopt.wrapping.slots import named_like
 
 # Where the copies of a variable can be slices of one whole.
 _copies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
 
 
-class PaddedShards(Shards):
+class PaddedShards(OneProgramShards):
     """What each replica of this program owns: as many elements of each variable as any other.
 
     Args:
@@ -43,8 +43,6 @@ class PaddedShards(Shards):
     Raises:
         ValueError: if an optimizer inside cannot update every variable in parts.
     """
-
-    reduces_in_slices = False
 
     def __init__(self, optimizer: Any, variables: Sequence[Variable], num_replicas: int) -> None:
         super().__init__(optimizer, variables, num_replicas)
@@ -108,16 +106,6 @@ class PaddedShards(Shards):
             if self.is_divided(variable):
                 placement.assign_replica_values(variable, arrays)
 
-    def is_divided(self, variable: Variable) -> bool:
-        """Whether replicas hold different parts of this state."""
-        return id(variable) in self._slots and len(variable.shape) > 0
-
-    def check_start(self, iterations: int) -> None:
-        """Nothing to do: one program holds all parts, and has loaded all of them."""
-
-    def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
-        """Nothing to do: replicas that run one program end with it."""
-
     def _own_slice(self, i: int, whole: Tensor) -> Tensor:
         return self._slice(i, whole, runtime.communicator(self._axis_name).replica_id)
 
@@ -175,12 +163,6 @@ class PaddedShards(Shards):
     def _joined(self, i: int, variable: Variable) -> np.ndarray:
         whole = np.concatenate(placement.replica_values(variable))[: size_of(self.variables[i])]
         return whole.reshape(tuple(self.variables[i].shape))
-
-    def stored_shape(self, variable: Variable) -> tuple[int, ...]:
-        """The shape of the whole of this state."""
-        if self.is_divided(variable):
-            return tuple(self.variables[self._slots[id(variable)]].shape)
-        return tuple(variable.shape)
 
     def stored(self, variable: Variable) -> np.ndarray:
         """The whole of this state."""

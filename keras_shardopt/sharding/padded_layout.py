@@ -20,7 +20,7 @@ from keras_shardopt.backends.communicator import Communicator, GlobalView
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding.report import MemoryReport, item_size, laid_out_report, size_of
 from keras_shardopt.sharding.separability import are_elementwise_inside, keep_exclusions
-from keras_shardopt.sharding.shards import Shards, flattened
+from keras_shardopt.sharding.shards import OneProgramShards, flattened
 from keras_shardopt.wrapping.slots import named_like
 from keras_shardopt.wrapping.stored_state import whole_value
 
@@ -28,7 +28,7 @@ _MAX_OVER_IDEAL = 1.02
 """How much more than an equal share a replica may hold before variables are padded."""
 
 
-class PaddedLayout(Shards):
+class PaddedLayout(OneProgramShards):
     """State of which each replica holds an equal share, padded to the next element per variable.
 
     Args:
@@ -37,7 +37,6 @@ class PaddedLayout(Shards):
         num_replicas: int >= 2.
     """
 
-    reduces_in_slices = False
     lays_out = True
 
     def __init__(self, optimizer: Any, variables: Sequence[Variable], num_replicas: int) -> None:
@@ -88,16 +87,6 @@ class PaddedLayout(Shards):
         own = {id(v) for v in optimizer._variables}
         placement.place([v for v in optimizer.variables if id(v) not in own], "sharded")
 
-    def is_divided(self, variable: Variable) -> bool:
-        """Whether this state has the shape of a stand-in."""
-        return id(variable) in self._slots and len(variable.shape) > 0
-
-    def check_start(self, iterations: int) -> None:
-        """Nothing to do: one program holds all parts."""
-
-    def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
-        """Nothing to do: replicas of one program end with it."""
-
     def slices_of(self, grads: Gradients, variables: Sequence[Variable]) -> list[Tensor | None]:
         """Gradients in the shapes of the stand-ins; some come so from the reduction."""
         inside = self.inside(variables)
@@ -118,12 +107,15 @@ class PaddedLayout(Shards):
 
     def update(self, inner: Any, grads: Gradients, variables: Sequence[Variable], replicas: Communicator) -> None:
         """Lets `inner` update the stand-ins, and gives their values to the variables."""
-        for i in self._divided:
-            self.stand_ins[i].assign(self._rows(flattened(self.variables[i])))
+        self._fill()
         inner.apply(list(grads), self.inside(variables))
         given = {self._position(v) for v, grad in zip(variables, grads) if grad is not None}
         for i in given & set(self._divided):
             self._take(i)
+
+    def _fill(self) -> None:
+        for i in self._divided:
+            self.stand_ins[i].assign(self._rows(flattened(self.variables[i])))
 
     def _take(self, i: int) -> None:
         rows = self._laid_out(ops.convert_to_tensor(self.stand_ins[i]), False)
@@ -131,19 +123,12 @@ class PaddedLayout(Shards):
 
     def finalize(self, inner: Any, variables: Sequence[Variable]) -> None:
         """Lets `inner` set the final values of the weights."""
-        for i in self._divided:
-            self.stand_ins[i].assign(self._rows(flattened(self.variables[i])))
+        self._fill()
         inner.finalize_variable_values(self.inside(variables))
         for i in self._divided:
             self._take(i)
 
     # -- files ---------------------------------------------------------------------------------------------------
-
-    def stored_shape(self, variable: Variable) -> tuple[int, ...]:
-        """The shape of this state in files."""
-        if self.is_divided(variable):
-            return tuple(self.variables[self._slots[id(variable)]].shape)
-        return tuple(variable.shape)
 
     def stored(self, variable: Variable) -> np.ndarray:
         """The whole of this state."""

@@ -95,6 +95,27 @@ class Shards(abc.ABC):
         """This replica's slice of a flat tensor, in the shape of the stand-in."""
 
 
+class OneProgramShards(Shards):
+    """Parts of all replicas in one program, each as long as the others."""
+
+    reduces_in_slices = False
+
+    def is_divided(self, variable: Variable) -> bool:
+        """Whether replicas hold different parts of this state."""
+        return id(variable) in self._slots and len(variable.shape) > 0
+
+    def stored_shape(self, variable: Variable) -> tuple[int, ...]:
+        """The shape of the whole of this state, as files have it."""
+        whole = self.variables[self._slots[id(variable)]] if self.is_divided(variable) else variable
+        return tuple(whole.shape)
+
+    def check_start(self, iterations: int) -> None:
+        """Nothing to do: one program holds all parts, and has loaded all of them."""
+
+    def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
+        """Nothing to do: replicas of one program end with it."""
+
+
 def flattened(value: Any, variable: Variable | None = None) -> Tensor:
     """All elements of a variable, or of the gradient of one, one after another."""
     if getattr(value, "is_sparse", False) is True:  # of PyTorch
