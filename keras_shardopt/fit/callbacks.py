@@ -7,6 +7,7 @@ model, all processes take part, as some of the state may be divided among them, 
 Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model`, `BackupAndRestore._save_model` - call `save` or `save_weights` of the model.
     `BackupAndRestore._weights_path` - the file that is written there.
+    `OrbaxCheckpoint._save_checkpoint` - reads the state of the model, and writes it.
     `Trainer._initial_epoch` - the epoch with which a running `fit` begins.
 """
 
@@ -35,6 +36,8 @@ from keras_shardopt.checkpoint.saving import (
     save_weights,
     write_apart,
 )
+from keras_shardopt.fit.overrides import reducers_in, show_mean
+from keras_shardopt.optimizers.cross_shard import cross_shards
 
 _WRITERS = (
     keras.callbacks.CSVLogger,
@@ -43,6 +46,9 @@ _WRITERS = (
     keras.callbacks.TensorBoard,
 )
 """What does nothing but write, print or send."""
+
+_ORBAX: Any = getattr(keras.callbacks, "OrbaxCheckpoint", ())
+"""Keras' callback that writes with Orbax, which older versions have not."""
 
 _BLIND = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callbacks.ProgbarLogger)
 """What looks at no logs of batches, or (the bar) at those of some batches only."""
@@ -171,7 +177,7 @@ _HOOKS = {True: ("on_batch_end", "on_train_batch_end"), False: ("on_test_batch_e
 
 def _looks_at_batches(callback: Any, *hooks: str) -> bool:
     """Whether a callback looks at the logs of each batch, in methods of these names."""
-    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+    if isinstance(callback, (keras.callbacks.ModelCheckpoint, _ORBAX)):
         return bool(callback.save_freq != "epoch")
     if isinstance(callback, keras.callbacks.TensorBoard):
         return bool(callback.update_freq != "epoch")
@@ -198,6 +204,11 @@ def _is_for_this_process(callback: Any) -> bool:
         _stand_in(callback, "on_train_begin", _restore_backup)
         _stand_in(callback, "_save_model", _save_backup)
         _stand_in(callback, "on_train_end", _delete_backup)
+    elif isinstance(callback, _ORBAX) and not callback.is_multihost_enabled():  # else Orbax knows the processes
+        _stand_in(callback, "on_train_begin", _begin_with_orbax)
+        _stand_in(callback, "_save_checkpoint", _save_with_orbax)
+        _stand_in(callback, "on_train_end", _finish_together)
+        _stand_in(callback, "wait_until_finished", _finish_together)
     return True
 
 
@@ -239,6 +250,39 @@ def _save_backup(callback: Any, real: Callable[[], None]) -> None:
             if not begun:  # the others wait for it
                 raise_together(error)
             raise
+
+
+def _begin_with_orbax(callback: Any, real: Callable[..., None], logs: Any = None) -> None:
+    _check_whole(callback)
+    real(logs)
+
+
+def _check_whole(callback: Any) -> None:
+    """Raises ValueError if an `OrbaxCheckpoint` of rank 0 would miss the other ranks' parts of the state."""
+    if needs_all(callback.model) and not callback.save_weights_only:
+        raise ValueError(
+            "`OrbaxCheckpoint` cannot write optimizer state that is divided among processes. Received: "
+            f"{callback.model.optimizer!r}. Use `keras_shardopt.callbacks.ModelCheckpoint` or `BackupAndRestore`, or "
+            "`OrbaxCheckpoint(..., save_weights_only=True)`."
+        )
+
+
+def _save_with_orbax(callback: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    _check_whole(callback)  # of optimizers that were not built when training began, too
+    show_mean(reducers_in(callback.model, cross_shards))
+    problem = None
+    if is_chief():
+        try:
+            real(*args, **kwargs)
+        except Exception as error:
+            problem = error
+    raise_together(problem)
+
+
+def _finish_together(callback: Any, real: Callable[..., None], *args: Any) -> None:
+    """Leaves no process before the first one has written its files."""
+    real(*args)
+    raise_together(None)
 
 
 def _restore_backup(callback: Any, real: Callable[..., None], logs: Any = None) -> None:

@@ -117,6 +117,10 @@ def test_how_keras_writes_a_checkpoint():
     assert list(inspect.signature(callback._get_file_path).parameters) == ["self", "epoch", "batch", "logs"]
     wanted = ["self", "epoch", "batch", "logs", "filepath"]
     assert list(inspect.signature(callback._should_save_model).parameters) == wanted
+    orbax = keras.callbacks.OrbaxCheckpoint
+    assert list(inspect.signature(orbax._save_checkpoint).parameters) == ["self", "step", "logs"]
+    for hook in (orbax.on_train_batch_end, orbax.on_epoch_end):
+        assert "self._save_checkpoint(" in inspect.getsource(hook)
 
 
 def test_how_keras_backs_training_up():

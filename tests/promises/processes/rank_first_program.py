@@ -12,12 +12,15 @@ import pathlib
 import shutil
 import sys
 import tempfile
+import time
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
 import torch
 import torch.distributed as dist
+from keras.src.utils import module_utils
 from support import checks, problem
 from support.checks import check, refused
 
@@ -294,6 +297,61 @@ def values_in(folder):
     other = problem.model()
     other.load_weights(os.path.join(folder, "last.weights.h5"))
     return [*model.get_weights(), *other.get_weights()]
+
+
+class Checkpointer:
+    """Orbax' one, as far as Keras' callback uses it: a step is a folder, which nobody else may make."""
+
+    def __init__(self, directory, **policies):
+        self.directory = pathlib.Path(directory)
+
+    def save_checkpointables(self, step, payload):
+        (self.directory / str(step)).mkdir(parents=True)
+        weights = keras.tree.flatten(payload["pytree"]["trainable_variables"])
+        self.last = step, [np.array(weight) for weight in weights]
+
+    save_checkpointables_async = save_checkpointables
+
+    def close(self):
+        if hasattr(self, "last"):
+            step, weights = self.last
+            time.sleep(0.2)  # as writing goes on in the background
+            np.savez(self.directory / str(step) / "weights.npz", *weights)
+
+
+@contextlib.contextmanager
+def stand_in_for_orbax():
+    """Orbax is large, and not among the packages for tests."""
+    orbax = mock.MagicMock()
+    orbax.v1.training.Checkpointer = Checkpointer
+    modules = {"orbax": mock.MagicMock(checkpoint=orbax), "orbax.checkpoint": orbax}
+    with mock.patch.dict(sys.modules, modules), mock.patch.object(module_utils.ocp, "module", None):
+        yield
+
+
+@check
+def orbax_files_are_written_by_rank_0(scope):
+    def saved(folder, step):
+        with np.load(os.path.join(folder, step, "weights.npz")) as file:
+            return [file[name] for name in file.files]
+
+    with stand_in_for_orbax(), folder_of_all() as folder:
+        path, apart = os.path.join(folder, "kept"), os.path.join(folder, "apart")
+        model, alone = compiled(scope), compiled()
+        fit(model, epochs=2, callbacks=[keras.callbacks.OrbaxCheckpoint(path, save_on_background=False)])
+        assert sorted(os.listdir(path)) == ["0", "1"] and saved(path, "1")  # rank 0 has written all
+        fit(alone, epochs=2)
+        assert problem.relative_difference(saved(path, "1"), alone.get_weights()) <= problem.TOLERANCE
+        model = problem.model()
+        model.compile(ks.CrossShard(problem.sgd_momentum(), sync_every=100), "mse")
+        fit(model, epochs=1, callbacks=[keras.callbacks.OrbaxCheckpoint(apart, save_freq=5)])
+        np.testing.assert_equal(saved(apart, "5"), model.get_weights())  # the mean of all ranks
+        model.compile(ks.CrossShard("adam", shard_state=True), "mse")
+        parts = [keras.callbacks.OrbaxCheckpoint(os.path.join(folder, "parts"))]
+        refused(lambda: fit(model, callbacks=parts), ValueError, "state that is divided among processes")
+        weights = [keras.callbacks.OrbaxCheckpoint(os.path.join(folder, "weights"), save_weights_only=True)]
+        fit(model, epochs=1, callbacks=weights)
+        np.testing.assert_equal(saved(weights[0].directory, "0"), model.get_weights())
 
 
 @check
