@@ -599,3 +599,12 @@ def test_fit_with_torch_compile():
         with problem.without_generated_code():
             each.fit(x, y, batch_size=problem.BATCH_SIZE, shuffle=False, verbose=0)
     assert problem.relative_difference(model.get_weights(), reference.get_weights()) <= 1e-5
+
+
+def test_a_rate_too_small_to_be_added_to_one():
+    weight = keras.Variable(np.zeros(4, "float32"))
+    optimizer = ks.CrossShard(keras.optimizers.SGD(1e-12, momentum=0.5))
+    optimizer.build([weight])
+    for _ in range(2):
+        optimizer.apply([keras.ops.ones(4)])
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(weight), np.full(4, -2.5e-12), rtol=1e-6)
