@@ -159,7 +159,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             part.pipeline.reset()
         for part, name in _apart(model):
             part.local_updates.take_states(list(_from_chief(None if arrays is None else arrays.get(name, [])).values()))
-        _restore_residuals(model, header.get("residuals", []), None if arrays is None else arrays.get("residual", []))
+        for name, variables in _carried(model).items():
+            _restore_carried(variables, header.get(f"{name}s", []), None if arrays is None else arrays.get(name, []))
         model._initial_epoch = header["epoch"]
         _skip_epochs(header["epoch"])
 
@@ -176,12 +177,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         random_states = processes.gather_objects(_random_state())
         model = self.model
         apart = {name: part.local_updates.states() for part, name in _apart(model)}
-        residuals = [np.stack(_everyones(variable)) for variable in _residuals(model)]
+        carried = {k: [np.stack(_everyones(v)) for v in variables] for k, variables in _carried(model).items()}
         problem = None
         try:
             if is_chief():
                 with gather_despite_errors(model):
-                    self._write(epoch + 1, random_states, apart, residuals)
+                    self._write(epoch + 1, random_states, apart, carried)
             else:
                 join_gather(model)
         except Exception as error:
@@ -204,7 +205,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         epoch: int,
         random_states: list[Any],
         apart: dict[str, list[np.ndarray]],
-        residuals: list[np.ndarray],
+        carried: dict[str, list[np.ndarray]],
     ) -> None:
         model = self.model
         seed = _global_seed(make=False)
@@ -216,7 +217,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "shapes": [list(v.shape) for v in variables],
             "optimizers": [kind_of(optimizer) for optimizer in optimizers_of(model)],
             "built_on": _built_on(model),
-            "residuals": [list(array.shape) for array in residuals],
+            **{f"{name}s": [list(array.shape) for array in arrays] for name, arrays in carried.items()},
         }
         os.makedirs(self.backup_dir, exist_ok=True)
         unfinished = Unfinished(self._path)
@@ -226,13 +227,10 @@ class BackupAndRestore(keras.callbacks.Callback):
                 stored = _Entries(archive, "variable")
                 for i, variable in enumerate([*variables, *seed]):
                     stored[str(i)] = keras.ops.convert_to_numpy(variable)
-                for name, arrays in apart.items():
+                for name, arrays in [*apart.items(), *carried.items()]:
                     entries = _Entries(archive, name)
                     for i, array in enumerate(arrays):
                         entries[str(i)] = array
-                stored = _Entries(archive, "residual")
-                for i, array in enumerate(residuals):
-                    stored[str(i)] = array
                 for part, name in saved_together(model, _is_stored_whole):
                     part.save_own_variables(_Entries(archive, name))
             unfinished.finish(keep_as=self._previous_path if self.double_checkpoint else None)
@@ -264,7 +262,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         whole = {name for _, name in saved_together(model, _is_stored_whole) if not name.endswith(_WRAPPER_STATE)}
         others = {
             "variable",
-            "residual",
+            *(kind for kind in header["kinds"] if f"{kind}s" in header),  # what was carried
             *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, _APART))),
         }
         stored = set(header["kinds"]) - others
@@ -319,9 +317,13 @@ def _for_all(error: Exception) -> Exception:
     return OSError(": ".join(words for words in (type(error).__name__, str(error)) if words))
 
 
-def _residuals(model: Any) -> list[keras.Variable]:
-    """What each replica has not sent yet of its gradients, where they are compressed."""
-    return [residual for part in _cross_shards(model) for residual in part.pipeline.residuals]
+def _carried(model: Any) -> dict[str, list[keras.Variable]]:
+    """What each replica carries from one reduction to the next, by name."""
+    found: dict[str, list[keras.Variable]] = {}
+    for part in _cross_shards(model):
+        for name, variables in part.pipeline.transport.carried.items():
+            found.setdefault(name, []).extend(variables)
+    return found
 
 
 def _everyones(variable: keras.Variable) -> list[np.ndarray]:
@@ -329,18 +331,17 @@ def _everyones(variable: keras.Variable) -> list[np.ndarray]:
     return [value for values in processes.gather_objects(placement.replica_values(variable)) for value in values]
 
 
-def _restore_residuals(model: Any, shapes: list[list[int]], arrays: list[np.ndarray] | None) -> None:
-    """Gives each replica what it had not sent; nothing where there are as many no more, or other variables."""
-    residuals = _residuals(model)
-    here = [placement.replica_values(residual) for residual in residuals]
+def _restore_carried(variables: list[keras.Variable], shapes: list[list[int]], arrays: list[np.ndarray] | None) -> None:
+    """Gives each replica what it carried; nothing where there are as many no more, or other variables."""
+    here = [placement.replica_values(variable) for variable in variables]
     counts = processes.gather_objects(len(here[0]) if here else 0)
     if shapes != [[sum(counts), *rows[0].shape] for rows in here]:
         return
     start = sum(counts[: processes.process()[1]])
-    for i, (residual, rows) in enumerate(zip(residuals, here)):
+    for i, (variable, rows) in enumerate(zip(variables, here)):
         # One by one: they are gathered from all, although only rank 0 has any.
         everyones = processes.gather_objects(None if arrays is None else arrays[i])[0]
-        placement.assign_replica_values(residual, list(everyones[start : start + len(rows)]))
+        placement.assign_replica_values(variable, list(everyones[start : start + len(rows)]))
 
 
 def _is_stored_whole(optimizer: Any) -> bool:

@@ -19,11 +19,11 @@ from keras_shardopt.sharding.separability import check_can_shard
 from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.update import stages_of
 from keras_shardopt.update.accumulation import Accumulation, refuse_accumulation_inside
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.gradient_state import GradientStateFinder, refuse_local_gradients_inside
 from keras_shardopt.update.local_sgd import LocalUpdates
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
-from keras_shardopt.update.own_gradients import OwnGradients
 from keras_shardopt.update.peers import Peers
 from keras_shardopt.update.pipeline import Pipeline
 from keras_shardopt.update.reducers import reducer_of
@@ -148,15 +148,16 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
         self._computed = False
-        for stage in options.stages:
-            stage.check(self)
-        found = stages_of(options, self)
+        self._context = StageContext(self)
+        found = stages_of(options, self._context)
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
         self.local_updates = next((stage for stage in found if isinstance(stage, LocalUpdates)), None)
         self._keeps_state = self.local_updates is not None
         self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
-        reducer = reducer_of(self) if self.local_updates is None else OwnGradients(self, self.local_updates)
+        reducer = next((stage._reducer for stage in found if stage._reducer), None) or reducer_of(
+            self._context, options
+        )
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         note_made(self)
@@ -193,7 +194,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
                 self.pipeline.build(variables, self.add_variable)
             if self.shard_state and (shards := self._divided(variables)) is not None:
                 self._shards = shards
-                self.pipeline.reducer = reducer_of(self, shards)
+                self.pipeline.reducer = reducer_of(self._context, self._options, self.pipeline.transport, shards)
         super().build(variables)
         refuse_accumulation_inside(base_optimizers(self), self._options.gradient_accumulation_steps)
 
@@ -261,7 +262,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
     def _written(self) -> list[Variable]:
         """All that an update reads or assigns."""
         private = [] if self.local_updates is None else self.local_updates.private
-        return [*self._trainable_variables, *self._shared_variables, *private, *self.pipeline.residuals]
+        return [*self._trainable_variables, *self._shared_variables, *private, *self.pipeline.carried]
 
     def _on_outer_loss_scaling(self) -> None:
         """Refuses: a stock LossScaleOptimizer outside would look at gradients before they are reduced."""

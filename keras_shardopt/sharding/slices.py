@@ -12,8 +12,7 @@ Private names of Keras touched here (test_private_names.py holds them):
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from keras import ops
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
-from keras_shardopt.backends.communicator import Communicator, GradientState, in_buckets, largest_bucket
+from keras_shardopt.backends.communicator import Communicator, in_buckets, largest_bucket
 from keras_shardopt.backends.side_channel import SideChannel
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.sharding import partition
@@ -34,11 +33,9 @@ from keras_shardopt.sharding.separability import (
     keep_exclusions,
 )
 from keras_shardopt.sharding.shards import Shards, flattened
-from keras_shardopt.update.all_reduce import Reduction, collective, rescaling
-from keras_shardopt.update.coding import Coded
-from keras_shardopt.update.compression import CodedInTwoLegs
-from keras_shardopt.update.nonfinite import first_not_finite, flags, found_inf_of
-from keras_shardopt.update.step import Step
+from keras_shardopt.update.exchange import Moved, with_next_values
+from keras_shardopt.update.reduction import Reduction, scaled
+from keras_shardopt.update.transport import Transfer
 from keras_shardopt.wrapping.slots import named_like, slots_of
 
 BARRIER_SECONDS = 60.0
@@ -169,132 +166,50 @@ class FlatShards(Shards):
         piece = self._mine.get(i, Piece(i, 0, 0))
         return ops.reshape(whole[piece.start : piece.stop], tuple(self.stand_ins[i].shape))
 
-    def reduce(
-        self, step: Step, replicas: Communicator, reduction: Reduction, trained: Sequence[bool] | None = None
-    ) -> Step:
-        """The step with this replica's slices of the global gradients; others get theirs.
-
-        Its own gradients must be local. `found_inf` becomes what `all_reduce_and_check` returns, where it is given.
-        `trained` says for each variable whether this replica trains it; None for all of them.
-        """
-        assert step.gradient_state is not None
-        grads, found = step.grads, step.found_inf
-        positions = [self._position(variable) for variable in step.variables]
-        result = dict.fromkeys(positions)
-        own = dict(zip(positions, grads))
-        size, num_variables = self.num_replicas, len(step.variables)
-
-        def told(dtype: str) -> Tensor:
-            return flags(found, replicas.replica_id, num_variables, size, dtype)
-
-        op = collective(step.gradient_state, reduction)
-        is_prescaled = step.gradient_state is GradientState.LOCAL_PRESCALED
-        factor = rescaling(reduction, replicas) if is_prescaled else 1
-        chosen = None if trained is None else dict(zip(positions, trained))
-        slices, travelled = self._exchange(own, replicas, op, None if found is None else told, trained=chosen)
-        for i, value in slices.items():
-            if i in result:
-                result[i] = value if value is None or factor == 1 else ops.multiply(value, factor)
-        # Last, when it is clear that all replicas have the same of them.
-        nexts = [k for k, v in enumerate(step.variables) if overwrites_variable(v) and grads[k] is not None]
-        for k, value in zip(nexts, replicas.all_reduce([grads[k] for k in nexts], "max") if nexts else []):
-            result[positions[k]] = value
-        reduced = [result[i] for i in positions]
-        is_told = found is not None and travelled is not None
-        found_inf = self._found_inf(reduced, step.variables, replicas, travelled) if is_told else None
-        return step.replace(grads=reduced, found_inf=found_inf)
-
-    def _found_inf(
-        self, reduced: Gradients, variables: Sequence[Variable], replicas: Communicator, travelled: Tensor
-    ) -> Tensor:
-        # Of the sum each replica sees its own slice only.
-        position = first_not_finite(reduced, variables)
-        last = len(variables) + 1
-        mine = ops.cast(ops.where(position > 0, last - position, ops.zeros_like(position)), "float32")
-        (first,) = replicas.all_reduce([ops.reshape(mine, (1,))], "max")
-        first = ops.cast(first[0], "int32")
-        position = ops.where(first > 0, last - first, ops.zeros_like(first))
-        return found_inf_of(travelled, position, len(variables), self.num_replicas)
-
-    def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
-        """As `update.all_reduce.join_uneven_inputs`, for replicas that exchange slices."""
-        if len(self._owners) < len(self.variables):
-            return  # next values travel by themselves, so that another replica may be somewhere else
-        zeros: Callable[[str], Tensor] | None = None
-        if num_flags:
-            zeros = lambda dtype: ops.zeros((num_flags,), dtype)  # noqa: E731
-        self._exchange({}, replicas, "sum", zeros, trains=False)
-
-    def _exchange(
-        self,
-        grads: dict[int, Tensor | None],
-        replicas: Communicator,
-        op: ReduceOp,
-        told: Callable[[str], Tensor] | None,
-        trains: bool = True,
-        trained: dict[int, bool] | None = None,
-    ) -> tuple[dict[int, Tensor | None], Tensor | None]:
-        """Reduces gradients by position, each replica its slices. What is told, and who has which, goes to all."""
-        indices = sorted(self._owners)
-        mine_train = None if trained is None else [trained.get(i, False) for i in indices]
-        named = [self.variables[i] for i in indices]
-        channel = SideChannel(replicas, named, [grads.get(i) is not None for i in indices], mine_train, trains)
+    def move(self, reduction: Reduction, transfer: Transfer, replicas: Communicator) -> Moved:
+        """As `exchange.move`, with this replica's slices; others get theirs."""
+        positions, op = list(reduction.places), reduction.op
+        grads, indices = dict(zip(positions, reduction.grads)), sorted(self._owners)
+        trains = None if reduction.trained is None else dict(zip(positions, reduction.trained))
+        chosen = None if trains is None else [trains.get(i, False) for i in indices]
+        present = [grads.get(i) is not None for i in indices]
+        channel = SideChannel(replicas, [self.variables[i] for i in indices], present, chosen, reduction.trains)
         slices: dict[int, Tensor | None] = {}
         sums = None
         for number, group in enumerate(self._groups):
             along = None
             if number == 0:
-                along = channel.pack(group.dtype, None if told is None else told(group.dtype))
-            mine, reduced = self._reduce_group(group, grads, along, replicas, op)
+                along = channel.pack(group.dtype, reduction.numbers and reduction.numbers(group.dtype))
+            mine, reduced = self._move_group(group, grads, along, transfer, op)
             sums = reduced if number == 0 else sums
             slices |= mine
-        if sums is None:
-            return {}, None
-        heard, travelled = channel.unpack(sums, op)
-        if heard is not None:
-            heard.check_all_train()
-            heard.check_same_variables()
-            slices = {i: slices[i] if present else None for i, present in zip(indices, heard.present)}
-        return slices, None if told is None else travelled
+        numbers = None
+        if sums is not None:
+            heard, numbers = channel.unpack(sums, op)
+            if heard is not None:
+                heard.check_all_train()
+                heard.check_same_variables()
+                slices = {i: slices[i] if has else None for i, has in zip(indices, heard.present)}
+        found = [slices.get(i) for i in positions]
+        found = [None if value is None else scaled(value, reduction.factor) for value in found]
+        found = with_next_values(reduction, found, replicas)
+        return Moved(found, None if reduction.numbers is None else numbers, in_slices=True)
 
-    def _reduce_group(
-        self,
-        group: Bucket,
-        grads: dict[int, Tensor | None],
-        along: Tensor | None,
-        replicas: Communicator,
-        op: ReduceOp,
+    def _move_group(
+        self, group: Bucket, grads: dict[int, Tensor | None], along: Tensor | None, transfer: Transfer, op: ReduceOp
     ) -> tuple[dict[int, Tensor], Tensor | None]:
         positions = sorted({piece.variable for pieces in group.pieces for piece in pieces})
         flat = {i: self._filled(grads.get(i), i, group.dtype) for i in positions}
-        in_slices = not group.is_lopsided
-        reduce_whole: Callable[..., list[Tensor]]
-        if isinstance(replicas, Coded):
-            in_slices = in_slices and isinstance(replicas.codec, CodedInTwoLegs)
-            reduce_whole = functools.partial(replicas.all_reduce_of, positions)
-            # Whose gradients have the shapes of their variables.
+        if group.is_lopsided or not transfer.scatters:
             shaped = [ops.reshape(value, self.variables[i].shape) for i, value in flat.items()]
-        else:
-            reduce_whole, shaped = replicas.all_reduce, list(flat.values())
-        if not in_slices:
-            *sums, last = reduce_whole([*shaped, *([] if along is None else [along])], op)
-            whole = {i: ops.reshape(value, (-1,)) for i, value in zip(flat, [*sums, last])}
+            sums, along = transfer.all_reduce(positions, shaped, along, op)
+            whole = {i: ops.reshape(value, (-1,)) for i, value in zip(positions, sums)}
             mine = {p.variable: whole[p.variable][p.start : p.stop] for p in group.pieces[self.replica_id]}
-            return self._shaped(mine, positions, group.dtype), None if along is None else last
-        if isinstance(replicas, Coded):
-            slices = [
-                [(p.variable, p.start, flat[p.variable][p.start : p.stop]) for p in each] for each in group.pieces
-            ]
-            own, sums = replicas.reduce_scatter_of(slices, [] if along is None else [along], op)
-            return self._shaped(self._cut(own, group), positions, group.dtype), None if along is None else sums[0]
-        parts: list[Tensor] = []
-        for pieces in group.pieces:
-            parts += [flat[p.variable][p.start : p.stop] for p in pieces]
-            parts += self._padding(group, pieces)
-            parts += [] if along is None else [along]
-        (own,) = replicas.reduce_scatter([ops.concatenate(parts)], op)
-        mine = self._cut(own, group)
-        return self._shaped(mine, positions, group.dtype), None if along is None else own[group.chunk :]
+        else:
+            rows = [[(p.variable, p.start, flat[p.variable][p.start : p.stop]) for p in each] for each in group.pieces]
+            own, along = transfer.reduce_scatter(rows, group.chunk, along, op, group.dtype)
+            mine = self._cut(own, group)
+        return self._shaped(mine, positions, group.dtype), along
 
     def _cut(self, own: Tensor, group: Bucket) -> dict[int, Tensor]:
         mine, start = {}, 0

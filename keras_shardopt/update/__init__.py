@@ -7,7 +7,7 @@ replica, `commit` of all stages, the inner optimizer. Known algorithms in these 
 - ZeRO stage 1: `ReduceScatter`, and an update of slices; stage 2 with `Overlapped`, which lets go of gradients.
 - Horovod: `Accumulation`, then `AllReduce` with compression.
 - Local SGD and DiLoCo: `LocalUpdates`, with `OwnGradients` in place of a reduction.
-- PowerSGD, and 8-bit gradients with error feedback: `Coding`, and `AllReduce` among replicas that are `Coded`.
+- What sends gradients in other ways is a `Transport`, which the reducer is handed.
 - TF1's `CrossShardOptimizer`: `AllReduce` with `reduction="sum"`, among the members of `Communicator.split(groups)`.
 
 A new feature is a file with a `Stage`, and a row in `STAGES`.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_shardopt.update.accumulation import Accumulation
-from keras_shardopt.update.coding import Coding
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.fused import FusedUpdate
 from keras_shardopt.update.gradient_noise import GradientNoise
 from keras_shardopt.update.local_sgd import LocalUpdates
@@ -39,7 +39,6 @@ STAGES: tuple[Any, ...] = (
     SkipNonFinite,
     UserStage,
     ReplicaClip,
-    Coding,
     FusedUpdate,
 )
 """From the outside in; `UserStage` are those of the argument `stages`."""
@@ -66,7 +65,7 @@ def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[Gradi
     if pipeline.end_watch is not None:  # of a training that has ended with an error
         pipeline.end_watch()
     noise.check(optimizer)
-    stage = UserStage(noise, optimizer)
+    stage = UserStage(noise, StageContext(optimizer))
     stage.build(optimizer._trainable_variables, add_variable)
     before = pipeline.stages, pipeline.reducer
     place = sum(isinstance(each, STAGES[: STAGES.index(UserStage) + 1]) for each in pipeline.stages)
@@ -83,6 +82,6 @@ def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[Gradi
     return noise, end
 
 
-def stages_of(options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+def stages_of(options: CrossShardOptions, context: StageContext) -> list[Stage]:
     """The stages that these options ask for, for this `CrossShard`, which is just being made."""
-    return [stage for kind in STAGES for stage in kind.from_options(options, optimizer)]
+    return [stage for kind in STAGES for stage in kind.from_options(options, context)]

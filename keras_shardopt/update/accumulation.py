@@ -15,6 +15,7 @@ from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import GradientState
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dense, dtype_of, overwrites_variable
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
@@ -29,12 +30,12 @@ class Accumulation(Stage):
     Args:
         num_steps: int >= 2. How many micro-batches a window has.
         counts_rows: bool. Whether to keep the replica's share of the rows too.
-        optimizer: the `CrossShard`.
+        context: the optimizer.
     """
 
-    def __init__(self, num_steps: int, counts_rows: bool, optimizer: Any) -> None:
+    def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
-        self._optimizer = optimizer
+        self._context = context
         # How the gradients of the latest micro-batch arrived, if they were reduced: asked again, DDP would not know.
         self._came_reduced: GradientState | None = None
         self._stacks = False
@@ -67,12 +68,12 @@ class Accumulation(Stage):
         return {**vars(self), "_version": None}  # versions of a copy's counter are others
 
     @classmethod
-    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+    def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
         """The stage, where the options ask for it."""
         num_steps = options.gradient_accumulation_steps
         if num_steps is None or num_steps == 1:
             return []
-        return [cls(num_steps, options.looks_at_own_gradients, optimizer)]
+        return [cls(num_steps, options.looks_at_own_gradients, context)]
 
     @property
     def is_built(self) -> bool:
@@ -117,7 +118,7 @@ class Accumulation(Stage):
         runtime.no_compile(self._collect, step, proceed)
 
     def _collect(self, step: Step, proceed: Proceed) -> None:
-        if self.ends_next and self._optimizer.pipeline.reducer.has_finished:
+        if self.ends_next and self._context.has_finished:
             # They are the means of the window over all replicas.
             self.starts, self.is_complete = self._count_up()
             self._ends = None
@@ -127,10 +128,10 @@ class Accumulation(Stage):
         if not step.is_reduced and stacked is None:
             step = self.own(step)
         # The counter is the same on all replicas, so that all of them take the same branch.
-        is_complete, sums = self.add(step.grads, [self._optimizer._position(v) for v in step.variables], step.row_share)
+        is_complete, sums = self.add(step.grads, [self._context.position(v) for v in step.variables], step.row_share)
 
         if stacked is None:
-            self._optimizer.pipeline.micro_batch(step, self.starts)
+            self._context.micro_batch(step, self.starts)
 
         def end(sums: Sequence[Tensor]) -> None:
             means, positions, share = self.means(sums)
@@ -139,12 +140,12 @@ class Accumulation(Stage):
             proceed(whole.replace(replica_axis=stacked))
 
         # Not the sums, or JAX would copy them in each micro-batch.
-        runtime.cond(is_complete, end, sums, self._optimizer._written())
+        runtime.cond(is_complete, end, sums, self._context.written)
 
     def own(self, step: Step) -> Step:
         """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
-            state = self._optimizer.state_finder.find(step, runtime.communicator(self._optimizer.axis_name))
+            state = self._context.arrives(step)
             if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # those of all rows
                 self._came_reduced = state
                 return step

@@ -8,6 +8,7 @@ from typing import Any
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.numerics import Gradients, Variable
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.wrapping.chain import Wrapping, children
@@ -20,28 +21,29 @@ class FusedUpdate(Stage):
     """Lets Keras' own optimizers inside update with PyTorch's kernels, or in pieces that stay in the CPU's cache.
 
     Args:
-        optimizer: the `CrossShard`.
+        context: the optimizer.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
         self._innermost: list[tuple[Any, bool]] = []
         """The optimizers with an update rule, and whether to keep Keras' arithmetic, bit for bit."""
 
     @classmethod
-    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+    def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
         """The stage, where there are kernels."""
-        return [] if _kernels is None else [cls(optimizer)]
+        return [] if _kernels is None else [cls(context)]
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Finds the optimizers with an update rule, once."""
         # A kernel rounds the last elements of an array otherwise, and with slices those are others.
-        varies = self._optimizer.virtual_replicas is not None and self._optimizer.shard_state
+        optimizer = self._context.optimizer
+        varies = optimizer.virtual_replicas is not None and optimizer.shard_state
         self._innermost = [
             (leaf, exactly)
-            for leaf, exactly in _leaves(self._optimizer, varies)
+            for leaf, exactly in _leaves(optimizer, varies)
             # One inside another wrapper also multiplies gradients for that one.
-            if leaf is not self._optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
+            if leaf is not optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
         ]
 
     def commit(self, step: Step, proceed: Proceed) -> None:

@@ -23,17 +23,18 @@ from keras import ops
 
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.communicator import Communicator
-from keras_shardopt.backends.compression import Compressed
 from keras_shardopt.backends.models import models_with
 from keras_shardopt.backends.traffic import Collective, recording
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.update.apart import Copies, Rows, replicas_are_processes, statistics_of
-from keras_shardopt.update.coding import Coding
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.known import Known
 from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.own_gradients import OwnGradients
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.trainer_context import current_share
+from keras_shardopt.update.transport import transport_of
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.rollback import leaves_out_updates, stamp
 from keras_shardopt.wrapping.slots import empty_name_scope
@@ -45,12 +46,12 @@ class LocalUpdates(Stage):
 
     Args:
         options: those of the `CrossShard`.
-        optimizer: the `CrossShard`.
+        context: the optimizer.
     """
 
-    def __init__(self, options: CrossShardOptions, optimizer: Any) -> None:
+    def __init__(self, options: CrossShardOptions, context: StageContext) -> None:
         self._options = options
-        self._optimizer = optimizer
+        self._optimizer = optimizer = context.optimizer
         optimizer.scope_inside.trains_apart = True
         self._every: Callable[[Any], Any] = options.updates_per_round
         self.num_fragments = options.sync_fragments
@@ -71,8 +72,9 @@ class LocalUpdates(Stage):
         self.fragments: list[list[int]] = []
         """The positions of the variables of each fragment."""
         self._own: list[Variable] = []
-        codec = options.codec
-        self._coding = None if codec is None or codec.sum_dtype is not None else Coding(codec, optimizer)
+        self.transport = transport_of(options.compression, context)
+        """Sends how far weights have moved."""
+        self._reducer = OwnGradients(context, options, self)
         self.statistics: list[Variable] = []
         """What is the mean of all replicas' for whoever looks, and is not trained."""
         self._known_count, self._known_rounds = Known(), Known()
@@ -84,9 +86,9 @@ class LocalUpdates(Stage):
         # By number what the last round of a fragment has sent, or what one does where steps are compiled; and more.
 
     @classmethod
-    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+    def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
         """The stage, where the options ask for it."""
-        return [] if options.sync_every is None else [cls(options, optimizer)]
+        return [] if options.sync_every is None else [cls(options, context)]
 
     # -- variables -----------------------------------------------------------------------------------------------
 
@@ -106,8 +108,7 @@ class LocalUpdates(Stage):
             self.anchors.append(anchor)
         self._reported = add_variable((), "zeros", dtype="int", name="reported_rounds")
         self._own = [self.count, self.last_rounds, self.left_out, self._reported, *self.anchors]
-        if self._coding is not None:
-            self._coding.build(variables, add_variable)
+        self.transport.build(variables, add_variable)
         for outer, positions in zip(self.outers, self.fragments):
             with empty_name_scope():
                 outer.build([self.anchors[i] for i in positions])
@@ -359,11 +360,7 @@ class LocalUpdates(Stage):
 
     def _moved(self, comm: Communicator, positions: Sequence[int], moved: Sequence[Tensor], count: Any) -> list[Tensor]:
         """The mean over replicas of how far weights have moved, perhaps compressed."""
-        if self._coding is not None:
-            return self._coding.means(comm, positions, moved, count)
-        codec = self._options.codec
-        sends = comm if codec is None else Compressed(comm, str(codec.sum_dtype), divides=True)
-        return sends.all_reduce(list(moved), "mean")
+        return self.transport.means(comm, positions, moved, count)
 
     def join_statistics(self, comm: Communicator, values: Sequence[Tensor], row_share: Any) -> list[Tensor]:
         """For a trainer with rows: moving statistics after a round. A replica with a share of 0 keeps its values."""
@@ -446,8 +443,8 @@ class LocalUpdates(Stage):
 
     @property
     def unsent(self) -> list[Variable]:
-        """What of the movements of weights this replica has not sent, where they are coded."""
-        return [] if self._coding is None else self._coding.residuals
+        """What of the movements of weights this replica carries to the next round."""
+        return [variable for kept in self.transport.carried.values() for variable in kept]
 
     def statistics_apart(self) -> list[Variable]:
         """The moving statistics, if there were updates: after a round, too, as a replica without rows keeps its own."""
@@ -474,8 +471,7 @@ class LocalUpdates(Stage):
         """Begins a round with the weights that all replicas have now."""
         self.anchor_all()
         self._start_rounds(self.num_updates)
-        if self._coding is not None:
-            self._coding.reset()
+        self.transport.reset()
 
     def stack(self) -> None:
         """For a trainer that runs all replicas in one program, which has one copy of each variable. Once."""
@@ -533,8 +529,7 @@ class LocalUpdates(Stage):
         if self.count is not None:
             self.count.assign(0)
             self._start_rounds(0)
-            if self._coding is not None:
-                self._coding.reset()
+            self.transport.reset()
 
 
 _TOGETHER = "together"

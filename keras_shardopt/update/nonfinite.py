@@ -6,7 +6,7 @@ mean and any dtype still show the state of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -14,11 +14,12 @@ from keras import ops
 
 from keras_shardopt.backends import norms
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.numerics import UNKNOWN, Gradients, Tensor, Variable, overwrites_variable, values_of
-from keras_shardopt.update.all_reduce import Reduction, global_gradients_and_flags, raise_failure_of_others
+from keras_shardopt.update.context import StageContext
+from keras_shardopt.update.exchange import Moved, raise_failure_of_others
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.scattered import Scattered
+from keras_shardopt.update.reduction import Reduction
 from keras_shardopt.update.step import Proceed, Stage, Step, proceed_if
 
 
@@ -26,14 +27,15 @@ class SkipNonFinite(Stage):
     """Leaves out updates with a gradient that is NaN or infinite on any replica, and keeps whose that was.
 
     Args:
-        optimizer: the `CrossShard`, which is just being made: its counters can be read before `build`.
+        context: the optimizer, which is just being made: its counters can be read before `build`.
         leaves_it_to_others: whether a loss scaling inside skips such updates by itself, and counts them.
         sees_own: whether a stage looks at each replica's own gradients, so that they are looked at here, too.
     """
 
     needs_local_gradients = False
 
-    def __init__(self, optimizer: Any, leaves_it_to_others: bool, sees_own: bool) -> None:
+    def __init__(self, context: StageContext, leaves_it_to_others: bool, sees_own: bool) -> None:
+        optimizer = context.optimizer
         self.skipped = optimizer.add_variable((), "zeros", dtype="int", name="skipped_steps")
         """How many updates were left out: a scalar variable."""
         unknown = keras.initializers.Constant(UNKNOWN)
@@ -41,15 +43,15 @@ class SkipNonFinite(Stage):
         """Which replica, and which variable, had a gradient that is not finite: the last time."""
         self.leaves_it_to_others = leaves_it_to_others
         self._sees_own = sees_own
-        self._optimizer = optimizer
+        self._context = context
         self._num_reported = 0
 
     @classmethod
-    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+    def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
         """The stage, where the options ask for it."""
         if options.on_nonfinite == "ignore":
             return []
-        return [cls(optimizer, optimizer._skips_inside, options.looks_at_own_gradients)]
+        return [cls(context, context.skips_inside, options.looks_at_own_gradients)]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Looks at gradients that were reduced elsewhere, by somebody who did not."""
@@ -71,15 +73,15 @@ class SkipNonFinite(Stage):
             proceed(step.replace(found_inf=None))
             return
         is_bad = found_inf[0] > 0
-        places = ops.convert_to_tensor([*map(self._optimizer._position, step.variables), UNKNOWN], "int32")
+        places = ops.convert_to_tensor([*map(self._context.position, step.variables), UNKNOWN], "int32")
         names = ops.stack([found_inf[1], ops.take(places, found_inf[2] % (len(step.variables) + 1), axis=0)])
         self.source.assign(ops.where(is_bad, names, ops.convert_to_tensor(self.source)))
         if self.leaves_it_to_others:
             proceed(step)
             return
         self.skipped.assign(self.skipped + ops.cast(is_bad, self.skipped.dtype))
-        apart = self._optimizer.scope_inside.trains_apart
-        proceed_if(ops.logical_not(is_bad), proceed, step, self._optimizer._written(), apart)
+        apart = self._context.updates_differ
+        proceed_if(ops.logical_not(is_bad), proceed, step, self._context.written, apart)
 
     # -- what is told of it ------------------------------------------------------------------------------------------
 
@@ -151,7 +153,7 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
 
 
 def found_inf_of(told: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """As `all_reduce_and_check` returns it, from reduced flags and from what is not finite in the sum (from 1; or 0).
+    """As `moved_and_checked` returns it, from reduced flags and from what is not finite in the sum (from 1; or 0).
 
     A sum may overflow where no term does.
     """
@@ -162,7 +164,7 @@ def found_inf_of(told: Tensor, position: Tensor, num_variables: int, num_replica
 
 
 def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """As `all_reduce_and_check`, of gradients that are global already."""
+    """As `moved_and_checked`, of gradients that are global already."""
     position = first_not_finite(grads, variables)
     return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
 
@@ -189,54 +191,63 @@ _FAILS = 2.0
 """More than any bool."""
 
 
-def all_reduce_and_check(
-    grads: Gradients,
-    variables: Sequence[Variable],
-    replicas: Communicator,
-    reduction: Reduction,
-    gradient_state: GradientState,
-    found: Tensor | None,
-    trained: Sequence[bool] | None = None,
+def moved_and_checked(
+    reduction: Reduction, move: Callable[[Reduction], Moved], members: Communicator
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Reduces gradients as `global_gradients` does, and says whether they are finite, in the same reduction.
+    """Moves gradients, and says whether they are finite, in the same reduction.
 
     In a group there is one more, of a few numbers: groups have gradients of their own, but are to skip together.
 
-    `found` is what `first_not_finite` says of this replica's own gradients, perhaps before they were clipped; None if
-    there are none, as all are reduced already. `trained` is as in `global_gradients`.
+    Args:
+        reduction: with `found`, perhaps from before gradients were clipped.
+        move: reduces it.
+        members: the replicas.
 
     Returns:
         The gradients; and an int32 tensor of shape `[3]`, equal on the replicas of all groups: greater than 0 if a
         gradient is not finite, the replica, and the position of the variable (`UNKNOWN` for either).
     """
-    world, num_variables = replicas.world, len(variables)
+    world, variables, found = members.world, reduction.variables, reduction.found
+    num_variables, is_group = len(variables), members.world is not members
 
     def mine(dtype: str) -> Tensor:
         return flags(found, world.replica_id, num_variables, world.num_replicas, dtype)
 
-    travels = found is not None and replicas.world is replicas
     failure = None
     try:
-        reduced, told = global_gradients_and_flags(
-            grads, variables, replicas, reduction, gradient_state, mine if travels else None, trained
-        )
+        moved = move(reduction.replace(numbers=mine if found is not None and not is_group else None))
     except ValueError as error:
-        if replicas.world is replicas or replicas.is_spmd:
+        if not is_group or members.is_spmd:
             raise
-        failure, reduced, told = error, list(grads), None  # other groups wait below
-    position = first_not_finite(reduced, variables)
-    position = replicas.first_of_all(position) if isinstance(replicas, Scattered) else position
-    if replicas.world is not replicas:
+        failure, moved = error, Moved(list(reduction.grads), None)  # other groups wait below
+    told, position = moved.numbers, first_not_finite(moved.grads, variables)
+    if moved.in_slices:
+        position = first_of_all(position, num_variables, members)
+    if is_group:
         sum_overflows = ops.cast(ops.reshape(position, (1,)), "float32")
         fails = ops.full((1,), float(failure is not None), "float32")
         (everyones,) = world.all_reduce([ops.concatenate([mine("float32"), sum_overflows, fails])], "max")
         if failure is not None:
             raise failure
-        if not replicas.is_spmd and runtime.is_cheap_to_read(everyones) and everyones[-1] > 0:
-            raise_failure_of_others(replicas)
+        if not members.is_spmd and runtime.is_cheap_to_read(everyones) and everyones[-1] > 0:
+            raise_failure_of_others(members)
         told, position = everyones[:-2], ops.cast(everyones[-2], "int32")
     if told is None:
-        known = position if found is None else ops.where(found > 0, found, position)
-        who = ops.full_like(known, 0 if world.num_replicas == 1 else UNKNOWN)
-        return reduced, ops.stack([position, ops.where(known > 0, who, ops.full_like(who, UNKNOWN)), known - 1])
-    return reduced, found_inf_of(told, position, num_variables, world.num_replicas)
+        return moved.grads, found_alone(position, found, world.num_replicas)
+    return moved.grads, found_inf_of(told, position, num_variables, world.num_replicas)
+
+
+def found_alone(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
+    """As `moved_and_checked` says it where nothing has travelled: of all gradients, and of this replica's own."""
+    known = position if found is None else ops.where(found > 0, found, position)
+    who = ops.full_like(known, 0 if num_replicas == 1 else UNKNOWN)
+    return ops.stack([position, ops.where(known > 0, who, ops.full_like(who, UNKNOWN)), known - 1])
+
+
+def first_of_all(position: Tensor, num_variables: int, replicas: Communicator) -> Tensor:
+    """The first position, from 1, that any replica has found in its slices; 0 if none has."""
+    last, none = num_variables + 1, ops.zeros_like(position)
+    mine = ops.cast(ops.where(position > 0, last - position, none), "float32")
+    (first,) = replicas.all_reduce([ops.reshape(mine, (1,))], "max")
+    first = ops.cast(first[0], "int32")
+    return ops.where(first > 0, last - first, ops.zeros_like(first))

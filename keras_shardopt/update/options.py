@@ -15,8 +15,7 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Groups, Variable
-from keras_shardopt.update import compression
-from keras_shardopt.update.compression import Compression
+from keras_shardopt.update.plugs import plug_of
 from keras_shardopt.update.step import Stage
 from keras_shardopt.wrapping.chain import Wrapping, get_optimizer, shown
 from keras_shardopt.wrapping.stored_state import portable
@@ -53,7 +52,7 @@ class CrossShardOptions:
     group_assignment: Sequence[Sequence[int]] | None = None
     replica_clipnorm: float | None = None
     replica_transform: LocalTransform | None = None
-    compression: str | Compression | None = None
+    compression: Any = None
     virtual_replicas: int | None = None
     sync_every: int | Callable[[Any], Any] | None = None
     outer_optimizer: Any = None
@@ -67,7 +66,9 @@ class CrossShardOptions:
         _one_of("reduction", self.reduction, _REDUCTIONS, '"mean" or "sum" (or "weighted_mean", "weighted_sum")')
         _one_of("gradients", self.gradients, GRADIENT_STATES, f"one of {list(GRADIENT_STATES)}")
         _one_of("on_nonfinite", self.on_nonfinite, ("ignore", "skip", "raise"), '"ignore", "skip" or "raise"')
-        codec = compression.get(self.compression)
+        sends = self.compression
+        if sends is not None and sends not in ("float16", "bfloat16"):
+            sends = plug_of("compression").made(sends)
         for name in ("fused", "overlap"):
             if getattr(self, name) is not False:
                 _one_of(name, getattr(self, name), ("auto",), '"auto" or False')
@@ -118,7 +119,7 @@ class CrossShardOptions:
             "group_assignment": groups,
             "virtual_replicas": num_virtual,
             "stages": tuple(self.stages),
-            "compression": self.compression if self.compression in ("float16", "bfloat16") else codec,
+            "compression": sends,
         }
         for name, value in given.items():
             object.__setattr__(self, name, value)
@@ -186,11 +187,6 @@ class CrossShardOptions:
         return 0 if self.outer_optimizer is None else _WARMUP_ROUNDS * int(self.updates_per_round(0))
 
     @property
-    def codec(self) -> Compression | None:
-        """What codes gradients."""
-        return compression.get(self.compression)
-
-    @property
     def looks_at_own_gradients(self) -> bool:
         """Whether something looks at each replica's gradients by themselves."""
         asked = self.replica_clipnorm is not None or self.replica_transform is not None
@@ -217,7 +213,7 @@ class CrossShardOptions:
         config["replica_transform"] = keras.saving.serialize_keras_object(self.replica_transform)
         config["group_assignment"] = self.group_assignment and [list(group) for group in self.group_assignment]
         config["stages"] = [keras.saving.serialize_keras_object(stage) for stage in self.stages]
-        if isinstance(self.compression, Compression):
+        if not isinstance(self.compression, (str, type(None))):
             config["compression"] = keras.saving.serialize_keras_object(self.compression)
         config["sync_every"] = keras.saving.serialize_keras_object(self.sync_every)
         config["outer_optimizer"] = portable(keras.saving.serialize_keras_object(self.outer_optimizer))
@@ -282,7 +278,7 @@ class HasOptions:
     outer_optimizer: Any = _option("outer_optimizer", "What moves the weights at rounds, or None.")
     sync_fragments: int = _option("sync_fragments", "In how many parts weights are joined.")
     sync_warmup: int | None = _option("sync_warmup", "How many updates come before the first round, or None.")
-    compression: str | Compression | None = _option("compression", "How gradients are sent, or None for as they are.")
+    compression: Any = _option("compression", "How gradients are sent, or None for as they are.")
     fused: Literal["auto", False] = _option("fused", '"auto" or False.')
     overlap: Literal["auto", False] = _option("overlap", '"auto" or False.')
     virtual_replicas: int | None = _option("virtual_replicas", "Into how many parts each batch is cut, or None.")

@@ -12,22 +12,27 @@ from keras import ops
 
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import UNKNOWN, map_values
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import check_reduced
+from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.reducers import AllReduce
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Step
+from keras_shardopt.update.transport import Transport
 
 
 class OwnGradients(AllReduce):
     """Leaves each replica its own gradients, weighed by its rows; in a warm-up every replica gets the mean.
 
     Args:
-        optimizer: the `CrossShard`.
+        context: the optimizer.
+        options: its options.
         stage: the `LocalUpdates`, which says which of both.
     """
 
-    def __init__(self, optimizer: Any, stage: Any) -> None:
-        super().__init__(optimizer)
+    def __init__(self, context: StageContext, options: CrossShardOptions, stage: Any) -> None:
+        # In a warm-up nothing is carried on: what is left over is of movements of weights.
+        super().__init__(context, options, Transport() if stage.transport.narrow is None else stage.transport)
         self._stage = stage
 
     def reduce(self, step: Step, comm: Communicator) -> Step:

@@ -15,9 +15,9 @@ from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import Collective, recording
 from keras_shardopt.numerics import Gradients, Tensor, Variable
-from keras_shardopt.update.coding import Coding
 from keras_shardopt.update.fused import FusedUpdate
 from keras_shardopt.update.step import Proceed, Stage, Step
+from keras_shardopt.update.transport import Transport
 
 _NOTHING_KNOWN = Step((), ())
 # Each replica's own: those of TensorFlow are threads that take turns in the middle of an update.
@@ -27,6 +27,9 @@ _resumed_lock = threading.Lock()
 
 class Reducer(Protocol):
     """Makes each replica's own gradients global: by an all-reduce, a reduce-scatter, or while they are computed."""
+
+    transport: Transport
+    """What takes gradients to other replicas."""
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
         """Called with each loss before it is differentiated."""
@@ -77,16 +80,20 @@ class Pipeline:
         self._axis_name = axis_name
         self._classify = classify
         self._commit = update
-        self.coding = next((stage for stage in self.stages if isinstance(stage, Coding)), None)
-        """What keeps what replicas have not sent, where gradients are coded."""
         self._reducing: list[Collective] = []
         self._committing: list[Collective] = []
         self._num_resumed = 0
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Builds the stages."""
+        """Builds the stages, and then the transport."""
         for stage in self.stages:
             stage.build(variables, add_variable)
+        self.transport.build(variables, add_variable)
+
+    @property
+    def transport(self) -> Transport:
+        """What takes gradients to other replicas."""
+        return self.reducer.transport
 
     def change(self, stages: Sequence[Stage], reducer: Reducer) -> None:
         """Goes on with other stages, between two steps. A compiled step must be compiled anew."""
@@ -106,6 +113,7 @@ class Pipeline:
         """Lets all stages begin anew: state was loaded."""
         for stage in self.stages:
             stage.reset()
+        self.transport.reset()
 
     def run(self, step: Step) -> None:
         """One call of `apply`."""
@@ -139,14 +147,14 @@ class Pipeline:
         return [*self._reducing, *self._committing]
 
     @property
-    def residuals(self) -> list[Variable]:
-        """The variables with what replicas have not sent."""
-        return [] if self.coding is None else self.coding.residuals
+    def carried(self) -> list[Variable]:
+        """The variables that each reduction reads and leaves, with another value on each replica."""
+        return [variable for kept in self.transport.carried.values() for variable in kept]
 
     @property
     def replica_state(self) -> list[Variable]:
-        """The variables of all stages that hold another value on each replica."""
-        return [variable for stage in self.stages for variable in stage.replica_state]
+        """The variables of stages and transport that hold another value on each replica."""
+        return [*[variable for stage in self.stages for variable in stage.replica_state], *self.carried]
 
     @contextlib.contextmanager
     def resuming(self, step: Step) -> Iterator[None]:
@@ -169,10 +177,10 @@ class Pipeline:
         # Not asked for nothing: torch.compile breaks a step apart at every look into a context variable.
         return _resumed.get() if self._num_resumed else _NOTHING_KNOWN
 
-    def residuals_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
-        """Of the values of an optimizer's variables, those of what replicas have not sent."""
+    def carried_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
+        """Of the values of an optimizer's variables, those of `carried`."""
         by_id = {id(variable): value for variable, value in zip(variables, values)}
-        return [by_id[id(residual)] for residual in self.residuals]
+        return [by_id[id(variable)] for variable in self.carried]
 
     def _reduce_and_commit(self, step: Step) -> None:
         if step.is_reduced:
@@ -181,25 +189,24 @@ class Pipeline:
             step = self.reduce(step)
         else:
             step = self._reduce_stacked(step)
-        step = step if self.coding is None else self.coding.keep(step)
         with recording() as self._committing:
-            self._commit(step)
+            self._commit(self.transport.keep(step))
 
     def _reduce_stacked(self, step: Step) -> Step:
         known = isinstance(step.row_share, float)
 
         def reduced(own: Any) -> Any:
-            grads, shares, residuals = own
+            grads, shares, carried = own
             share = step.row_share if known else shares[0]
-            mine = step.replace(grads=grads, row_share=share, replica_axis=None, residuals=residuals, axes=axes)
+            mine = step.replace(grads=grads, row_share=share, replica_axis=None, own=carried, axes=axes)
             result = self.reduce(mine)
-            return result.grads, (result.found_inf, dict(result.notes)), list(result.residuals or ())
+            return result.grads, (result.found_inf, dict(result.notes)), list(result.own or ())
 
         axes = self.reducer.dividing_axes(step.variables)
-        residuals = [ops.convert_to_tensor(variable) for variable in self.residuals]
-        stacked = (list(step.grads), [] if known else [step.row_share], residuals)
-        grads, (found_inf, notes), residuals = runtime.map_replicas(reduced, stacked, axes)
-        return step.replace(grads=grads, found_inf=found_inf, notes=notes, residuals=residuals, replica_axis=None)
+        carried = [ops.convert_to_tensor(variable) for variable in self.carried]
+        stacked = (list(step.grads), [] if known else [step.row_share], carried)
+        grads, (found_inf, notes), carried = runtime.map_replicas(reduced, stacked, axes)
+        return step.replace(grads=grads, found_inf=found_inf, notes=notes, own=carried, replica_axis=None)
 
     def _through(self, hook: str, last: Proceed) -> Proceed:
         for stage in reversed(self.stages):

@@ -22,6 +22,7 @@ from keras_shardopt.numerics import (
     map_values,
     overwrites_variable,
 )
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions, LocalTransform
 from keras_shardopt.update.step import Stage, Step
 
@@ -31,26 +32,26 @@ class _OwnGradients(Stage):
 
     Args:
         value: of the option.
-        optimizer: the `CrossShard`, which knows by what the loss is scaled.
+        context: the optimizer, which knows by what the loss is scaled.
     """
 
     _option: str
 
-    def __init__(self, value: Any, optimizer: Any) -> None:
+    def __init__(self, value: Any, context: StageContext) -> None:
         self._value = value
-        self._optimizer = optimizer
+        self._context = context
 
     @classmethod
-    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+    def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
         """The stage, where the option is given."""
         value = getattr(options, cls._option)
-        return [] if value is None else [cls(value, optimizer)]
+        return [] if value is None else [cls(value, context)]
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """See `transformed_gradients`."""
         # There is no mean loss of no rows; what a transform makes of them counts for nothing in the reduction.
         rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
-        unit = (self._optimizer.loss_scale if step.loss_scale is None else step.loss_scale) * rows
+        unit = (self._context.loss_scale if step.loss_scale is None else step.loss_scale) * rows
         assert step.gradient_state is not None
         arguments = (step.grads, step.variables, comm.num_replicas, step.gradient_state, unit)
         how = {"replica_clipnorm": None, "replica_transform": None, self._option: self._value}

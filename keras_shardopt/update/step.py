@@ -59,8 +59,8 @@ class Step:
     axes: Sequence[int | None] | None = None
     """Along which dimension each gradient is to be divided among the replicas when it is reduced; None: not at all."""
 
-    residuals: Sequence[Tensor] | None = None
-    """What this replica has left unsent, where it does not come from, or go to, variables of the optimizer itself."""
+    own: Sequence[Tensor] | None = None
+    """The values of `Pipeline.carried` on this replica, where they do not come from, or go to, variables themselves."""
 
     notes: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """What stages hand on from `local` to `commit`: tensors that are equal on all replicas."""
@@ -98,6 +98,9 @@ class Stage:
 
     takes_slices: bool = False
     """Whether `commit` treats each element by itself, so that `shard_state=True` may give it slices of gradients."""
+
+    _reducer: Any = None
+    """The reducer that the stage brings in place of the usual one, or None."""
 
     @property
     def needs_local_gradients(self) -> bool:

@@ -12,6 +12,7 @@ from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.numerics import Variable, is_sparse, like_variable
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import first_not_finite
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.replica_transform import scaled_gradients, unscaled_gradients
@@ -26,17 +27,19 @@ class UserStage(Stage):
 
     Args:
         stage: the user's.
-        optimizer: the `CrossShard`.
+        context: the optimizer.
     """
 
-    def __init__(self, stage: Stage, optimizer: Any) -> None:
+    def __init__(self, stage: Stage, context: StageContext) -> None:
         self._stage = stage
-        self._optimizer = optimizer
+        self._context = context
         self._variables: list[Variable] = []
 
     @classmethod
-    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
-        """Those that the options name."""
+    def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
+        """Those that the options name, checked."""
+        for stage in options.stages:
+            stage.check(context.optimizer)
         in_slices = options.shard_state and placement.state_sharding != "layout"
         whole = [stage for stage in options.stages if stage._overrides("commit") and not stage.takes_slices]
         if in_slices and whole:
@@ -45,7 +48,7 @@ class UserStage(Stage):
                 f"and in place of whole ones. Received: stages={whole!r}, of which that is not known. Use "
                 "`shard_state=False`; or set `takes_slices = True` in a class that treats each element by itself."
             )
-        return [cls(stage, optimizer) for stage in options.stages]
+        return [cls(stage, context) for stage in options.stages]
 
     @property
     def _looks_at_micro_batches(self) -> bool:
@@ -105,14 +108,14 @@ class UserStage(Stage):
         return after.replace(grads=[like_variable(g, v) for g, v in zip(after.grads, step.variables)])
 
     def _micro_batch(self, step: Step, starts: Any, comm: Communicator) -> None:
-        grads = unscaled_gradients(step.grads, step.variables, self._optimizer.loss_scale)
+        grads = unscaled_gradients(step.grads, step.variables, self._context.loss_scale)
         self._stage._micro_batch(step.replace(grads=grads), starts, comm)
 
     def _unit(self, step: Step, comm: Communicator) -> Any:
         """By what this replica's own gradients were multiplied. There is no mean loss of no rows."""
         share = step.row_share
         rows = share or 1.0 if isinstance(share, float) else ops.where(share > 0, share, 1.0)
-        unit = rows * (self._optimizer.loss_scale if step.loss_scale is None else step.loss_scale)
+        unit = rows * (self._context.loss_scale if step.loss_scale is None else step.loss_scale)
         return unit / comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else unit
 
     def commit(self, step: Step, proceed: Proceed) -> None:
@@ -120,8 +123,8 @@ class UserStage(Stage):
         if not self._stage._overrides("commit"):
             proceed(step)
             return
-        unit = self._optimizer.loss_scale
-        kept = self._variables if self._optimizer._skips_inside else []
+        unit = self._context.loss_scale
+        kept = self._variables if self._context.skips_inside else []
         before = [ops.copy(ops.convert_to_tensor(variable)) for variable in kept]
         is_bad = first_not_finite(step.grads, step.variables) > 0 if kept else False
         own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit))

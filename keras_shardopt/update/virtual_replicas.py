@@ -27,11 +27,13 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dense, dtype_of, overwrites_variable
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.reducers import AllReduce
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.trainer_context import current_share
+from keras_shardopt.update.transport import Transport
 from keras_shardopt.wrapping.chain import descendants
 
 _SMALL = 2**14
@@ -271,8 +273,9 @@ class VirtualReplicas(Stage):
         self._next: int | None = None
 
     @classmethod
-    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
+    def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
         """The stage, where the options ask for it."""
+        optimizer = context.optimizer
         if options.virtual_replicas is None:
             return []
         if options.shard_state and placement.state_sharding != "layout":
@@ -356,7 +359,7 @@ class VirtualReplicas(Stage):
             comm: all replicas.
         """
         if self._reducer is None:
-            self._reducer = AllReduce(self._optimizer)
+            self._reducer = AllReduce(StageContext(self._optimizer), self._optimizer._options, Transport())
         whole = step.replace(gradient_state=GradientState.LOCAL, weight=1.0, row_share=1.0)
         return self._reducer.reduce(whole, Tree(comm, self._num_parts)).replace(is_reduced=True)
 

@@ -6,11 +6,11 @@ import keras
 import pytest
 from conftest import BACKEND
 from support import problem
+from support.reducing import global_gradients, plant
 from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import GradientState
-from keras_shardopt.update import reducers
 
 pytestmark = pytest.mark.backends("tensorflow", "jax")
 
@@ -170,13 +170,13 @@ def _taken_for_summed(grads, variables, replicas, reduction="mean", gradient_sta
     return real_global_gradients(grads, variables, replicas, reduction, GradientState.SUMMED)
 
 
-real_global_gradients = reducers.global_gradients
+real_global_gradients = global_gradients
 FAULTS = {"tensorflow": [_unreduced, _reduced_twice, _taken_for_summed], "jax": [_taken_for_summed]}
 
 
 @pytest.mark.parametrize("fault", some(FAULTS.get(BACKEND, []), 3))
 @pytest.mark.exhaustive
 def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
-    monkeypatch.setattr(reducers, "global_gradients", fault)
+    plant(monkeypatch, fault)
     with pytest.raises(AssertionError):
         check_equals_one_device(2)

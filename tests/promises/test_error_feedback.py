@@ -93,7 +93,7 @@ def test_on_another_number_of_replicas_what_was_not_sent_is_dropped(tmp_path):
             model.compile(ks.CrossShard("sgd", compression="int4"), "mse")
             backup = ks.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
             model.fit(*problem.data(), batch_size=16, epochs=epochs, verbose=0, callbacks=[backup])
-            left = [np.max(np.abs(compressing.everyones(v))) for v in model.optimizer.pipeline.residuals]
+            left = [np.max(np.abs(compressing.everyones(v))) for v in model.optimizer.pipeline.carried]
         replicas.close()
         assert max(left) > 0 if num_replicas == 4 else max(left) == 0
 

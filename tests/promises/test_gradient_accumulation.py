@@ -11,11 +11,12 @@ import pytest
 from conftest import BACKEND
 from promises.problems import accumulating
 from support import launch, problem
+from support.reducing import plant
 from support.suites import some
 
 import keras_shardopt as ks
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.update import accumulation, reducers
+from keras_shardopt.update import accumulation
 
 in_one_process = pytest.mark.backends("tensorflow", "jax")
 NUMBERS = accumulating.NUMBERS if BACKEND != "torch" else [(1, 2), (1, 3)]
@@ -236,7 +237,7 @@ def test_a_planted_fault_turns_the_check_red(monkeypatch, fault):
 @pytest.mark.exhaustive("jax", "tensorflow")
 def test_a_lost_reduction_turns_the_check_red(monkeypatch):
     # On JAX the sums are per replica, and leaving out the reduction leaves replicas with weights of their own.
-    monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: list(grads))
+    plant(monkeypatch, lambda grads, *_: list(grads))
     with pytest.raises(AssertionError):
         accumulating.check("momentum", 2, *trained("momentum", 2, 2))
 

@@ -399,7 +399,7 @@ def test_several_processes_are_refused(monkeypatch):
     model = problem.model()
     model.compile(ks.CrossShard("sgd", sync_every=2), "mse")
     if keras.backend.backend() == "jax":
-        from keras_shardopt.fit.jax import local_sgd
+        from keras_shardopt.extensions.local_sgd import jax as local_sgd
 
         monkeypatch.setattr(local_sgd.jax, "process_count", lambda: 2)
         with pytest.raises(ValueError, match="2 processes. Use the devices of one process"):

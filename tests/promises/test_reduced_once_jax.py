@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 from support import problem
+from support.reducing import global_gradients, plant
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.update import reducers
 
 pytestmark = pytest.mark.backends("jax")
 jax = pytest.importorskip("jax", reason="about JAX, which is not installed")
@@ -266,7 +266,7 @@ def test_the_sum_of_local_gradients_is_that_of_numpy(way, compression, num_micro
 @by_local
 @pytest.mark.exhaustive
 def test_a_dropped_reduction_turns_the_check_red(way, one_device, monkeypatch):
-    monkeypatch.setattr(reducers, "global_gradients", lambda grads, *_: grads)
+    plant(monkeypatch, lambda grads, *_: grads)
     # Where JAX knows what varies, it refuses weights that differ between replicas; elsewhere the numbers tell.
     with pytest.raises((AssertionError, ValueError)):
         weights = way(4, ks.CrossShard(problem.sgd_momentum()))
@@ -280,7 +280,7 @@ def test_a_second_reduction_turns_the_check_red(one_device, monkeypatch, op):
         once = replicas.all_reduce(grads, "sum")
         return once if op == "sum" else [g / 16 for g in once]
 
-    monkeypatch.setattr(reducers, "global_gradients", wrong)
+    plant(monkeypatch, wrong)
     weights = WAYS["shard_map, local"](4, ks.CrossShard(problem.sgd_momentum()))
     assert problem.relative_difference(weights, one_device) > 1000 * problem.TOLERANCE
 
@@ -485,10 +485,9 @@ def test_groups_drift_apart(way, clipnorm):
 
 @pytest.mark.exhaustive
 def test_forgotten_groups_turn_the_check_red(monkeypatch):
-    real = reducers.global_gradients
-    monkeypatch.setattr(
-        reducers,
-        "global_gradients",
+    real = global_gradients
+    plant(
+        monkeypatch,
         lambda grads, variables, group, *rest: real(grads, variables, group.world, *rest),
     )
     with pytest.raises(AssertionError):

@@ -17,6 +17,7 @@ FRAMEWORKS = {"tensorflow", "jax", "jaxlib", "torch", "flax", "optax"}
 # From the top down. A room imports from itself and from those below.
 ROOMS = [
     "keras_shardopt",
+    "extensions",
     "launch",
     "compile_for",
     "callbacks",
@@ -262,9 +263,9 @@ def house():
 
 
 LIMITS = {
-    "rooms": 18,
+    "rooms": 19,
     "floors": 10,
-    "arrows": 68,
+    "arrows": 74,
     "rooms on circles": 0,
     "lines of the largest file": 560,
     "lines of cross_shard.py": 300,

@@ -72,9 +72,9 @@ FAULTS = [
         "promises/test_stages_of_your_own.py::test_of_a_skipped_update_it_sees_no_commit",
     ),
     fault(
-        "update/reducers.py",
-        "[0, *[i + 1 for i in positions]]",
-        "[0, *positions]",
+        "update/reduction.py",
+        "[0, *[i + 1 for i in places]]",
+        "[0, *places]",
         "unit/optimizers/test_cross_shard.py::test_the_name_of_what_is_not_finite_is_right_beside_frozen_variables",
     ),
     fault(
@@ -105,21 +105,21 @@ FAULTS = [
     ),
     # How gradients arrive, and by what they are divided.
     fault(
-        "update/all_reduce.py",
-        'return "mean" if gradient_state is GradientState.LOCAL and reduction == "mean" else "sum"',
-        'return "mean" if reduction == "mean" else "sum"',
+        "update/reduction.py",
+        'return "mean" if gradient_state is GradientState.LOCAL and kind == "mean" else "sum"',
+        'return "mean" if kind == "mean" else "sum"',
         REDUCTION,
     ),
     fault(
-        "update/all_reduce.py",
-        'return 1 / num_replicas if reduction == "mean" else 1',
-        "return 1",
+        "update/reduction.py",
+        'factor = 1 / num_replicas if kind == "mean" else 1',
+        "factor = 1",
         REDUCTION,
     ),
     fault(
-        "update/all_reduce.py",
-        'replicas.world.num_replicas / (1 if reduction == "sum" else replicas.num_replicas)',
-        'replicas.world.num_replicas / (1 if reduction == "sum" else replicas.world.num_replicas)',
+        "update/reduction.py",
+        'replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)',
+        'replicas.world.num_replicas / (1 if kind == "sum" else replicas.world.num_replicas)',
         f"{LOCAL}::test_every_way_of_arriving_with_groups_and_clipping",
     ),
     fault(
@@ -129,15 +129,15 @@ FAULTS = [
         f"{LOCAL}::test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside",
     ),
     fault(
-        "update/all_reduce.py",
-        "return [grad if has else None for grad, has in zip(sums, heard.present)], flags",
-        "return list(sums), flags",
+        "update/exchange.py",
+        "return [total if has else None for total, has in zip(sums, heard.present)], numbers",
+        "return list(sums), numbers",
         "unit/update/test_reduction.py::test_none_on_some_replicas_counts_as_zero_on_all",
     ),
     fault(
-        "update/all_reduce.py",
-        'replicas.all_reduce([grads[i] for i in next_values], "max")',
-        'replicas.all_reduce([grads[i] for i in next_values], "mean")',
+        "update/exchange.py",
+        'members.all_reduce([reduction.grads[i] for i in nexts], "max")',
+        'members.all_reduce([reduction.grads[i] for i in nexts], "mean")',
         "unit/update/test_reduction.py::test_next_values_take_the_largest_and_are_never_averaged",
     ),
     # Windows of micro-batches.
@@ -181,8 +181,8 @@ FAULTS = [
     # State in parts.
     fault(
         "sharding/slices.py",
-        "op = collective(step.gradient_state, reduction)",
-        'op = "mean"',
+        "positions, op = list(reduction.places), reduction.op",
+        'positions, op = list(reduction.places), "mean"',
         SHARDS,
     ),
     fault(
@@ -225,59 +225,59 @@ FAULTS = [
     ),
     # Fewer bytes.
     fault(
-        "update/coding.py",
+        "extensions/coding/transport.py",
         'return value + (left if is_one(self._unit) else left * ops.cast(self._unit, "float32"))',
         "return value",
         f"{CODECS}::test_nothing_is_lost_and_all_replicas_agree",
     ),
     fault(
-        "update/coding.py",
+        "extensions/coding/transport.py",
         'return value + (left if is_one(self._unit) else left * ops.cast(self._unit, "float32"))',
         "return value + left",
         f"{CODECS}::test_of_a_skipped_update_nothing_is_left",
     ),
     fault(
-        "update/coding.py",
+        "extensions/coding/transport.py",
         "after[i] = ops.where(is_good, left + after[i] if i in self._waits else left, after[i])",
         "after[i] = left + after[i] if i in self._waits else left",
         f"{CODECS}::test_of_a_skipped_update_nothing_is_left",
     ),
     fault(
-        "update/coding.py",
+        "extensions/coding/transport.py",
         "num_bad[0] < 0.5",
         "num_bad[0] < 1.5",
         "promises/test_error_feedback.py::test_what_was_sent_and_what_was_not_add_up_to_all_gradients"
         "[int8 in windows with divided state and a scaled loss that skips]",
     ),
     fault(
-        "update/coding.py",
+        "extensions/coding/transport.py",
         "left + after[i] if i in self._waits else left",
         "left",
         f"{CODECS}::test_gradients_that_a_replica_lacks_wait",
     ),
     fault(
-        "update/compression.py",
+        "extensions/coding/codecs.py",
         "unsent + (total - self.decode(again))[None]",
         "unsent",
         f"{CODECS}::test_sums_and_what_is_left_over_are_those_of_numpy",
         f"{CODECS}::test_nothing_is_lost_and_all_replicas_agree",
     ),
     fault(  # each replica takes its own part of the sum as it was before it was rounded
-        "update/compression.py",
+        "extensions/coding/codecs.py",
         'result = self.decode((yield "all_gather", again))',
         'result = ops.reshape(self.decode((yield "all_gather", again)), (size, -1))\n'
         "        result = ops.reshape(ops.where(ops.equal(ops.arange(size), me)[:, None], total[None], result), (-1,))",
         f"{CODECS}::test_nothing_is_lost_and_all_replicas_agree",
     ),
     fault(  # only rank 0 rounds its scales
-        "update/compression.py",
+        "extensions/coding/codecs.py",
         "again = self.encode(total, (update, me, 1))",
         "again = self.encode(total, (update, me, 1)) if me == 0 else self.encode(total * 1.001, (update, me, 1))",
         f"{CODECS}::test_sums_and_what_is_left_over_are_those_of_numpy",
     ),
     fault(
         "update/reducers.py",
-        "            step = buckets.coded.kept(step, all_decide=False)\n",
+        "            step = buckets.transfer.left(step, all_decide=False)\n",
         "            pass\n",
         "promises/test_error_feedback.py::test_what_was_sent_and_what_was_not_add_up_to_all_gradients",
     ),
@@ -464,9 +464,9 @@ FAULTS = [
         f"{ROUNDS}::test_weights_are_those_of_replicas_in_numpy",
     ),
     fault(
-        "update/local_sgd.py",
-        'return sends.all_reduce(list(moved), "mean")',
-        'return sends.all_reduce(list(moved), "sum")',
+        "update/transport.py",
+        'return comm.all_reduce(list(tensors), "mean")',
+        'return comm.all_reduce(list(tensors), "sum")',
         f"{ROUNDS}::test_rounds_may_become_longer",
     ),
     fault(
@@ -562,8 +562,8 @@ FAULTS = [
     ),
     fault(
         "update/nonfinite.py",
-        "proceed_if(ops.logical_not(is_bad), proceed, step, self._optimizer._written(), apart)",
-        "proceed_if(ops.logical_not(is_bad), proceed, step, self._optimizer._written(), False)",
+        "proceed_if(ops.logical_not(is_bad), proceed, step, self._context.written, apart)",
+        "proceed_if(ops.logical_not(is_bad), proceed, step, self._context.written, False)",
         f"{ROUNDS}::test_replicas_that_leave_out_updates_are_twins",
         backend="tensorflow",
     ),
@@ -673,7 +673,7 @@ FAULTS = [
         f"{ROUNDS}::test_training_is_the_same_bit_for_bit_whoever_looks_at_it[interrupted]",
     ),
     fault(
-        "update/coding.py",
+        "extensions/coding/transport.py",
         "mine = [value + residual for value, residual in zip(mine, kept)] if kept else mine",
         "pass",
         f"{ROUNDS}::test_what_a_round_cannot_send_it_sends_later",

@@ -16,6 +16,9 @@ from keras_shardopt.backends.torch.nonfinite import is_sum_finite
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
+CALL = "reduces the gradients of an update"
+"""What ranks that do something else are told of."""
+
 
 @dataclasses.dataclass
 class FlatBucket:
@@ -45,11 +48,11 @@ class FlatBucket:
     num_under_way = 2**31
     """How many buckets may be under way at a time."""
 
-    step: Any = None
-    """Nothing codes its gradients."""
+    transfer: Any = None
+    """The `Transfer` of this reduction, where buckets need one."""
 
     failure: str = ""
-    """Nor fails at it."""
+    """What has failed on this rank before anything was sent, in words."""
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:

@@ -37,13 +37,12 @@ from torch.autograd import Variable as _Autograd
 
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
-from keras_shardopt.backends.torch.coded_bucket import CALL, CodedBucket, coded
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
-from keras_shardopt.backends.torch.flat_bucket import FlatBucket, laid_out
+from keras_shardopt.backends.torch.flat_bucket import CALL, laid_out
 from keras_shardopt.backends.torch.nonfinite import first_not_finite
 from keras_shardopt.backends.torch.pieces import values_of
 from keras_shardopt.backends.torch.process_group import exchanges_statistics, explaining_failures, wait_for
-from keras_shardopt.backends.torch.sliced_bucket import SlicedBucket, Slices, cut_up
+from keras_shardopt.backends.torch.sliced_bucket import Slices, cut_up
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, ReduceOp, Tensor, Variable
 
@@ -63,7 +62,7 @@ class Buckets:
         compression: None, "float16" or "bfloat16": the dtype in which float32 and float64 are sent and added up.
         checks_finite: bool. Whether to look for what is not finite.
         slices: None, or how gradients are cut, of which each rank gets its slices.
-        coding: None, or makes for each reduction what codes its gradients (`Coded`).
+        made: None, or what makes other buckets, and begins a `Transfer` for each reduction.
     """
 
     def __init__(
@@ -75,12 +74,13 @@ class Buckets:
         compression: str | None,
         checks_finite: bool = False,
         slices: Slices | None = None,
-        coding: Callable[[], Any] | None = None,
+        made: tuple[Callable[..., Any], Callable[[], Any]] | None = None,
     ) -> None:
         self._ranks = ranks
-        self._coding = coding
-        self.coded: Any = None
-        """What has coded the gradients that `reduce` has returned last, until `release`."""
+        make = None if made is None else made[0]
+        self._begin_transfer = None if made is None else made[1]
+        self.transfer: Any = None
+        """What has taken the gradients that `reduce` has returned last, until `release`; None for usual buckets."""
         self._checks_finite = checks_finite
         self.found_inf: tuple[int, int, int] | None = None
         """Of the gradients that `reduce` has returned last, as `Step.found_inf`; None where nobody asks."""
@@ -92,9 +92,9 @@ class Buckets:
         tensors = [variable.value for variable in self._variables]
         num_flags = len(tensors) + NUM_FLAGS + (3 if slices is None else 4)
         op: ReduceOp = "mean" if takes_mean else "sum"
-        self._buckets: Sequence[FlatBucket | SlicedBucket | CodedBucket]
-        if coding is not None:
-            self._buckets = coded(ranks, tensors, bucket_bytes, op, num_flags, self._under_way)
+        self._buckets: Sequence[Any]
+        if make is not None:
+            self._buckets = make(ranks, tensors, bucket_bytes, op, num_flags, self._under_way)
         elif slices is None:
             self._buckets = laid_out(tensors, bucket_bytes, op, self._num_ranks, compression, num_flags)
         else:
@@ -114,8 +114,8 @@ class Buckets:
         failure = next((bucket.failure for bucket in self._buckets if bucket.failure), "")
         if failure:
             raise RuntimeError(
-                "Each rank must send its gradients in each step. Received: an earlier step, in which coding them has "
-                f"failed on this rank, so that others wait for them ({failure}). Start the job again."
+                "Each rank must send its gradients in each step. Received: an earlier step, in which "
+                f"{failure}. Start the job again."
             )
         if self._num_sent % len(self._buckets):
             # The backward pass before has ended with an error. Others wait for the rest of its gradients, and then
@@ -331,7 +331,7 @@ class Buckets:
 
     def release(self) -> None:
         """Lets go of what the last reduction has left, which the next one does not need."""
-        self.coded, self._handed = None, []
+        self.transfer, self._handed = None, []
         for bucket in self._buckets:
             bucket.release()
 
@@ -395,10 +395,10 @@ class Buckets:
 
     def _rewind(self) -> None:
         self._num_sent = self._num_received = 0
-        if self._coding is not None:
-            self.coded = self._coding()
+        if self._begin_transfer is not None:
+            self.transfer = self._begin_transfer()
             for bucket in self._buckets:
-                bucket.step = self.coded
+                bucket.transfer = self.transfer
         for bucket in self._buckets[:2]:
             bucket.open()
 

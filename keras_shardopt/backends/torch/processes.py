@@ -117,7 +117,7 @@ _CALLS = {  # of functions that ask for objects
     "on_train_begin": "looks for a backup",
     "_restore_backup": "looks for a backup",
     "_from_chief": "restores a backup",
-    "_restore_residuals": "restores a backup",
+    "_restore_carried": "restores a backup",
     "_everyones": "gathers what a backup keeps of each rank",
     "_watch_noise": "begins a summary of the gradient noise",
     "_means": "averages the weights of all ranks",

@@ -53,7 +53,7 @@ class SlicedBucket:
 
     can_resend = False
     num_under_way = 1
-    step: Any = None
+    transfer: Any = None
     failure = ""
 
     def __init__(

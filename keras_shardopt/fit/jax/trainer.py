@@ -88,8 +88,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     if stacks and reducers[0] is model.optimizer and has_built_in_step(model):
         reducers[0].accumulation.stack()
     local_sgd.prepare(model, reducers)
-    if reducers[0].pipeline.coding is not None:
-        reducers[0].pipeline.coding.stack()
+    reducers[0].pipeline.transport.stack()
     override_method(model, "train_step", _train_step)
     override_method(model, "test_step", _test_step)
     for name in ("fit", "evaluate", "predict"):
@@ -326,14 +325,14 @@ def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> 
         with batch_shared(BatchShare(rows, all_rows, GlobalView(size, "under a `keras.distribution`"))):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
     else:
-        grads, found_inf, notes, *residuals = grads
+        grads, found_inf, notes, *own = grads
         reduced = Step(
             grads,
             model.trainable_variables,
             is_reduced=num_parts is not None,
             found_inf=found_inf,
             notes=notes,
-            residuals=residuals[0] if residuals else None,
+            own=own[0] if own else None,
         )
         with claim_reduction(reducers), reducers[0].pipeline.resuming(reduced):
             new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
@@ -359,10 +358,10 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     axes = reducer.pipeline.reducer.dividing_axes(variables)
 
     weights, others, optimizer_state, metrics = state
-    residuals = reducer.pipeline.residuals_in(model.optimizer.variables, optimizer_state)
+    carried = reducer.pipeline.carried_in(model.optimizer.variables, optimizer_state)
     optimizer_state = without_own(reducer, model.optimizer.variables, optimizer_state)
 
-    def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, residuals: Any, data: Any) -> Any:
+    def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, carried: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
         replicas = MappedAxis(axis)
         mine = rows_of(replicas.replica_id, all_rows, num_replicas)
@@ -378,11 +377,11 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                 grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
             else:
                 # Not the reducer's own scale: what scales the loss may also be around it.
-                scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in residuals]
-                mine_of_step = mine_of_step.replace(loss_scale=scale, residuals=own, axes=axes)
+                scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]
+                mine_of_step = mine_of_step.replace(loss_scale=scale, own=own, axes=axes)
                 with assigning_nothing(OWN_GRADIENTS):
                     reduced = reducer.pipeline.reduce(mine_of_step)
-                left = [value[None] for value in reduced.residuals or ()]
+                left = [value[None] for value in reduced.own or ()]
                 grads = (reduced.grads, reduced.found_inf, dict(reduced.notes), left)
 
         def joined(before: Tensor, after: Tensor | None, seed: bool) -> Tensor:
@@ -407,5 +406,5 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         out_specs=(divided if stacks else (divided_along(axes, axis), whole, whole, divided), whole, divided, whole),
         check_vma=False,
     )
-    grads, loss, outputs, changed = run(weights, others, optimizer_state, metrics, residuals, padded(data, num_missing))
+    grads, loss, outputs, changed = run(weights, others, optimizer_state, metrics, carried, padded(data, num_missing))
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], outputs), changed

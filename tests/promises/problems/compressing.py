@@ -113,7 +113,7 @@ def trained(replicas, name):
             expected = [e + g / window for e, g in zip(expected, grads)]
     # TensorFlow's losses are divided by the number of replicas, and so is what is left of their gradients.
     share = 1 if keras.config.backend() == "tensorflow" else 1 / replicas.num_replicas
-    left = [share * np.sum(everyones(v), axis=0) for v in optimizer.pipeline.residuals]
+    left = [share * np.sum(everyones(v), axis=0) for v in optimizer.pipeline.carried]
     moved = [-keras.ops.convert_to_numpy(v).astype("float64") for v in trainee.trainable_variables]
     assert all(np.max(np.abs(e)) > 0 for e in left)
     return {
@@ -230,6 +230,6 @@ def restarted(replicas, name):
             trainee.compile(ks.CrossShard(problem.sgd_momentum(), **RESTARTS[name]), "mse")
             with contextlib.suppress(InterruptedError):
                 trainee.fit(x, y, batch_size=batch_size, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
-        left = [everyones(v) for v in trainee.optimizer.pipeline.residuals]
+        left = [everyones(v) for v in trainee.optimizer.pipeline.carried]
         found.append((trainee.get_weights(), left, int(keras.ops.convert_to_numpy(trainee.optimizer.iterations))))
     return found

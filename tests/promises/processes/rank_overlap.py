@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import keras_shardopt as ks
 from keras_shardopt.backends.torch import communicator as torch_communicator
 from keras_shardopt.backends.torch import overlap as torch_overlap
+from keras_shardopt.backends.torch import sliced_bucket as torch_sliced
+from keras_shardopt.extensions.coding.codecs import CodedInTwoLegs
 from keras_shardopt.sharding import slices
-from keras_shardopt.update.compression import CodedInTwoLegs
 
 warnings.filterwarnings("ignore")
 NUM_STEPS = 6
@@ -837,7 +838,7 @@ def gradients_are_let_go_when_they_are_sent(scope):
     whole, bucket = 4 * model.count_params(), 0.17 * 2**20
     held = []
 
-    class Watching(torch_overlap.SlicedBucket):
+    class Watching(torch_sliced.SlicedBucket):
         def send(self):
             held.append(sum(v.value.grad.nbytes for v in model.trainable_variables if v.value.grad is not None))
             return super().send()
@@ -923,7 +924,7 @@ def gathered():
 
 
 def unsent(model):
-    return [v.numpy() for v in model.optimizer.pipeline.residuals]
+    return [v.numpy() for v in model.optimizer.pipeline.carried]
 
 
 @check

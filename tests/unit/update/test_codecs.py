@@ -9,7 +9,7 @@ from support.worlds import FakeReplicas, FakeWorld
 
 import keras_shardopt as ks
 from keras_shardopt.backends.traffic import Collective, note, recording
-from keras_shardopt.update.compression import random_numbers
+from keras_shardopt.extensions.coding.codecs import random_numbers
 
 SHAPES = [(40, 30), (7,), (), (3, 5, 20)]
 NUM_REPLICAS = 3
@@ -261,7 +261,7 @@ def applied(world, given, **arguments):
 def balance(found, members):
     """Of the replicas in `members`: what the weights lost, and what was not sent, per replica."""
     weights = [found[members[0]][0][i] for i in range(len(SHAPES))]
-    left = [sum(ops.convert_to_numpy(found[r][1].pipeline.residuals[i]) for r in members) for i in range(len(SHAPES))]
+    left = [sum(ops.convert_to_numpy(found[r][1].pipeline.carried[i]) for r in members) for i in range(len(SHAPES))]
     return [-w + e / len(members) for w, e in zip(weights, left)]
 
 
@@ -288,7 +288,7 @@ threads = pytest.mark.backends("torch", "tensorflow")
 def test_nothing_is_lost_and_all_replicas_agree(monkeypatch, name, groups):
     world = FakeWorld(4, is_spmd=False).hold(monkeypatch)
     codec = ks.compression.PowerSGD(rank=2, warmup_steps=0) if name == "powersgd" else CODECS[name]
-    monkeypatch.setattr("keras_shardopt.update.coding._strategies", None)
+    monkeypatch.setattr("keras_shardopt.extensions.coding.transport._strategies", None)
     found = applied(world, unit, compression=codec, group_assignment=groups)
     for members in groups or [list(range(4))]:
         check(found, members, unit)
@@ -343,7 +343,7 @@ def test_means_are_divided_before_they_are_cast(monkeypatch):
         optimizer = ks.CrossShard("sgd", gradients="local", compression=ks.compression.BFloat16(error_feedback=True))
         optimizer.build([weight])
         own = ops.full((64,), 61440.0, dtype="float16")  # the sum of two does not fit
-        (mean,) = optimizer.pipeline.coding.means(replicas, [0], [own], 0)
+        (mean,) = optimizer.pipeline.transport.means(replicas, [0], [own], 0)
         assert keras.backend.standardize_dtype(mean.dtype) == "float16"
         return ops.convert_to_numpy(mean)
 

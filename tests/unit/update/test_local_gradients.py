@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from keras import ops
 from support import problem
+from support.reducing import global_gradients, plant
 from support.worlds import FakeWorld, reduced
 
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import GradientState
-from keras_shardopt.update import reducers, replica_transform
+from keras_shardopt.update import replica_transform
 
 SHAPES = [(3, 2), (5,), ()]
 CLIPNORM = 2.0
@@ -108,7 +109,7 @@ def test_the_limit_is_in_units_of_the_loss_also_if_it_is_scaled_inside(gradient_
 
 # -- planted faults: each turns a check above red ------------------------------------------------------------------
 
-real_transformed, real_global = replica_transform.transformed_gradients, reducers.global_gradients
+real_transformed, real_global = replica_transform.transformed_gradients, global_gradients
 
 
 def _prescaling_forgotten(grads, variables, num_replicas, gradient_state, *rest):
@@ -139,7 +140,10 @@ def _groups_forgotten(grads, variables, replicas, reduction, gradient_state, *_)
     ],
 )
 def test_a_planted_fault_turns_the_checks_red(name, fault, monkeypatch):
-    monkeypatch.setattr(reducers if name == "global_gradients" else replica_transform, name, fault)
+    if name == "global_gradients":
+        plant(monkeypatch, fault)
+    else:
+        monkeypatch.setattr(replica_transform, name, fault)
     with pytest.raises(AssertionError):
         test_every_way_of_arriving_with_groups_and_clipping(
             GradientState.LOCAL_PRESCALED, 4, [[0, 1], [2, 3]], "mean", CLIPNORM, monkeypatch
@@ -148,7 +152,7 @@ def test_a_planted_fault_turns_the_checks_red(name, fault, monkeypatch):
 
 def test_clipping_after_the_reduction_turns_the_checks_red(monkeypatch):
     monkeypatch.setattr(replica_transform, "transformed_gradients", lambda grads, *_: grads)
-    monkeypatch.setattr(reducers, "global_gradients", _clipped_after_the_reduction)
+    plant(monkeypatch, _clipped_after_the_reduction)
     with pytest.raises(AssertionError):
         test_every_way_of_arriving_with_groups_and_clipping(
             GradientState.LOCAL_PRESCALED, 4, [[0, 1], [2, 3]], "mean", CLIPNORM, monkeypatch
@@ -432,9 +436,7 @@ def test_sparse_gradients(gradient_state, monkeypatch):
     optimizer = ks.CrossShard("sgd", replica_clipnorm=5.0, replica_transform=halved)
     weights = [keras.Variable(np.zeros((3, 2)))]
     world = FakeWorld(2, gradient_state).hold(monkeypatch)
-    monkeypatch.setattr(
-        reducers, "global_gradients", lambda grads, variables, replicas, *_: [grads[0], replicas.num_replicas]
-    )
+    plant(monkeypatch, lambda grads, variables, replicas, *_: [grads[0], replicas.num_replicas])
     (first, _), (second, _) = world.run(lambda r: reduced(optimizer, grads_of(r.replica_id), weights))
     unit = 2 if gradient_state is GradientState.LOCAL_PRESCALED else 1
     np.testing.assert_allclose(first.values * unit, [[3.0, 4.0]], rtol=1e-6)  # 25 clipped to 5

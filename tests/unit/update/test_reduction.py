@@ -1,11 +1,11 @@
 import keras
 import numpy as np
 import pytest
+from support.reducing import global_gradients
 from support.worlds import FakeWorld
 
 from keras_shardopt.backends.communicator import GradientState, SingleReplica
 from keras_shardopt.backends.side_channel import marks
-from keras_shardopt.update.all_reduce import global_gradients
 
 SHAPES = [(3, 2), (5,), ()]
 

@@ -1,8 +1,8 @@
-"""What is kept of coded gradients from one update to the next, and the communicator that sends them coded."""
+"""What is kept of coded gradients from one update to the next, and the transfer that sends them coded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,24 +10,17 @@ from keras import ops
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement
-from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.numerics import (
-    Gradients,
-    ReduceOp,
-    Tensor,
-    Variable,
-    cast,
-    dense,
-    dtype_of,
-    overwrites_variable,
-)
-from keras_shardopt.update.compression import CodedInTwoLegs, Compression, PowerSGD, Reduced, joined, parted
+from keras_shardopt.extensions.coding.codecs import CodedInTwoLegs, Compression, PowerSGD, Reduced, joined, parted
+from keras_shardopt.numerics import ReduceOp, Tensor, Variable, cast, dense, dtype_of, overwrites_variable
+from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import largest_of_all
-from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.reduction import Reduction
 from keras_shardopt.update.replica_transform import is_one
-from keras_shardopt.update.step import Stage, Step
+from keras_shardopt.update.step import Step
+from keras_shardopt.update.transport import InHalf, Rows, Transfer, Transport
 from keras_shardopt.wrapping.chain import base_optimizers
 
 _FACTOR = "compression_factor_"
@@ -36,40 +29,44 @@ _FACTOR = "compression_factor_"
 # Where replicas cannot exchange anything inside a condition.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
+# Where gradients are sent while others are computed.
+_early = for_backend({"torch": "keras_shardopt.extensions.coding.torch"})
 
-class Coding(Stage):
+
+def transport_of(codec: Compression, context: StageContext) -> Transport:
+    """What sends gradients as a codec says."""
+    if codec.sum_dtype is not None:
+        return InHalf(codec.sum_dtype)
+    if isinstance(codec, PowerSGD):
+        _warn_of_adam(context.optimizer)
+    return CodedTransport(codec, context)
+
+
+class CodedTransport(Transport):
     """Keeps what each replica could not send, and what the next reduction starts from.
 
     Args:
         codec: codes gradients.
-        optimizer: the `CrossShard`.
+        context: the optimizer.
     """
 
-    needs_local_gradients = False
+    divides_along_axes = False
+    early_in_slices = False
+    buckets = None if _early is None else staticmethod(_early.coded)
 
-    def __init__(self, codec: Compression, optimizer: Any) -> None:
+    def __init__(self, codec: Compression, context: StageContext) -> None:
         self.codec = codec
         self.residuals: list[Variable] = []
         """What this replica has not sent yet of each trainable variable's gradients, in units of its unscaled loss."""
         self.factors: dict[int, Variable] = {}
         """By the position of a variable, what the next reduction starts from."""
-        self._optimizer = optimizer
+        self._context = context
         self._is_stacked = False
 
-    @classmethod
-    def from_options(cls, options: CrossShardOptions, optimizer: Any) -> list[Stage]:
-        """The stage, where gradients are coded."""
-        codec = options.codec
-        if codec is None or codec.sum_dtype is not None or options.sync_every is not None:  # rounds have their own
-            return []
-        if isinstance(codec, PowerSGD):
-            _warn_of_adam(optimizer)
-        return [cls(codec, optimizer)]
-
     @property
-    def replica_state(self) -> Sequence[Variable]:
+    def carried(self) -> Mapping[str, Sequence[Variable]]:
         """The residuals."""
-        return self.residuals
+        return {"residual": self.residuals}
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Makes the residuals, once."""
@@ -100,25 +97,18 @@ class Coding(Stage):
 
     def keep(self, step: Step) -> Step:
         """Keeps what a reduction has left for the next one."""
-        for residual, value in zip(self.residuals, step.residuals or ()):
+        for residual, value in zip(self.residuals, step.own or ()):
             residual.assign(value)
         for i, factor in self.factors.items():
             if f"{_FACTOR}{i}" in step.notes:
                 factor.assign(step.notes[f"{_FACTOR}{i}"])
         others = {name: note for name, note in step.notes.items() if not name.startswith(_FACTOR)}
-        return step.replace(residuals=None, notes=others)
+        return step.replace(own=None, notes=others)
 
-    def around(self, members: Communicator, step: Step) -> Coded:
-        """The replicas, which send this step's gradients coded.
-
-        Raises:
-            ValueError: where these replicas cannot.
-        """
+    def begin(self, comm: Communicator, reduction: Reduction) -> Coded:
+        """See `Transport.begin`."""
         self._check()
-        plain = [i for i, variable in enumerate(step.variables) if not overwrites_variable(variable)]
-        if members.is_spmd:
-            plain = [i for i in plain if step.grads[i] is not None]
-        return Coded(members, self, step, plain, self._optimizer)
+        return Coded(comm, self, reduction, self._context)
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
         """The means over replicas of tensors that are no gradients of a step, coded; what is left over is kept.
@@ -155,75 +145,54 @@ class Coding(Stage):
             )
 
 
-class Coded(Communicator):
-    """The same replicas, which send the gradients of one step coded, and everything else as it is.
+class Coded(Transfer):
+    """Sends the gradients of one reduction coded.
 
     Args:
-        replicas: the replicas.
-        coding: what the last reduction has left.
-        step: whose gradients are to be reduced.
-        sent: the positions in it of the gradients that come first in the reduction.
-        optimizer: the `CrossShard`.
+        comm: the replicas.
+        kept: what the last reduction has left.
+        reduction: whose gradients these are.
+        context: the optimizer.
     """
 
-    def __init__(self, replicas: Communicator, coding: Coding, step: Step, sent: Sequence[int], optimizer: Any) -> None:
-        self._replicas = replicas
-        self._coding = coding
-        self._optimizer = optimizer
-        self._places = [optimizer._position(step.variables[i]) for i in sent]
-        """The positions of these gradients' variables among those of the optimizer."""
-        self._variables = dict(zip(self._places, (step.variables[i] for i in sent)))
+    def __init__(self, comm: Communicator, kept: CodedTransport, reduction: Reduction, context: StageContext) -> None:
+        super().__init__(comm)
+        self._kept = kept
+        self._context = context
+        self.scatters = isinstance(kept.codec, CodedInTwoLegs)
+        self._variables = dict(zip(reduction.places, reduction.variables))
         # Where this replica has no gradient, what is left over waits for one: it may be that no replica has.
-        self._waits = {place for place, i in zip(self._places, sent) if step.grads[i] is None}
-        self.num_replicas = replicas.num_replicas
-        self.replica_id = replicas.replica_id
-        self.is_spmd = replicas.is_spmd
-        self.is_multi_process = replicas.is_multi_process
-        self._world = None if replicas.world is replicas else replicas.world
+        self._waits = {place for place, grad in zip(reduction.places, reduction.grads) if grad is None}
         # By what the loss is multiplied, in which what is left over is not.
-        self._unit = optimizer.loss_scale if step.loss_scale is None else step.loss_scale
-        kept = coding.residuals if step.residuals is None else step.residuals
-        self._before = [ops.convert_to_tensor(residual) for residual in kept]
+        self._unit = context.loss_scale if reduction.loss_scale is None else reduction.loss_scale
+        before = kept.residuals if reduction.own is None else reduction.own
+        self._before = [ops.convert_to_tensor(residual) for residual in before]
         self._unsent: dict[int, Tensor] = {}
         self._pieces: dict[int, list[tuple[int, Tensor]]] = {}
         self._factors: dict[int, Tensor] = {}
         self._is_finite: list[Tensor] = []
 
     @property
-    def members(self) -> Any:
-        """See `Communicator.members`."""
-        return self._replicas.members
-
-    @property
     def codec(self) -> Compression:
         """What codes gradients."""
-        return self._coding.codec
+        return self._kept.codec
 
-    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """See `Communicator.gradient_state`."""
-        return self._replicas.gradient_state(grads, variables)
-
-    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See `Communicator.all_gather`."""
-        return self._replicas.all_gather(tensors)
-
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """The first one codes the gradients, and what comes after them is sent as it is."""
-        if op == "max" or self._is_finite or not self._places:
-            return self._replicas.all_reduce(tensors, op)
-        return self.all_reduce_of(self._places, tensors, op)
-
-    def all_reduce_of(self, places: Sequence[int], tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """As `all_reduce`; the first tensors are the gradients of the variables at these positions."""
-        count = len(places)
-        mine, factors = self._given(places, tensors[:count])
-        reduced = self.codec.reduce(mine, list(tensors[count:]), self._replicas, self._update(), factors)
-        return self._results(self._taken(places, factors, reduced), tensors, op)
+    def all_reduce(
+        self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """See `Transfer.all_reduce`."""
+        if not places:
+            return super().all_reduce(places, tensors, along, op)
+        mine, factors = self._given(places, tensors)
+        more = [] if along is None else [along]
+        reduced = self.codec.reduce(mine, more, self.comm, self._update(), factors)
+        sums = self._results(self._taken(places, factors, reduced), [*tensors, *more], op)
+        return sums[: len(places)], None if along is None else sums[-1]
 
     def legs_of(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Sequence[Tensor], op: ReduceOp
     ) -> Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]]:
-        """As `all_reduce_of`, for whoever runs the collectives; of `along` come the sums.
+        """As `all_reduce`, for whoever runs the collectives; of `along` come the sums.
 
         Args:
             places: positions of variables.
@@ -236,7 +205,7 @@ class Coded(Communicator):
         shapes = [self._variables[place].shape for place in places]
         filled = [ops.zeros(shape, "float32") if t is None else t for t, shape in zip(tensors, shapes)]
         mine, factors = self._given(places, filled)
-        size, me = self.num_replicas, self.replica_id
+        size, me = self.comm.num_replicas, self.comm.replica_id
         reduced = yield from self.codec.legs(mine, list(along), size, me, self._update(), factors)
         sums = self._taken(places, factors, reduced)
         count = len(places)
@@ -245,12 +214,12 @@ class Coded(Communicator):
 
     def _given(self, places: Sequence[int], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         """What is coded of these gradients, and from what the reduction starts."""
-        before = [self._coding.factors.get(place) for place in places]
+        before = [self._kept.factors.get(place) for place in places]
         factors = [None if factor is None else ops.convert_to_tensor(factor) for factor in before]
         return [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)], factors
 
     def _update(self) -> Tensor:
-        return ops.convert_to_tensor(self._optimizer.iterations)
+        return ops.convert_to_tensor(self._context.updates)
 
     def _taken(self, places: Sequence[int], factors: Sequence[Tensor | None], reduced: Reduced) -> list[Tensor]:
         """The sums, of gradients and of what was sent along; the rest is noted."""
@@ -260,42 +229,37 @@ class Coded(Communicator):
         self._unsent |= dict(zip(places, reduced.unsent))
         return [*reduced.sums, *reduced.along]
 
-    def reduce_scatter_of(
-        self, slices: Sequence[Sequence[tuple[int, int, Tensor]]], along: Sequence[Tensor], op: ReduceOp
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Every replica gets its slices, one after another, of what is reduced; and `along`, reduced to all.
-
-        Args:
-            slices: for each replica those that it gets: the position of the variable, the place where the slice
-                begins in it, and this replica's gradient of it, which is flat.
-            along: tensors that are sent as they are.
-            op: "sum" or "mean".
-        """
-        codec, size, me = self.codec, self.num_replicas, self.replica_id
+    def reduce_scatter(
+        self, rows: Rows, length: int, along: Tensor | None, op: ReduceOp, dtype: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Transfer.reduce_scatter`."""
+        del length, dtype
+        slices, more = rows, [] if along is None else [along]
+        codec, size, me = self.codec, self.comm.num_replicas, self.comm.replica_id
         assert isinstance(codec, CodedInTwoLegs)
-        rows = [[self._with_residual(i, value, start) for i, start, value in each] for each in slices]
-        longest = max(sum(int(value.shape[0]) for value in row) for row in rows)
+        filled = [[self._with_residual(i, value, start) for i, start, value in each] for each in slices]
+        longest = max(sum(int(value.shape[0]) for value in row) for row in filled)
         length = -(-longest // codec.block) * codec.block
-        flat = ops.concatenate([joined(row, length) if row else ops.zeros((length,), "float32") for row in rows])
-        key = ops.convert_to_tensor(self._optimizer.iterations), me, 0
+        flat = ops.concatenate([joined(row, length) if row else ops.zeros((length,), "float32") for row in filled])
+        key = ops.convert_to_tensor(self._context.updates), me, 0
         sent = codec.encode(flat, key)
-        total = ops.sum(ops.reshape(codec.decode(self._replicas.all_to_all(sent)), (size, -1)), axis=0)
+        total = ops.sum(ops.reshape(codec.decode(self.comm.all_to_all(sent)), (size, -1)), axis=0)
         unsent = ops.reshape(flat - codec.decode(sent), (size, -1))
-        for r, (each, row) in enumerate(zip(slices, rows)):
+        for r, (each, row) in enumerate(zip(slices, filled)):
             for (i, start, _), left in zip(each, parted(unsent[r], row)):
                 self._pieces.setdefault(i, []).append((start, left))
         # Each replica sees its own slices of the sum only, and all of its own gradient.
         is_bad = ops.cast(ops.logical_not(ops.isfinite(ops.sum(flat))), "float32")
-        *sums, num_bad = self._replicas.all_reduce([*along, ops.reshape(is_bad, (1,))], "sum")
+        *sums, num_bad = self.comm.all_reduce([*more, ops.reshape(is_bad, (1,))], "sum")
         self._is_finite.append(num_bad[0] < 0.5)
         mine = [value for _, _, value in slices[int(me)]]
         own = total[: sum(int(value.shape[0]) for value in mine)]
-        own, *sums = self._results([own, *sums], [slices[0][0][2] if not mine else mine[0], *along], op)
-        return own, sums
+        own, *sums = self._results([own, *sums], [slices[0][0][2] if not mine else mine[0], *more], op)
+        return own, None if along is None else sums[0]
 
     def _results(self, sums: Sequence[Tensor], like: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         # A mean is divided before it is cast: it may fit into half precision where the sum does not.
-        results = [total / self.num_replicas for total in sums] if op == "mean" else sums
+        results = [total / self.comm.num_replicas for total in sums] if op == "mean" else sums
         return [cast(result, dtype_of(tensor)) for result, tensor in zip(results, like)]
 
     def _with_residual(self, place: int, tensor: Tensor, start: int | None = None) -> Tensor:
@@ -309,11 +273,11 @@ class Coded(Communicator):
             left = ops.reshape(left, (-1,))[start : start + int(value.shape[0])]
         return value + (left if is_one(self._unit) else left * ops.cast(self._unit, "float32"))
 
-    def kept(self, step: Step, all_decide: bool) -> Step:
+    def left(self, step: Step, all_decide: bool) -> Step:
         """The reduced step, with what is left over; or what was left before, if the update is to be skipped.
 
         Args:
-            step: reduced by this communicator.
+            step: reduced by this transfer.
             all_decide: bool. Whether the replicas of all groups skip an update together.
         """
         if not self._is_finite:
@@ -321,12 +285,12 @@ class Coded(Communicator):
         is_good = ops.all(ops.stack(self._is_finite))
         if step.found_inf is not None:
             is_good = ops.logical_and(is_good, ops.equal(step.found_inf[0], 0))
-        elif all_decide and self._world is not None:
-            is_bad, _ = largest_of_all(ops.logical_not(is_good), ops.zeros((), "float32"), self._world)
+        elif all_decide and self.comm.world is not self.comm:
+            is_bad, _ = largest_of_all(ops.logical_not(is_good), ops.zeros((), "float32"), self.comm.world)
             is_good = ops.logical_not(is_bad)
         notes = dict(step.notes)
         for i, factor in self._factors.items():
-            notes[f"{_FACTOR}{i}"] = ops.where(is_good, factor, ops.convert_to_tensor(self._coding.factors[i]))
+            notes[f"{_FACTOR}{i}"] = ops.where(is_good, factor, ops.convert_to_tensor(self._kept.factors[i]))
         if not self.codec.error_feedback:
             return step.replace(notes=notes)
         after = list(self._before)
@@ -336,7 +300,7 @@ class Coded(Communicator):
         for i, left in self._unsent.items():
             left = left if is_one(self._unit) else left / ops.cast(self._unit, "float32")
             after[i] = ops.where(is_good, left + after[i] if i in self._waits else left, after[i])
-        return step.replace(notes=notes, residuals=after)
+        return step.replace(notes=notes, own=after)
 
 
 def _warn_of_adam(optimizer: Any) -> None:

@@ -14,13 +14,11 @@ import torch
 
 from keras_shardopt.backends.communicator import largest_bucket
 from keras_shardopt.backends.torch.communicator import alike_in_buckets
+from keras_shardopt.backends.torch.flat_bucket import CALL
 from keras_shardopt.backends.torch.nonfinite import is_sum_finite
 from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor
-
-CALL = "reduces the gradients of an update"
-"""What ranks that do something else are told of."""
 
 
 class CodedBucket:
@@ -50,8 +48,8 @@ class CodedBucket:
         self._op: ReduceOp = op
         self.num_missing = 0
         self.failure = ""
-        """The error that coding has ended with, after which other ranks wait for what was to be sent."""
-        self.step: Any = None
+        """What has failed, after which other ranks wait for what was to be sent."""
+        self.transfer: Any = None
         """Codes the gradients of this step: `legs_of(places, grads, along, op)` yields collectives."""
         self.sent: list[tuple[Kind, Sequence[Tensor]]] = []
         """The collectives of the last reduction, and what they were given, until `release`."""
@@ -75,7 +73,7 @@ class CodedBucket:
         grads, self._grads = [self._grads.get(i) for i in self.places], {}
         self.sent = []
         along = [self.flags] if self.flags.numel() else []
-        self._legs = self.step.legs_of(self.places, grads, along, self._op)
+        self._legs = self.transfer.legs_of(self.places, grads, along, self._op)
         self._code(None)
 
     def send(self) -> Any:
@@ -101,7 +99,7 @@ class CodedBucket:
     def release(self) -> None:
         """Lets go of what the last reduction has left here."""
         self.sent, self.results, self._grads = [], {}, {}
-        self.step = self._legs = self._next = self._come = None
+        self.transfer = self._legs = self._next = self._come = None
 
     def _go_on(self) -> None:
         assert self._come is not None
@@ -121,7 +119,8 @@ class CodedBucket:
             for total in end.value[len(self.places) :]:
                 self.flags.copy_(total)
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
+            words = f"{type(error).__name__}: {error}"
+            self.failure = f"coding them has failed on this rank, so that others wait for them ({words})"
             raise
 
     def own_not_finite(self) -> list[int]:

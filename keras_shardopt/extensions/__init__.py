@@ -1,0 +1,5 @@
+"""What can be plugged into an update, and what nothing else here knows of. Importing this registers all of it."""
+
+from keras_shardopt.extensions import coding
+
+__all__ = ["coding"]

@@ -1,0 +1,121 @@
+"""The view of an optimizer that its stages and reducers get. No other file of `update/` holds the optimizer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import Variable
+from keras_shardopt.update.step import Step
+from keras_shardopt.wrapping.chain import descendants
+
+
+class StageContext:
+    """A view of a `CrossShard`, created before the optimizer is complete.
+
+    Args:
+        optimizer: the `CrossShard`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, for code that builds or replaces parts of it."""
+        return self._optimizer
+
+    @property
+    def trainable(self) -> Sequence[Variable]:
+        """The trainable variables of the optimizer."""
+        variables: Sequence[Variable] = self._optimizer._trainable_variables
+        return variables
+
+    def places(self, variables: Sequence[Variable]) -> Sequence[int]:
+        """Return the positions of these variables. Before `build`, the given variables are all there are."""
+        every = self.trainable
+        if not every or (len(variables) == len(every) and all(map(operator.is_, variables, every))):
+            return range(len(variables))
+        return [self.position(variable) for variable in variables]
+
+    def position(self, variable: Variable) -> int:
+        """Return the position of a variable among the trainable ones."""
+        return int(self._optimizer._position(variable))
+
+    @property
+    def updates(self) -> Any:
+        """The variable that counts updates."""
+        return self._optimizer.iterations
+
+    @property
+    def loss_scale(self) -> Any:
+        """The factor of the loss."""
+        return self._optimizer.loss_scale
+
+    def communicator(self) -> Communicator:
+        """Return the replicas of the caller."""
+        return runtime.communicator(self._optimizer.axis_name)
+
+    @property
+    def written(self) -> list[Variable]:
+        """All variables that an update reads or assigns."""
+        return list(self._optimizer._written())
+
+    def arrives(self, step: Step) -> GradientState:
+        """Return the state in which the gradients of a step arrive."""
+        state: GradientState = self._optimizer.state_finder.find(step, self.communicator())
+        return state
+
+    @property
+    def may_be_local(self) -> bool:
+        """Whether gradients may arrive unreduced."""
+        return bool(self._optimizer.state_finder.may_be_local)
+
+    @property
+    def told(self) -> GradientState | None:
+        """The state of gradients by the argument `gradients`, or as found; None while unknown."""
+        state: GradientState | None = self._optimizer.state_finder.told
+        return state
+
+    @property
+    def lays_out_state(self) -> bool:
+        """Whether a layout of arrays divides the state."""
+        return bool(self._optimizer._lays_out_state)
+
+    @property
+    def started(self) -> Communicator | None:
+        """The ranks that have started with equal weights; None before."""
+        comm: Communicator | None = self._optimizer.peers.started
+        return comm
+
+    @property
+    def updates_differ(self) -> bool:
+        """Whether replicas make different updates."""
+        return bool(self._optimizer.scope_inside.trains_apart)
+
+    @property
+    def skips_inside(self) -> bool:
+        """Whether an optimizer inside skips updates with nonfinite gradients."""
+        return bool(self._optimizer._skips_inside)
+
+    @property
+    def decides_with_all(self) -> bool:
+        """Whether an optimizer inside decides that together with the replicas of all groups."""
+        return any(getattr(part, "_skips_overflows", False) for part in descendants(self._optimizer))
+
+    @property
+    def window(self) -> Any:
+        """The accumulation stage, or None."""
+        return self._optimizer.accumulation
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the last backward pass has left global gradients."""
+        return bool(self._optimizer.pipeline.reducer.has_finished)
+
+    def micro_batch(self, step: Step, starts: Any) -> None:
+        """Pass the gradients of a micro-batch to the stages that use them."""
+        self._optimizer.pipeline.micro_batch(step, starts)

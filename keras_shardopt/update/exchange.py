@@ -1,0 +1,119 @@
+"""Move a `Reduction`: the only place where gradients leave a replica, with the numbers that travel along.
+
+It imports no framework, so tests replace the replicas by fakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from keras import ops
+
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.active import runtime
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.side_channel import SideChannel
+from keras_shardopt.numerics import Tensor, Variable, dtype_of, is_sparse, overwrites_variable
+from keras_shardopt.update.reduction import Reduction, scaled
+from keras_shardopt.update.transport import Transfer
+
+
+class Moved(NamedTuple):
+    """The result of a `Reduction`."""
+
+    grads: list[Tensor | None]
+    """Global gradients, or this replica's slices of them."""
+
+    numbers: Tensor | None
+    """The numbers that travelled along, positive if positive on some replica; None if there were none."""
+
+    in_slices: bool = False
+    """Whether each replica has different slices."""
+
+
+def move(reduction: Reduction, transfer: Transfer, members: Communicator) -> Moved:
+    """Give every replica the whole result.
+
+    Raises:
+        ValueError: on every replica, if not all train the same variables.
+    """
+    plain = [i for i, variable in enumerate(reduction.variables) if not overwrites_variable(variable)]
+    sums, numbers = _sums(reduction, plain, transfer, members)
+    reduced: list[Tensor | None] = list(reduction.grads)
+    for i, result in zip(plain, sums):
+        reduced[i] = None if result is None else scaled(result, reduction.factor)
+    return Moved(with_next_values(reduction, reduced, members), numbers)
+
+
+def with_next_values(reduction: Reduction, reduced: list[Tensor | None], members: Communicator) -> list[Tensor | None]:
+    """Add the largest next values to the results. They travel last, after all replicas agree on their variables."""
+    nexts = [i for i, v in enumerate(reduction.variables) if reduction.grads[i] is not None and overwrites_variable(v)]
+    for i, value in zip(nexts, members.all_reduce([reduction.grads[i] for i in nexts], "max") if nexts else []):
+        reduced[i] = value
+    return reduced
+
+
+def _sums(
+    reduction: Reduction, plain: Sequence[int], transfer: Transfer, members: Communicator
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Return the reduced gradients at these places, some of them None, and the numbers."""
+    grads, variables = [reduction.grads[i] for i in plain], [reduction.variables[i] for i in plain]
+    numbers = None if reduction.numbers is None or not plain else reduction.numbers(dtype_of(variables[0]))
+    if members.is_spmd:
+        present = [k for k, grad in enumerate(grads) if grad is not None]
+        result: list[Tensor | None] = [None] * len(grads)
+        sent = [_shaped(grads[k], variables[k]) for k in present]
+        sums, numbers = transfer.all_reduce([reduction.places[plain[k]] for k in present], sent, numbers, reduction.op)
+        for k, total in zip(present, sums):
+            result[k] = total
+        return result, numbers
+    filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
+    if not filled:
+        return [], numbers
+    # Members of one group may learn at different times that another group has failed.
+    is_group = members.world is not members
+    ranks = _ranks_of(members) if is_group else None
+    has_failed = ranks is not None and runtime.is_cheap_to_read(filled[0]) and ranks.others_have_failed()
+    failed = [has_failed] if is_group else []
+    trained = None if reduction.trained is None else [reduction.trained[i] for i in plain]
+    channel = SideChannel(members, variables, [g is not None for g in grads], trained, reduction.trains, failed)
+    along = channel.pack(dtype_of(filled[0]), numbers)
+    sums, told = transfer.all_reduce([reduction.places[i] for i in plain], filled, along, reduction.op)
+    assert told is not None
+    heard, told = channel.unpack(told, reduction.op)
+    numbers = None if numbers is None else told
+    if heard is None:
+        return list(sums), numbers
+    if any(heard.more):
+        raise_failure_of_others(members)
+    try:
+        heard.check_all_train()
+        heard.check_same_variables()
+    except ValueError as error:
+        if ranks is not None:
+            ranks.say_failure(str(error), members.members[0])
+        raise
+    return [total if has else None for total, has in zip(sums, heard.present)], numbers
+
+
+def raise_failure_of_others(replicas: Communicator) -> NoReturn:
+    """Raise the ValueError that the replicas of another group have raised."""
+    ranks = _ranks_of(replicas)
+    words = "" if ranks is None else ranks.take_failure()
+    raise ValueError(words or "All groups must train. Received: an error in another one.")
+
+
+# Processes of another group can be elsewhere when those of one group fail.
+_ranks = for_backend({"torch": "keras_shardopt.backends.torch.communicator"})
+
+
+def _ranks_of(replicas: Communicator) -> Any:
+    """Return all ranks, to report an error to other groups; None if the replicas are no ranks."""
+    world = replicas.world
+    return world if _ranks is not None and isinstance(world, _ranks.TorchProcessGroup) else None
+
+
+def _shaped(grad: Tensor, variable: Variable) -> Tensor:
+    """Return a gradient with its variable's shape, which a trace of TensorFlow may have lost."""
+    return grad if is_sparse(grad) or None not in tuple(grad.shape) else ops.reshape(grad, variable.shape)

@@ -1,0 +1,145 @@
+"""The contribution of one replica to the reduction of an update: packed once, moved once, unpacked once.
+
+It chooses the collective and the factor for each state of the gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from keras import ops
+
+from keras_shardopt.backends.communicator import Communicator, GradientState
+from keras_shardopt.numerics import (
+    UNKNOWN,
+    Gradients,
+    ReduceOp,
+    Tensor,
+    Variable,
+    map_values,
+    overwrites_variable,
+)
+from keras_shardopt.update.context import StageContext
+from keras_shardopt.update.step import Step
+
+Kind = Literal["mean", "sum"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """One replica's contribution to the reduction of one update."""
+
+    grads: Gradients
+    """This replica's gradients, one tensor or None per variable; next values of `overwrite_with_gradient` variables."""
+
+    variables: Sequence[Variable]
+    """Their variables. Processes list the same ones, those of frozen layers included."""
+
+    places: Sequence[int]
+    """The positions of these variables in the optimizer."""
+
+    op: ReduceOp = "mean"
+    factor: float = 1.0
+    """The factor of the results."""
+
+    is_whole: bool = True
+    """Whether the gradients are those of a mean loss, and not yet divided by the number of replicas."""
+
+    trained: Sequence[bool] | None = None
+    """For each variable whether this replica trains it; None means all."""
+
+    trains: bool = True
+    """False if this replica has ended its training."""
+
+    numbers: Callable[[str], Tensor] | None = None
+    """Makes the numbers that travel with the gradients, in a given dtype."""
+
+    found: Tensor | None = None
+    """The position, from 1, of the first nonfinite gradient here, or 0; None if unknown."""
+
+    loss_scale: Any = None
+    """The factor of the loss; None for the optimizer's."""
+
+    own: Sequence[Tensor] | None = None
+    """Carried values of this replica; None if the transport reads its variables."""
+
+    @classmethod
+    def of(cls, step: Step, context: StageContext, members: Communicator, kind: Kind) -> Reduction:
+        """Pack a step with local gradients, already weighted by rows."""
+        grads, variables, found = step.grads, step.variables, step.found_inf
+        every, trained = context.trainable, None
+        places = context.places(variables)
+        if not members.is_spmd and len(places) < len(every):
+            # All ranks send the same, also where some have frozen layers, so that they can notice.
+            given = dict(zip(places, grads))
+            if found is not None:
+                found = ops.take(ops.convert_to_tensor([0, *[i + 1 for i in places]], "int32"), found, axis=0)
+            trained = [i in given for i in range(len(every))]
+            grads, variables, places = [given.get(i) for i in range(len(every))], list(every), range(len(every))
+        assert step.gradient_state is not None
+        return cls(
+            grads,
+            variables,
+            places,
+            op=collective(step.gradient_state, kind),
+            factor=rescaling(kind, members) if step.gradient_state is GradientState.LOCAL_PRESCALED else 1,
+            is_whole=step.gradient_state is GradientState.LOCAL,
+            trained=trained,
+            found=found,
+            loss_scale=step.loss_scale,
+            own=step.own,
+        )
+
+    @classmethod
+    def of_nothing(cls, variables: Sequence[Variable], num_numbers: int = 0) -> Reduction:
+        """Pack the announcement that this replica has ended its training: an update of zeros."""
+        numbers = (lambda dtype: ops.zeros((num_numbers,), dtype)) if num_numbers else None
+        nothing = [None] * len(variables)
+        return cls(nothing, variables, range(len(variables)), "sum", trains=False, numbers=numbers)
+
+    def replace(self, **changes: Any) -> Reduction:
+        """Return a copy with other values in some fields."""
+        return dataclasses.replace(self, **changes)
+
+    def unpack(self, grads: Gradients, found_inf: Tensor | None, step: Step) -> Step:
+        """Return the reduced step, without the variables that only other replicas train."""
+        if self.trained is not None:
+            positions = [i for i, is_given in enumerate(self.trained) if is_given]
+            order = {id(variable): i for i, variable in enumerate(self.variables)}
+            positions = [order[id(variable)] for variable in step.variables]
+            if found_inf is not None:
+                places = [UNKNOWN] * (len(self.variables) + 1)
+                for place, position in enumerate(positions):
+                    places[position] = place
+                name = ops.take(ops.convert_to_tensor(places, "int32"), found_inf[2] % len(places), axis=0)
+                found_inf = ops.stack([found_inf[0], found_inf[1], name])
+            grads = [grads[i] for i in positions]
+        return step.replace(grads=grads, found_inf=found_inf)
+
+
+def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:
+    """Return the reduction that makes local or prescaled gradients global, up to the factor `rescaling`."""
+    # A prescaled gradient is divided by N already, so its plain sum is the mean.
+    return "mean" if gradient_state is GradientState.LOCAL and kind == "mean" else "sum"
+
+
+def rescaling(kind: Kind, replicas: Communicator) -> float:
+    """Return the factor of the sum of prescaled gradients."""
+    # Each is divided by the number of all replicas, also where only those of a group are added.
+    return replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)
+
+
+def as_told(step: Step, kind: Kind, num_replicas: int) -> list[Tensor | None]:
+    """Return the gradients of a step that arrive reduced, without a collective."""
+    if step.gradient_state is GradientState.SUMMED:
+        factor = 1 / num_replicas if kind == "mean" else 1
+    else:
+        factor = 1 if kind == "mean" else num_replicas
+    return [g if g is None or overwrites_variable(v) else scaled(g, factor) for g, v in zip(step.grads, step.variables)]
+
+
+def scaled(grad: Tensor, factor: float) -> Tensor:
+    """Return a gradient times a number, or the same object for 1: a single replica costs nothing."""
+    return grad if factor == 1 else map_values(lambda value: ops.multiply(value, factor), grad)

@@ -1,0 +1,167 @@
+"""Send the gradients of one update between replicas, unchanged or in half precision.
+
+A `Transport` lives as long as its optimizer; a `Transfer` lives for one reduction. The reducer decides where sums
+arrive: everywhere, or in slices. An extension subclasses both and keeps its state in `carried`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.backends.compression import Compressed
+from keras_shardopt.numerics import ReduceOp, Tensor, Variable
+from keras_shardopt.update.plugs import plug_of
+from keras_shardopt.update.reduction import Reduction
+from keras_shardopt.update.step import Step
+
+Rows = Sequence[Sequence[tuple[int, int, Tensor]]]
+"""Per replica its slices: position of the variable, first element, this replica's gradient."""
+
+
+class Transfer:
+    """One reduction of gradients. Everything else that replicas exchange goes through the communicator.
+
+    Args:
+        comm: the replicas.
+    """
+
+    scatters: bool = True
+    """Whether `reduce_scatter` works."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def all_reduce(
+        self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Give every replica the sum, or the mean, of these gradients.
+
+        Args:
+            places: the positions of their variables among those of the optimizer.
+            tensors: this replica's.
+            along: a flat tensor to reduce with them, or None.
+            op: "sum" or "mean".
+        """
+        if along is None:
+            return self.comm.all_reduce(tensors, op), None
+        *sums, last = self.comm.all_reduce([*tensors, along], op)
+        return sums, last
+
+    def reduce_scatter(
+        self, rows: Rows, length: int, along: Tensor | None, op: ReduceOp, dtype: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Give every replica its slices, one after another in a flat tensor, and all of `along`.
+
+        Args:
+            rows: the slices of each replica.
+            length: how many elements the longest row has.
+            along: as of `all_reduce`.
+            op: "sum" or "mean".
+            dtype: the dtype of the padding of shorter rows.
+        """
+        parts: list[Tensor] = []
+        for row in rows:
+            missing = length - sum(int(value.shape[0]) for _, _, value in row)
+            parts += [value for _, _, value in row]
+            parts += [ops.zeros((missing,), dtype)] if missing else []
+            parts += [] if along is None else [along]
+        (own,) = self.comm.reduce_scatter([ops.concatenate(parts)], op)
+        return own, None if along is None else own[length:]
+
+    def left(self, step: Step, all_decide: bool) -> Step:
+        """Return the reduced step with the carried values for the next one, unchanged if the update is skipped.
+
+        Args:
+            step: the reduced step.
+            all_decide: bool. Whether the replicas of all groups skip an update together.
+        """
+        del all_decide
+        return step
+
+
+class Transport:
+    """Sends gradients unchanged."""
+
+    narrow: str | None = None
+    """The dtype that sums float32 and float64 gradients, if the transport does nothing else; None otherwise."""
+
+    divides_along_axes: bool = True
+    """Whether a reduction can leave slices along a dimension."""
+
+    early_in_slices: bool = True
+    """Whether slices can be sent during the backward pass."""
+
+    buckets: Callable[..., Any] | None = None
+    """Makes the buckets that PyTorch sends during the backward pass; None for the usual ones."""
+
+    @property
+    def carried(self) -> Mapping[str, Sequence[Variable]]:
+        """Variables that each reduction reads and assigns, different on each replica, by name in backups."""
+        return {}
+
+    def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
+        """Make its variables, once."""
+
+    def reset(self) -> None:
+        """Forget carried values: state was loaded."""
+
+    def stack(self) -> None:
+        """Store the carried values of all replicas in one program, along a first dimension."""
+
+    def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
+        """Begin one reduction among these replicas.
+
+        Raises:
+            ValueError: if these replicas do not support the transport.
+        """
+        del reduction
+        return Transfer(comm)
+
+    def keep(self, step: Step) -> Step:
+        """Assign the values that a transfer has left: outside of `shard_map`, inside the branch of a window."""
+        return step
+
+    def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
+        """Return the means over replicas of tensors other than the gradients of a step.
+
+        Args:
+            comm: the replicas.
+            places: the positions of the variables that they belong to.
+            tensors: this replica's.
+            update: the number of updates so far.
+        """
+        del places, update
+        return comm.all_reduce(list(tensors), "mean")
+
+
+class InHalf(Transport):
+    """Sums gradients in half precision.
+
+    Args:
+        dtype: "float16" or "bfloat16".
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.narrow = dtype
+
+    def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
+        """See `Transport.begin`. A sum of whole gradients may overflow, so it divides them first."""
+        return Transfer(Compressed(comm, str(self.narrow), divides=reduction.is_whole))
+
+    def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
+        """See `Transport.means`."""
+        return Compressed(comm, str(self.narrow), divides=True).all_reduce(list(tensors), "mean")
+
+
+def transport_of(given: Any, context: Any) -> Transport:
+    """Return the transport for the argument `compression`: None, a dtype, or an object of an extension."""
+    if given is None:
+        return Transport()
+    if isinstance(given, str):
+        return InHalf(given)
+    made: Transport = plug_of("compression").transport(given, context)
+    return made
