@@ -148,16 +148,14 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
         self._computed = False
-        self._context = StageContext(self)
-        found = stages_of(options, self._context)
+        found = stages_of(options, context := StageContext(self))
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
         self.local_updates = next((stage for stage in found if isinstance(stage, LocalUpdates)), None)
         self._keeps_state = self.local_updates is not None
         self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
-        reducer = next((stage._reducer for stage in found if stage._reducer), None) or reducer_of(
-            self._context, options
-        )
+        reducers = [stage._reducer for stage in found if stage._reducer is not None]
+        reducer: Any = reducers[0] if reducers else reducer_of(context, options)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         note_made(self)
@@ -194,7 +192,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
                 self.pipeline.build(variables, self.add_variable)
             if self.shard_state and (shards := self._divided(variables)) is not None:
                 self._shards = shards
-                self.pipeline.reducer = reducer_of(self._context, self._options, self.pipeline.transport, shards)
+                self.pipeline.reducer = reducer_of(StageContext(self), self._options, self.pipeline.transport, shards)
         super().build(variables)
         refuse_accumulation_inside(base_optimizers(self), self._options.gradient_accumulation_steps)
 

@@ -28,17 +28,11 @@ import jax
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_shardopt.backends.communicator import GlobalView
-from keras_shardopt.backends.gradient_scope import claim_reduction
-from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, divided_along, seed_offset
 from keras_shardopt.backends.jax.placement import assigning_alone, let_assign_alone, placement
 from keras_shardopt.backends.jax.processes import naming_lost_processes, predicting_together, tell
-from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.models import has_built_in_step, layers_of, override_method
-from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.shared_draws import note_end_of_call
-from keras_shardopt.fit.jax import local_sgd
 from keras_shardopt.fit.jax.batches import (
     SPLITS_OWN_PART,
     EpochIterator,
@@ -46,33 +40,15 @@ from keras_shardopt.fit.jax.batches import (
     is_filled_up,
     is_together,
     on_devices,
-    padded,
     rows_that_count,
     state_of,
     take_uneven,
     takes_uneven,
     watch_batches,
 )
-from keras_shardopt.fit.jax.parts import (
-    compiled_alike,
-    evaluated_in_parts,
-    gradients_of_rows,
-    in_parts,
-    metrics_of_losses,
-    on_every_device,
-    with_masks,
-    with_zeros,
-    without_own,
-)
-from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
-from keras_shardopt.fit.overrides import call_silently, num_rows, reducers_in, refuse_groups
+from keras_shardopt.fit.jax.step import step_of
+from keras_shardopt.fit.overrides import call_silently, refuse_groups
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
-from keras_shardopt.fit.stateful import states_of_replica
-from keras_shardopt.fit.virtual_replicas import num_parts_of
-from keras_shardopt.numerics import Tensor
-from keras_shardopt.update.losses import share_losses
-from keras_shardopt.update.step import Step
-from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -80,15 +56,15 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     watch_batches()
     take_uneven()
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
-    reducers = reducers_in(model, reducers_of)
+    step = step_of(model)
+    reducer, *_ = step.reducers
     # Around it nothing may look at gradients in each micro-batch, which would then be one replica's each.
-    stacks = reducers[0].accumulation is not None and reducers[0].virtual_replicas is None
-    stacks = stacks and reducers[0].local_updates is None  # where each replica adds up its own
-    stacks = stacks and reducers[0].state_finder.may_be_local  # otherwise those of the whole batch are added up
-    if stacks and reducers[0] is model.optimizer and has_built_in_step(model):
-        reducers[0].accumulation.stack()
-    local_sgd.prepare(model, reducers)
-    reducers[0].pipeline.transport.stack()
+    stacks = reducer.accumulation is not None and step.stacks_windows
+    stacks = stacks and reducer.state_finder.may_be_local  # otherwise those of the whole batch are added up
+    if stacks and reducer is model.optimizer and has_built_in_step(model):
+        reducer.accumulation.stack()
+    step.prepare()
+    reducer.pipeline.transport.stack()
     override_method(model, "train_step", _train_step)
     override_method(model, "test_step", _test_step)
     for name in ("fit", "evaluate", "predict"):
@@ -115,19 +91,14 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
 
 def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     _renew(model, "train_step")
-    with _options_of_compiler(model):
+    with step_of(model).compiler_options():
         real(*args, **kwargs)
 
 
 def _make_test_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     _renew(model, "test_step")
-    with _options_of_compiler(model):
+    with step_of(model).compiler_options():
         real(*args, **kwargs)
-
-
-def _options_of_compiler(model: Any) -> contextlib.AbstractContextManager[None]:
-    num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
-    return contextlib.nullcontext() if num_parts is None else compiled_alike(model, num_parts)
 
 
 def _renew(model: Any, name: str) -> None:
@@ -144,7 +115,7 @@ _TAKEN = ("trainable_variables", "non_trainable_variables", "optimizer_variables
 def _get_jax_state(model: Any, real: Callable[..., Any], purge_model_variables: bool = False, **which: bool) -> Any:
     """Lets the first step of an epoch fail without loss: variables have no values while Keras holds them."""
     if which.get("optimizer_variables"):
-        local_sgd.resume(model)
+        step_of(model).before_step()
     taken = real(purge_model_variables=purge_model_variables, **which)
     if purge_model_variables:
         model._jax_state = dict(zip([name for name in _TAKEN if which.get(name)], taken))
@@ -238,17 +209,7 @@ def _predict_on_batch(model: Any, real: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _test_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
-    """By parts where training is, so that its logs have the same bits."""
-    data, distribution = rows_that_count(data), keras.distribution.distribution()
-    num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
-    if num_parts is None or type(model).test_step is not keras.Model.test_step:
-        return real(state, data)
-    data = x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    share_losses(model)
-    loss, outputs, others, metrics = evaluated_in_parts(model, distribution, state, data, num_parts)
-    y, sample_weight, outputs = on_every_device((y, sample_weight, outputs), distribution)
-    logs, metrics = model._update_metrics_variables(metrics, loss, x, y, with_masks(*outputs), sample_weight)
-    return logs, (state[0], others, metrics)
+    return step_of(model).test(real, state, rows_that_count(data))
 
 
 def _predict_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
@@ -276,135 +237,8 @@ def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None,
     real(iterator=iterator, data_batch=data_batch)
 
 
-# -- gradients of each replica -------------------------------------------------------------------------------------
-
-
 def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
-    """The trainer's step, unless the optimizer needs each replica's own gradients."""
-    data = rows_that_count(data)
-    reducers = reducers_in(model, model._keras_shardopt_reducers_of)
-    distribution = keras.distribution.distribution()
-    refuse_groups(reducers)  # perhaps of another `compile`
-    num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
-    stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
-    needs_local = num_parts is not None or any(reducer.state_finder.needs_local_gradients for reducer in reducers)
-    if num_parts is None and (batch_size_of(distribution) == 1 or not (stacks or needs_local)):
-        return real(state, data)
-    if any(reducer.local_updates is not None for reducer in reducers):
-        return local_sgd.train_step(model, state, data)
-    if not has_built_in_step(model):
-        raise ValueError(
-            "A custom `train_step` cannot be taken apart to show the optimizer each replica's gradients. "
-            f"Received: {type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
-            "`optimizer.stateless_apply` inside a `jax.shard_map`."
-        )
-    if reducers[0].accumulation is not None and not stacks and num_parts is None:
-        raise ValueError(
-            "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a "
-            "`CrossShard` that is outermost and there when `prepare` is called. "
-            f"Received: optimizer={model.optimizer!r}. "
-            "Leave out what is around it, or call `prepare(model)` after `compile`."
-        )
-    weights, others, optimizer_state, metrics = state
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    share_losses(model)
-    data = (x, y, sample_weight)
-    arguments = (model, reducers[0], distribution, state, data)
-    if num_parts is None:
-        grads, loss, outputs, new_others = _per_replica(*arguments, stacks)
-        # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
-        metrics = metrics_of_losses(model, (weights, others, metrics), outputs, data)
-        y_pred, _ = outputs
-    else:
-        grads, loss, y_pred, new_others, metrics = in_parts(*arguments, num_parts)
-        y, sample_weight, y_pred = on_every_device((y, sample_weight, y_pred), distribution)
-    if stacks:
-        all_rows = num_rows(data)
-        size = batch_size_of(distribution)
-        rows = rows_of(jax.numpy.arange(size), all_rows, size)
-        with batch_shared(BatchShare(rows, all_rows, GlobalView(size, "under a `keras.distribution`"))):
-            new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
-    else:
-        grads, found_inf, notes, *own = grads
-        reduced = Step(
-            grads,
-            model.trainable_variables,
-            is_reduced=num_parts is not None,
-            found_inf=found_inf,
-            notes=notes,
-            own=own[0] if own else None,
-        )
-        with claim_reduction(reducers), reducers[0].pipeline.resuming(reduced):
-            new_weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
-    logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
-    return logs, (new_weights, new_others, optimizer_state, metrics)
-
-
-def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool) -> tuple[Any, ...]:
-    """Forward and backward pass of each replica on its rows.
-
-    Returns:
-        The reduced gradients, divided as state is (if `stacks`, those of all replicas along a first dimension), the
-        loss of the whole batch, the predictions of all rows and their masks, and the variables that are not trained:
-        moving statistics are the mean of the replicas', as each normalises with its own rows.
-    """
-    axis = distribution.batch_dim_name
-    num_replicas = batch_size_of(distribution)
-    all_rows = num_rows(data)
-    num_missing = -all_rows % num_replicas
-    variables = model.trainable_variables
-    is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
-
-    axes = reducer.pipeline.reducer.dividing_axes(variables)
-
-    weights, others, optimizer_state, metrics = state
-    carried = reducer.pipeline.carried_in(model.optimizer.variables, optimizer_state)
-    optimizer_state = without_own(reducer, model.optimizer.variables, optimizer_state)
-
-    def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, carried: Any, data: Any) -> Any:
-        optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
-        replicas = MappedAxis(axis)
-        mine = rows_of(replicas.replica_id, all_rows, num_replicas)
-        other = seed_offset(replicas.replica_id)
-        inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
-        step = functools.partial(gradients_of_rows, model, weights, inputs, metrics, optimizer_state)
-        with states_of_replica(model, replicas.replica_id, num_replicas, all_rows):
-            grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
-        optimizer_scope = keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state)))
-        with batch_shared(BatchShare(mine, all_rows, replicas, ends_early=bool(num_missing))), optimizer_scope:
-            mine_of_step = Step(grads, variables, row_share=row_share())
-            if stacks:
-                grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
-            else:
-                # Not the reducer's own scale: what scales the loss may also be around it.
-                scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]
-                mine_of_step = mine_of_step.replace(loss_scale=scale, own=own, axes=axes)
-                with assigning_nothing(OWN_GRADIENTS):
-                    reduced = reducer.pipeline.reduce(mine_of_step)
-                left = [value[None] for value in reduced.own or ()]
-                grads = (reduced.grads, reduced.found_inf, dict(reduced.notes), left)
-
-        def joined(before: Tensor, after: Tensor | None, seed: bool) -> Tensor:
-            if after is None:
-                return before
-            if seed:
-                return after - other
-            if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
-                return after
-            # The mean of changes, so that what no replica changes keeps every bit; none where there were no rows.
-            change = jax.numpy.where(mine > 0, after - before, 0) * (mine / all_rows)
-            return before + jax.lax.psum(change, axis).astype(before.dtype)
-
-        changed = [joined(*each) for each in zip(others, changed, is_seed)]
-        return grads, jax.lax.pmean(loss, axis), outputs, changed
-
-    whole, divided = PartitionSpec(), PartitionSpec(axis)
-    run = jax.shard_map(
-        local,
-        mesh=distribution.device_mesh.backend_mesh,
-        in_specs=(whole, whole, whole, whole, divided, divided),
-        out_specs=(divided if stacks else (divided_along(axes, axis), whole, whole, divided), whole, divided, whole),
-        check_vma=False,
-    )
-    grads, loss, outputs, changed = run(weights, others, optimizer_state, metrics, carried, padded(data, num_missing))
-    return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], outputs), changed
+    """The trainer's step, unless the optimizer needs another one."""
+    step = step_of(model)
+    refuse_groups(step.reducers)  # perhaps of another `compile`
+    return step.train(real, state, rows_that_count(data))

@@ -14,22 +14,6 @@ import torch
 
 from keras_shardopt.backends.models import buffers_of, ids_of_states
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
-from keras_shardopt.backends.torch.process_group import gather_objects
-
-
-def stopped_alike(reducers: Sequence[Any], has_own_statistics: bool) -> bool:
-    """Whether all ranks have come as far in an epoch or a round, so that all they have counts. All call it together.
-
-    Args:
-        reducers: each `CrossShard` of the model.
-        has_own_statistics: whether this rank has trained since statistics were averaged.
-    """
-    apart = [reducer.local_updates for reducer in reducers if reducer.local_updates is not None]
-    found = [(local.num_updates, local.are_apart) for local in apart]
-    if not apart:
-        found = [(int(reducer.iterations), has_own_statistics) for reducer in reducers]
-    everyones = gather_objects(found, "compares how far ranks are")
-    return any(has_own for _, has_own in found) and all(each == everyones[0] for each in everyones)
 
 
 def statistics_of(model: Any, apart_from: Collection[int] = ()) -> list[Any]:

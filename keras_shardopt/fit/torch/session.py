@@ -26,29 +26,24 @@ import torch
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.backends.models import has_built_in_step, has_own_statistics, note_own_statistics, optimizers_of
+from keras_shardopt.backends.models import has_built_in_step, note_own_statistics, optimizers_of
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes
 from keras_shardopt.backends.torch.placement import fingerprints, joint_fingerprint
 from keras_shardopt.backends.torch.process_group import can_promise, gather_objects, owe_steps, tell, tell_soon
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.data.own_parts import is_own_part
-from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_batch, rows_of_parts
+from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_batch
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import BatchLogs
 from keras_shardopt.fit.overrides import (
-    begin_anew,
     num_rows,
     reducers_in,
     refuse_groups,
-    resume_apart,
-    show_mean,
     warn_of_unequal_start,
 )
 from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
-from keras_shardopt.fit.torch.cut_batches import CutBatches
-from keras_shardopt.fit.torch.own_state import average, statistics_of, stopped_alike
+from keras_shardopt.fit.torch.step import TrainStep, step_of
 from keras_shardopt.numerics import Tensor
-from keras_shardopt.update.virtual_replicas import parts_of_each
 
 SESSION = "_keras_shardopt_session"
 
@@ -75,7 +70,8 @@ class Session:
         self._unused: list[tuple[Any, int]] = []
         """The optimizers that must not update anything, with the number of their updates."""
         self._begins_epoch = False
-        self.cut = CutBatches(model, reducers_of)
+        self._step_of_call: TrainStep | None = None
+        self._optimizer_of_step: Any = None
         note_own_statistics(model, False)
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
@@ -105,14 +101,23 @@ class Session:
         self._unsaid = _Unsaid()
 
     @property
-    def num_parts(self) -> int | None:
-        """Into how many parts the optimizer cuts each batch; None where each rank has one."""
-        return self.cut.num_parts(self.call is not None)
+    def step(self) -> TrainStep:
+        """How a step is made with the optimizer of the model. It stays as it is in a call, as long as that does."""
+        if self.call is None or self._optimizer_of_step is not self.model.optimizer:
+            self._step_of_call = step_of(self, self._step_of_call)
+            self._optimizer_of_step = None if self.call is None else self.model.optimizer
+        assert self._step_of_call is not None
+        return self._step_of_call
+
+    @property
+    def reducers(self) -> list[Any]:
+        """Each `CrossShard` of the model."""
+        return reducers_in(self.model, self._reducers_of)
 
     @property
     def reducer(self) -> Any:
         """The `CrossShard` of the model, or the first of them."""
-        return reducers_in(self.model, self._reducers_of)[0]
+        return self.reducers[0]
 
     @property
     def ranks(self) -> TorchProcessGroup | None:
@@ -131,22 +136,17 @@ class Session:
                 "Use `model.compile(optimizer=keras_shardopt.CrossShard(...), ...)`."
             )
 
-    @property
-    def trains_apart(self) -> bool:
-        """Whether each rank trains by itself for some updates."""
-        return any(reducer.local_updates is not None for reducer in reducers_in(self.model, self._reducers_of))
-
     @torch.compiler.disable
-    def show_mean(self, together: Session | None) -> None:
-        """Where ranks train apart, puts the mean of their weights in place of them, if all ranks call it together."""
+    def look(self, together: Session | None) -> None:
+        """Somebody looks at weights, on all ranks `together`, or on this one alone (None)."""
         if self.ranks is not None and together is not None:
-            show_mean(reducers_in(self.model, self._reducers_of))
+            self.step.before_look()
 
     @torch.compiler.disable
-    def resume_apart(self) -> None:
-        """Lets ranks that train apart go on from their own weights."""
+    def go_on(self) -> None:
+        """A training step comes."""
         if self.ranks is not None:
-            resume_apart(reducers_in(self.model, self._reducers_of), self._begins_epoch)
+            self.step.before_step(self._begins_epoch)
             self._begins_epoch = False
 
     @torch.compiler.disable
@@ -164,14 +164,12 @@ class Session:
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
-        # By an error in a `fit` before, perhaps.
-        if differing and stopped_alike(reducers, has_own_statistics(self.model)):
-            self.show_mean(self)
-            if not self.trains_apart:
-                average(statistics_of(self.model), self.ranks)
+        if differing and self.step.stopped_alike():  # by an error in a `fit` before, perhaps
+            self.look(self)
+            self.step.settle()
             differing = self._differing([*trained, *shared], others)
         elif not differing:
-            begin_anew(reducers)
+            self.step.weights_set()
         if differing:
             warn_of_unequal_start(differing)
             self.ranks.broadcast_from_rank_0(trained, shared)
@@ -265,18 +263,13 @@ class Session:
             owe_steps(-1)
             return None
         self._rows = self._rows_of_ranks(num, self.ranks)
-        self.cut.fit_states(self._rows, self.ranks.replica_id)
+        self.step.fit_states(self._rows, self.ranks.replica_id)
         self.mine = self._rows[self.ranks.replica_id]
         return part_of_batch(data, self._rows, self.ranks.replica_id)
 
     def _rows_of_ranks(self, num: int, ranks: TorchProcessGroup) -> list[int]:
         """How many rows of a batch each rank has."""
-        num_parts = self.num_parts
-        if num_parts is None:
-            return rows_of_parts(num, ranks.num_replicas)
-        each = parts_of_each(num_parts, ranks.num_replicas)
-        rows = rows_of_parts(num, num_parts)
-        return [sum(rows[start : start + each]) for start in range(0, num_parts, each)]
+        return self.step.rows_of(num, ranks.num_replicas)
 
     def next_batch(self, data: Any, phase: Phase, num_alike: int = 0) -> Any:
         """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
@@ -353,11 +346,17 @@ class Session:
             return sum(self._rows)
         return lambda: sum(self.rows())
 
+    def begin_call(self) -> None:
+        """Lets go of what may be other in another call."""
+        self._optimizer_of_step = None
+        if self._step_of_call is not None:
+            self._step_of_call.begin_call()
+
     @contextlib.contextmanager
     def inner_call(self) -> Iterator[None]:
         """A call inside another one, perhaps between a batch and its step. Its batches are others."""
         self.confirm()
-        self.cut.begin_call()
+        self.begin_call()
         before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
         unsaid, self._unsaid = self._unsaid, _Unsaid()
         self.mine = self._waits = None
@@ -365,7 +364,7 @@ class Session:
             yield
         finally:
             self._told = None
-            self.cut.begin_call()
+            self.begin_call()
             self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step = before
             self._unsaid = unsaid
 

@@ -29,28 +29,17 @@ from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.active import processes, runtime
-from keras_shardopt.backends.models import buffers_of, note_own_statistics, override_method
+from keras_shardopt.backends.models import note_own_statistics, override_method
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import note_error
 from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
-from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import callbacks_of_call
-from keras_shardopt.fit.overrides import (
-    arguments_of,
-    call_silently,
-    num_rows,
-)
-from keras_shardopt.fit.sharing import (
-    sharing_of,
-    splits_own_part,
-)
+from keras_shardopt.fit.overrides import arguments_of, call_silently, num_rows
+from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 from keras_shardopt.fit.torch.batches import EpochIterator, KerasEpochIterator
-from keras_shardopt.fit.torch.own_state import average, statistics_of
-from keras_shardopt.fit.torch.parts import after_loss, in_parts
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
-from keras_shardopt.update.losses import mean_losses, share_losses
-from keras_shardopt.update.trainer_context import BatchShare, batch_shared, joining_uneven_inputs
+from keras_shardopt.update.trainer_context import joining_uneven_inputs
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
@@ -98,7 +87,7 @@ def _stepping(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(model)
-    session.show_mean(session)
+    session.look(session)
     return _run(session, session, Phase.TEST_BATCH, real, *args, **kwargs)
 
 
@@ -106,7 +95,7 @@ def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) ->
     """Each rank predicts its part of every batch; or by itself, what it wants and when it wants."""
     session, sharing = session_of(model), sharing_of(model)
     together = session if sharing.gather and sharing.auto_shard else None
-    session.show_mean(together)
+    session.look(together)
     return _run(session, together, Phase.PREDICT_BATCH, real, *args, **kwargs)
 
 
@@ -153,7 +142,7 @@ def _print_on_chief(session: Session, real: Callable[..., Any], *args: Any, **kw
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(model)
     session.has_started, session.logs.is_fitting = False, True
-    session.cut.changed_weights = None
+    session.step.begin_fit()
     session.splits_own_part = splits_own_part(args, kwargs)
     try:
         with joining_uneven_inputs():
@@ -193,8 +182,8 @@ def _first_part(session: Session, data: Any) -> Any:
     """The first part of a batch that all ranks have: a layer may be made for so many rows."""
     ranks, num = session.ranks, int(num_rows(data))
     assert ranks is not None
-    session.cut.fit_states(rows_of_parts(num, ranks.num_replicas), ranks.replica_id)
-    return part_of_batch(data, rows_of_parts(num, session.num_parts or ranks.num_replicas), 0)
+    session.step.fit_states(rows_of_parts(num, ranks.num_replicas), ranks.replica_id)
+    return part_of_batch(data, rows_of_parts(num, session.step.num_parts_of(ranks.num_replicas)), 0)
 
 
 # Its name is another one from 3.16 on.
@@ -208,7 +197,7 @@ def _train_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: 
 
 def _test_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(model)
-    session.show_mean(session)
+    session.look(session)
     return _on_batch(model, real, Phase.TEST_BATCH, arguments_of(real, *args, **kwargs))
 
 
@@ -234,12 +223,12 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, arguments: dic
 def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     session = session_of(model)
     if session.ranks is None:
-        return _step(model, real, data, trains=True) if session.num_parts is not None else real(data)
+        return session.step.run(real, data, trains=True)
     session.check_reduces()
     if session.mine is not None and not session.has_started:
         session.confirm()
         session.start_equal()
-    session.resume_apart()
+    session.go_on()
     logs = _step(model, real, data, trains=True)
     session.check_unused()
     return logs
@@ -249,29 +238,7 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
 @torch.compiler.disable(recursive=False)
 def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
     """A step on this rank's part of the batch that the ranks have agreed on."""
-    session = session_of(model)
-    ranks, mine = session.ranks, session.mine
-    num_parts = session.num_parts
-    if num_parts is not None and (ranks is None or mine is not None):
-        share_losses(model)
-        return in_parts(session, real, data, num_parts, trains)
-    if ranks is None or mine is None:
-        return real(data)
-    session.mine = None
-    if trains:
-        note_own_statistics(model, True)
-    share_losses(model)
-    kept = [] if mine else [(variable, variable.value.clone()) for variable in _counted(model)]
-    with batch_shared(
-        BatchShare(mine, session.all_rows(), ranks, ends_early=not mine, rows_here=mine or num_rows(data))
-    ):
-        logs = real(data)
-    with torch.no_grad():
-        for variable, value in kept:
-            variable.value.copy_(value)
-    session.last_rows = mine
-    session.confirm()
-    return session.logs_of_all(logs)
+    return session_of(model).step.run(real, data, trains)
 
 
 def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +246,7 @@ def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: An
     session = session_of(model)
     session.confirm()
     loss = real(*args, **kwargs)
-    after_loss(session)
+    session.step.after_loss()
     return loss
 
 
@@ -294,13 +261,6 @@ def _predict_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     return session.rows_of_all(outputs, session.rows())
 
 
-def _counted(model: Any) -> list[Any]:
-    """What a step without rows must leave as it is. Seeds stay in step, and mean losses know about shares."""
-    shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
-    metrics = [v for v in model.metrics_variables if id(v) not in shared]
-    return metrics + statistics_of(model, apart_from=synchronized_statistics(model))
-
-
 def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -> Any:
     """The metrics of all ranks together, each variable summed or averaged as the metric has declared it."""
     session = session_of(model)
@@ -308,16 +268,11 @@ def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -
     if ranks is None or running.get() is not session:
         return real(logs)
     session.end_epoch()
-    if session.num_parts is not None:  # they are those of all ranks after each batch
+    if session.step.logs_are_global:  # they are those of all ranks after each batch
         session.logs.forget()
         return pythonify_logs(real(logs))
     if session.call is Phase.TRAIN_BATCH or (session.call is None and model.training):
-        if session.trains_apart:
-            if session.call is not None:  # after `train_on_batch` only where somebody looks
-                session.show_mean(session)
-            average(buffers_of(model), ranks)
-        else:
-            average(statistics_of(model), ranks)
+        session.step.end_epoch(is_call=session.call is not None)
         note_own_statistics(model, False)
     # As numbers: some metrics return a variable itself.
     result = metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))

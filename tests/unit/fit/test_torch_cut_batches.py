@@ -18,30 +18,41 @@ class WithHead(keras.layers.Dense):
 
 
 @pytest.fixture
-def cut():
-    from keras_shardopt.fit.torch.cut_batches import CutBatches
+def session():
+    from keras_shardopt.fit.torch.session import Phase, Session
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2), WithHead(1)])
     model.compile(CrossShard("sgd", virtual_replicas=4), "mse")
-    return CutBatches(model, cross_shards)
+    session = Session(model, cross_shards)
+    session.call = Phase.TRAIN_BATCH
+    return session
 
 
-def test_another_optimizer_in_a_running_call_has_another_number_of_parts(cut):
-    assert cut.num_parts(is_in_call=True) == 4
-    cut._model.compile(CrossShard("sgd"), "mse")
-    assert cut.num_parts(is_in_call=True) is None
+@pytest.fixture
+def cut(session):
+    from keras_shardopt.extensions.equal_bits.torch_batches import CutBatches
+
+    return CutBatches(session.model)
 
 
-def test_the_optimizer_is_asked_once_in_each_call(cut, monkeypatch):
-    from keras_shardopt.fit.torch import cut_batches
+def test_another_optimizer_in_a_running_call_has_another_number_of_parts(session):
+    assert session.step.num_parts_of(2) == 4
+    session.model.compile(CrossShard("sgd"), "mse")
+    assert session.step.num_parts_of(2) == 2
 
-    numbers = iter([2, 8, 1])
-    monkeypatch.setattr(cut_batches, "num_parts_of", lambda *_: next(numbers))
-    found = []
+
+def test_the_optimizer_is_asked_once_in_each_call(session, monkeypatch):
+    from keras_shardopt.fit.torch import session as module
+
+    asked, real = [], module.step_of
+    monkeypatch.setattr(module, "step_of", lambda *arguments: asked.append(1) or real(*arguments))
+    steps = []
     for _ in range(2):
-        cut.begin_call()
-        found += [cut.num_parts(is_in_call=True) for _ in range(2)]
-    assert [*found, cut.num_parts(is_in_call=False)] == [2, 2, 8, 8, 1]
+        session.begin_call()
+        steps += [session.step for _ in range(3)]
+    assert len(asked) == 2 and all(step is steps[0] for step in steps)  # which keeps what it knows of batches
+    session.call = None
+    assert session.step is session.step is steps[0] and len(asked) == 4
 
 
 def test_layers_that_the_first_step_builds_are_found_before_the_second(cut):
@@ -51,7 +62,7 @@ def test_layers_that_the_first_step_builds_are_found_before_the_second(cut):
 
 
 def test_layers_are_gone_through_twice_in_each_call(cut, monkeypatch):
-    from keras_shardopt.fit.torch import cut_batches
+    from keras_shardopt.extensions.equal_bits import torch_batches as cut_batches
 
     looks, real = [], cut_batches.changed_by_forward_passes
     monkeypatch.setattr(cut_batches, "changed_by_forward_passes", lambda models: looks.append(1) or real(models))

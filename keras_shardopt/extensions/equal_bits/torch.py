@@ -22,9 +22,12 @@ from keras_shardopt.backends.torch.random_numbers import as_parts, global_seed_s
 from keras_shardopt.backends.torch.threads import one_thread
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
+from keras_shardopt.extensions.equal_bits.torch_batches import CutBatches
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.torch.session import Session
-from keras_shardopt.update.losses import mean_losses
+from keras_shardopt.fit.torch.step import TrainStep, register
+from keras_shardopt.fit.virtual_replicas import num_parts_of
+from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 from keras_shardopt.update.virtual_replicas import (
     CountingPart,
@@ -34,6 +37,7 @@ from keras_shardopt.update.virtual_replicas import (
     Tree,
     current_part,
     own_parts,
+    parts_of_each,
 )
 from keras_shardopt.wrapping.rollback import before_more, watching_layers
 
@@ -41,7 +45,9 @@ from keras_shardopt.wrapping.rollback import before_more, watching_layers
 # What is compiled for one shape may have been made for another one before, with other last digits; and parts are told
 # apart by what a compiler would take for constants.
 @torch.compiler.disable
-def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool) -> Any:
+def in_parts(
+    session: Session, cut: CutBatches, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool
+) -> Any:
     """The logs of a batch of which this rank has the rows of its parts."""
     model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
     given = int(num_rows(data))
@@ -49,7 +55,7 @@ def in_parts(session: Session, real: Callable[[Any], Any], data: Any, num_parts:
     all_rows = given if ranks is None else session.all_rows()
     own = own_parts(num_parts, replicas)
     rows = rows_of_parts(mine, len(own))
-    reducer, cut = session.reducer, session.cut
+    reducer = session.reducer
     if model.jit_compile and not cut.has_warned:
         cut.has_warned = True
         _warn_of_compiling(model)
@@ -121,14 +127,66 @@ def _count(real: Callable[[Any], Any], data: Any) -> None:
         real(data)
 
 
-def after_loss(session: Session) -> None:
-    """Called after a loss is computed: where it is computed to be counted, this is the end of the step."""
-    cut = session.cut
-    if cut.sees_loss is not None:
-        cut.sees_loss()
-        cut.sees_loss = None
-    if isinstance(current_part(), CountingPart):
-        raise _Counted
+class PartsStep(TrainStep):
+    """A step on each of this rank's parts of a batch.
+
+    Args:
+        session: what the ranks have agreed on for the model.
+        num_parts: into how many parts batches are cut.
+    """
+
+    logs_are_global = True
+
+    def __init__(self, session: Session, num_parts: int) -> None:
+        super().__init__(session)
+        self.num_parts = num_parts
+        self._cut = CutBatches(session.model)
+
+    def is_like(self, other: TrainStep) -> bool:
+        """See `TrainStep.is_like`."""
+        return isinstance(other, PartsStep) and other.num_parts == self.num_parts
+
+    def begin_call(self) -> None:
+        """See `TrainStep.begin_call`."""
+        super().begin_call()
+        self._cut.begin_call()
+
+    def begin_fit(self) -> None:
+        """See `TrainStep.begin_fit`."""
+        self._cut.changed_weights = None
+
+    def num_parts_of(self, num_ranks: int) -> int:
+        """See `TrainStep.num_parts_of`."""
+        return self.num_parts
+
+    def rows_of(self, num: int, num_ranks: int) -> list[int]:
+        """See `TrainStep.rows_of`: whole parts."""
+        each, rows = parts_of_each(self.num_parts, num_ranks), rows_of_parts(num, self.num_parts)
+        return [sum(rows[start : start + each]) for start in range(0, self.num_parts, each)]
+
+    def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
+        """See `TrainStep.run`."""
+        session = self._session
+        if session.ranks is not None and session.mine is None:
+            return super().run(real, data, trains)
+        share_losses(session.model)
+        return in_parts(session, self._cut, real, data, self.num_parts, trains)
+
+    def after_loss(self) -> None:
+        """Where a loss is computed to be counted, this is the end of the step."""
+        if self._cut.sees_loss is not None:
+            self._cut.sees_loss()
+            self._cut.sees_loss = None
+        if isinstance(current_part(), CountingPart):
+            raise _Counted
+
+
+def _made(session: Session) -> TrainStep | None:
+    num_parts = num_parts_of(session.model, session._reducers_of)
+    return None if num_parts is None else PartsStep(session, num_parts)
+
+
+register(_made)
 
 
 def _is_skipped(reducer: Any, updates: int | None) -> bool:

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.models import has_built_in_step, override_method
 from keras_shardopt.fit.jax.batches import padded
-from keras_shardopt.fit.jax.parts import gradients_of_rows, metrics_of_losses
+from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
+from keras_shardopt.fit.jax.step import TrainStep, register
 from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
 from keras_shardopt.fit.overrides import num_rows, resume_apart, watch_looks
 from keras_shardopt.fit.stateful import states_of_replica
@@ -170,3 +171,30 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
 def _share_of_window(optimizer: Any, values: Any) -> Any:
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values))):
         return optimizer.accumulation.share
+
+
+class RoundsStep(TrainStep):
+    """A step of replicas of which each goes on from its own weights."""
+
+    stacks_windows = False
+
+    def prepare(self) -> None:
+        """See `TrainStep.prepare`."""
+        prepare(self.model, self.reducers)
+
+    def before_step(self) -> None:
+        """See `TrainStep.before_step`."""
+        resume(self.model)
+
+    def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
+        """See `TrainStep.train`."""
+        alone = batch_size_of(keras.distribution.distribution()) == 1
+        return real(state, data) if alone else train_step(self.model, state, data)
+
+
+def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
+    is_apart = any(reducer.local_updates is not None for reducer in reducers)
+    return RoundsStep(model, reducers) if is_apart else None
+
+
+register(_made)

@@ -20,24 +20,27 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import keras
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from keras.src.backend.common.masking import get_keras_mask
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
+from keras_shardopt.fit.jax.halves import on_every_device, with_masks, with_zeros, without_own
 from keras_shardopt.fit.jax.jitted import making_steps
+from keras_shardopt.fit.jax.step import Computed, TrainStep, register
 from keras_shardopt.fit.jax.uneven import share_of_part, without_padding
 from keras_shardopt.fit.overrides import num_rows
+from keras_shardopt.fit.virtual_replicas import num_parts_of
 from keras_shardopt.numerics import Tensor
-from keras_shardopt.update.losses import mean_losses
+from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import batch_shared, row_share
 from keras_shardopt.update.virtual_replicas import (
@@ -335,71 +338,54 @@ def _by_itself(values: Any, num_rounds: Tensor) -> Any:
     return jax.lax.fori_loop(0, jax.numpy.minimum(num_rounds, 1), lambda *_: values, empty)
 
 
-def gradients_of_rows(
-    model: Any, weights: Any, others: Any, metrics: Any, optimizer_variables: Any, data: Any
-) -> tuple[Any, ...]:
-    """Forward and backward pass on some rows.
-
-    Returns:
-        The gradients; the loss; the predictions with their masks, which JAX loses; and the variables that are not
-        trained, None if unchanged.
-    """
-
-    def with_masks_of(*args: Any, **kwargs: Any) -> Any:
-        scaled, (loss, y_pred, *changed) = model.compute_loss_and_updates(*args, **kwargs)
-        return scaled, (loss, (y_pred, [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]), *changed)
-
-    (_, (loss, outputs, changed, _)), grads = jax.value_and_grad(with_masks_of, has_aux=True)(
-        weights, others, metrics, *data, training=True, optimizer_variables=optimizer_variables
-    )
-    return grads, loss, outputs, [None if new is old else new for old, new in zip(others, changed)]
-
-
-def metrics_of_losses(model: Any, variables: Sequence[Any], outputs: Any, data: Any) -> Any:
-    """The variables of metrics when those of the outputs' losses know all rows of a batch, as one batch.
+class PartsStep(TrainStep):
+    """A step on each replica's parts of a batch.
 
     Args:
         model: the model.
-        variables: the values of those that are trained, of those that are not, and of metrics.
-        outputs: the predictions, and their masks.
-        data: inputs, targets and sample weights.
+        reducers: each `CrossShard` of it.
+        num_parts: into how many parts batches are cut.
     """
-    (y_pred, masks), (x, y, sample_weight) = outputs, data
-    y_pred = with_masks(jax.tree.map(jax.numpy.copy, y_pred), masks)  # a mask would stay with what it is given to
-    _, (_, _, metrics) = model.stateless_compute_loss(
-        *variables, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-    )
-    return metrics
+
+    stacks_windows = False
+    is_reduced = True
+
+    def __init__(self, model: Any, reducers: list[Any], num_parts: int) -> None:
+        super().__init__(model, reducers)
+        self._num_parts = num_parts
+
+    def compiler_options(self) -> contextlib.AbstractContextManager[None]:
+        """See `TrainStep.compiler_options`."""
+        return compiled_alike(self.model, self._num_parts)
+
+    def is_needed(self, distribution: Any, stacks: bool) -> bool:
+        """Also on one device."""
+        return True
+
+    def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
+        """See `TrainStep.computed`: metrics add up in one order on any number of devices."""
+        arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
+        grads, loss, y_pred, others, metrics = in_parts(*arguments)
+        x, y, sample_weight = data
+        y, sample_weight, y_pred = on_every_device((y, sample_weight, y_pred), distribution)
+        return Computed(grads, loss, y_pred, others, metrics, (x, y, sample_weight))
+
+    def test(self, real: Any, state: Any, data: Any) -> Any:
+        """By parts where training is, so that its logs have the same bits."""
+        model, distribution = self.model, keras.distribution.distribution()
+        if type(model).test_step is not keras.Model.test_step:
+            return real(state, data)
+        data = x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        share_losses(model)
+        loss, outputs, others, metrics = evaluated_in_parts(model, distribution, state, data, self._num_parts)
+        y, sample_weight, outputs = on_every_device((y, sample_weight, outputs), distribution)
+        logs, metrics = model._update_metrics_variables(metrics, loss, x, y, with_masks(*outputs), sample_weight)
+        return logs, (state[0], others, metrics)
 
 
-def with_masks(y_pred: Any, masks: Any) -> Any:
-    """Predictions as metrics know their masks."""
-    for leaf, mask in zip(jax.tree.leaves(y_pred), masks):
-        if mask is not None:
-            set_keras_mask(leaf, mask)
-    return y_pred
+def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
+    num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
+    return None if num_parts is None else PartsStep(model, reducers, num_parts)
 
 
-def on_every_device(values: Any, distribution: Any) -> Any:
-    """The values as each device has all of them, so that metrics add them up in one order."""
-    if distribution is None:
-        return values
-    layout = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
-    return jax.tree.map(lambda value: jax.lax.with_sharding_constraint(value, layout), values)
-
-
-def without_own(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """The state of an optimizer for a `shard_map`: None where each replica, or device, has its own.
-
-    What differs between replicas stays where it is, and what is divided by a layout would come together here, on every
-    device: `scale_loss`, for which the state is there, looks at neither. What stages have is there, as they read it.
-    """
-    apart = {id(v) for v in reducer.pipeline.replica_state}
-    of_stages = {id(v) for v in reducer._variables}
-    is_divided = [reducer.shard_state and len(v.shape) > 0 and id(v) not in of_stages for v in variables]
-    return [None if id(v) in apart or divided else value for v, divided, value in zip(variables, is_divided, state)]
-
-
-def with_zeros(variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """What `without_own` returns, within the `shard_map`: every variable of the optimizer must have some value."""
-    return [jax.numpy.zeros(v.shape, v.dtype) if value is None else value for v, value in zip(variables, state)]
+register(_made)

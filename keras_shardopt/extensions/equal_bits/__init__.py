@@ -1,0 +1,6 @@
+"""Batches in a fixed number of parts: equal bits on any number of replicas."""
+
+from keras_shardopt.backends import for_backend
+
+# Where the backend's trainer gets a step in parts.
+for_backend({name: f"keras_shardopt.extensions.equal_bits.{name}" for name in ("torch", "jax")})

@@ -1,0 +1,6 @@
+"""Replicas that train apart for some updates."""
+
+from keras_shardopt.backends import for_backend
+
+# Where the backend's trainer gets a step of a round.
+for_backend({name: f"keras_shardopt.extensions.local_sgd.{name}" for name in ("torch", "jax")})

@@ -1,0 +1,85 @@
+"""The halves of Keras' training step, taken apart: forward and backward pass, and what metrics make of their outputs.
+
+Private names of Keras touched here (a test holds each of them):
+    `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
+    `keras.src.backend.common.masking.get_keras_mask`, `set_keras_mask` - the mask that goes with a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+
+
+def gradients_of_rows(
+    model: Any, weights: Any, others: Any, metrics: Any, optimizer_variables: Any, data: Any
+) -> tuple[Any, ...]:
+    """Run the forward and backward pass on some rows.
+
+    Returns:
+        The gradients; the loss; the predictions with their masks, which JAX loses; and the variables that are not
+        trained, None if unchanged.
+    """
+
+    def with_masks_of(*args: Any, **kwargs: Any) -> Any:
+        scaled, (loss, y_pred, *changed) = model.compute_loss_and_updates(*args, **kwargs)
+        return scaled, (loss, (y_pred, [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]), *changed)
+
+    (_, (loss, outputs, changed, _)), grads = jax.value_and_grad(with_masks_of, has_aux=True)(
+        weights, others, metrics, *data, training=True, optimizer_variables=optimizer_variables
+    )
+    return grads, loss, outputs, [None if new is old else new for old, new in zip(others, changed)]
+
+
+def metrics_of_losses(model: Any, variables: Sequence[Any], outputs: Any, data: Any) -> Any:
+    """The variables of metrics when those of the outputs' losses know all rows of a batch, as one batch.
+
+    Args:
+        model: the model.
+        variables: the values of those that are trained, of those that are not, and of metrics.
+        outputs: the predictions, and their masks.
+        data: inputs, targets and sample weights.
+    """
+    (y_pred, masks), (x, y, sample_weight) = outputs, data
+    y_pred = with_masks(jax.tree.map(jax.numpy.copy, y_pred), masks)  # a mask would stay with what it is given to
+    _, (_, _, metrics) = model.stateless_compute_loss(
+        *variables, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+    )
+    return metrics
+
+
+def with_masks(y_pred: Any, masks: Any) -> Any:
+    """Predictions as metrics know their masks."""
+    for leaf, mask in zip(jax.tree.leaves(y_pred), masks):
+        if mask is not None:
+            set_keras_mask(leaf, mask)
+    return y_pred
+
+
+def on_every_device(values: Any, distribution: Any) -> Any:
+    """The values as each device has all of them, so that metrics add them up in one order."""
+    if distribution is None:
+        return values
+    layout = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
+    return jax.tree.map(lambda value: jax.lax.with_sharding_constraint(value, layout), values)
+
+
+def without_own(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+    """The state of an optimizer for a `shard_map`: None where each replica, or device, has its own.
+
+    What differs between replicas stays where it is, and what is divided by a layout would come together here, on every
+    device: `scale_loss`, for which the state is there, looks at neither. What stages have is there, as they read it.
+    """
+    apart = {id(v) for v in reducer.pipeline.replica_state}
+    of_stages = {id(v) for v in reducer._variables}
+    is_divided = [reducer.shard_state and len(v.shape) > 0 and id(v) not in of_stages for v in variables]
+    return [None if id(v) in apart or divided else value for v, divided, value in zip(variables, is_divided, state)]
+
+
+def with_zeros(variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+    """What `without_own` returns, within the `shard_map`: every variable of the optimizer must have some value."""
+    return [jax.numpy.zeros(v.shape, v.dtype) if value is None else value for v, value in zip(variables, state)]

@@ -1,0 +1,217 @@
+"""How one step of a prepared model is made, where the optimizer needs each replica's own gradients.
+
+Private names of Keras touched here (a test holds each of them):
+    `Model._update_metrics_variables` - the second half of the trainer's step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import keras
+from jax.sharding import PartitionSpec
+
+from keras_shardopt.backends.communicator import GlobalView
+from keras_shardopt.backends.gradient_scope import claim_reduction
+from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, divided_along, seed_offset
+from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
+from keras_shardopt.backends.models import has_built_in_step
+from keras_shardopt.backends.scopes import assigning_nothing
+from keras_shardopt.fit.jax.batches import padded
+from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses, with_zeros, without_own
+from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
+from keras_shardopt.fit.overrides import num_rows, reducers_in
+from keras_shardopt.fit.stateful import states_of_replica
+from keras_shardopt.numerics import Tensor
+from keras_shardopt.update.losses import share_losses
+from keras_shardopt.update.step import Step
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
+
+
+class Computed(NamedTuple):
+    """What the first half of a step has made."""
+
+    grads: Any
+    """Reduced gradients, what is found in them, notes, and what is carried; or gradients of all replicas, stacked."""
+
+    loss: Any
+    y_pred: Any
+    others: Any
+    """The variables that are not trained."""
+
+    metrics: Any
+    data: tuple[Any, Any, Any]
+
+
+class TrainStep:
+    """A step of Keras, or one whose first half each replica runs by itself. Extensions override what they do otherwise.
+
+    Args:
+        model: the model.
+        reducers: each `CrossShard` of it.
+    """
+
+    stacks_windows = True
+    """Whether windows of micro-batches are kept for all replicas together."""
+
+    is_reduced = False
+    """Whether `computed` has looked at gradients as stages do, and the pipeline has only to commit them."""
+
+    def __init__(self, model: Any, reducers: list[Any]) -> None:
+        self.model = model
+        self.reducers = reducers
+
+    def prepare(self) -> None:
+        """Called by `prepare(model)`."""
+
+    def before_step(self) -> None:
+        """Steps come: Keras takes the values out of variables."""
+
+    def compiler_options(self) -> contextlib.AbstractContextManager[None]:
+        """Within it Keras makes its functions."""
+        return contextlib.nullcontext()
+
+    def test(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
+        """A step of `evaluate`."""
+        return real(state, data)
+
+    def is_needed(self, distribution: Any, stacks: bool) -> bool:
+        """Whether Keras' own step would not do."""
+        needs_local = any(reducer.state_finder.needs_local_gradients for reducer in self.reducers)
+        return batch_size_of(distribution) > 1 and (stacks or needs_local)
+
+    def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
+        """A step of `fit`: logs, and the new state."""
+        model, reducers = self.model, self.reducers
+        distribution = keras.distribution.distribution()
+        stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
+        if not self.is_needed(distribution, stacks):
+            return real(state, data)
+        if not has_built_in_step(model):
+            raise ValueError(
+                "A custom `train_step` cannot be taken apart to show the optimizer each replica's gradients. Received: "
+                f"{type(model).__name__}.train_step with {reducers[0]!r}. Use the built-in `train_step`, or call "
+                "`optimizer.stateless_apply` inside a `jax.shard_map`."
+            )
+        if reducers[0].accumulation is not None and not stacks and not self.is_reduced:
+            raise ValueError(
+                "`gradient_accumulation_steps` together with `replica_clipnorm` or `replica_transform` needs a "
+                "`CrossShard` that is outermost and there when `prepare` is called. "
+                f"Received: optimizer={model.optimizer!r}. "
+                "Leave out what is around it, or call `prepare(model)` after `compile`."
+            )
+        weights, _, optimizer_state, _ = state
+        share_losses(model)
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        grads, loss, y_pred, others, metrics, (x, y, sample_weight) = self.computed(distribution, state, data, stacks)
+        if stacks:
+            size, all_rows = batch_size_of(distribution), num_rows(data)
+            rows = rows_of(jax.numpy.arange(size), all_rows, size)
+            with batch_shared(BatchShare(rows, all_rows, GlobalView(size, "under a `keras.distribution`"))):
+                weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
+        else:
+            grads, found_inf, notes, *own = grads
+            reduced = Step(grads, model.trainable_variables, is_reduced=self.is_reduced, found_inf=found_inf)
+            reduced = reduced.replace(notes=notes, own=own[0] if own else None)
+            with claim_reduction(reducers), reducers[0].pipeline.resuming(reduced):
+                weights, optimizer_state = model.optimizer.stateless_apply(optimizer_state, grads, weights)
+        logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+        return logs, (weights, others, optimizer_state, metrics)
+
+    def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
+        """The first half. Here all rows are one batch again, so every metric is exact, whether or not it is a sum."""
+        grads, loss, outputs, others = _per_replica(self.model, self.reducers[0], distribution, state, data, stacks)
+        metrics = metrics_of_losses(self.model, (state[0], others, state[3]), outputs, data)
+        return Computed(grads, loss, outputs[0], others, metrics, data)
+
+
+Maker = Callable[[Any, "list[Any]"], "TrainStep | None"]
+"""`(model, reducers) -> step`, or None where the optimizer asks for no such step."""
+
+_makers: list[Maker] = []
+
+
+def register(maker: Maker) -> None:
+    """From now on this maker is asked for the step of each model."""
+    _makers.append(maker)
+
+
+def step_of(model: Any) -> TrainStep:
+    """The step that the optimizer of a prepared model asks for."""
+    reducers = reducers_in(model, model._keras_shardopt_reducers_of)
+    found = next((step for maker in _makers if (step := maker(model, reducers)) is not None), None)
+    return TrainStep(model, reducers) if found is None else found
+
+
+def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool) -> tuple[Any, ...]:
+    """Forward and backward pass of each replica on its rows.
+
+    Returns:
+        The reduced gradients, divided as state is (if `stacks`, those of all replicas along a first dimension), the
+        loss of the whole batch, the predictions of all rows and their masks, and the variables that are not trained:
+        moving statistics are the mean of the replicas', as each normalises with its own rows.
+    """
+    axis = distribution.batch_dim_name
+    num_replicas = batch_size_of(distribution)
+    all_rows = num_rows(data)
+    num_missing = -all_rows % num_replicas
+    variables = model.trainable_variables
+    is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
+
+    axes = reducer.pipeline.reducer.dividing_axes(variables)
+
+    weights, others, optimizer_state, metrics = state
+    carried = reducer.pipeline.carried_in(model.optimizer.variables, optimizer_state)
+    optimizer_state = without_own(reducer, model.optimizer.variables, optimizer_state)
+
+    def local(weights: Any, others: Any, optimizer_state: Any, metrics: Any, carried: Any, data: Any) -> Any:
+        optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
+        replicas = MappedAxis(axis)
+        mine = rows_of(replicas.replica_id, all_rows, num_replicas)
+        other = seed_offset(replicas.replica_id)
+        inputs = [v + other if seed else v for v, seed in zip(others, is_seed)]
+        step = functools.partial(gradients_of_rows, model, weights, inputs, metrics, optimizer_state)
+        with states_of_replica(model, replicas.replica_id, num_replicas, all_rows):
+            grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
+        optimizer_scope = keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state)))
+        with batch_shared(BatchShare(mine, all_rows, replicas, ends_early=bool(num_missing))), optimizer_scope:
+            mine_of_step = Step(grads, variables, row_share=row_share())
+            if stacks:
+                grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
+            else:
+                # Not the reducer's own scale: what scales the loss may also be around it.
+                scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]
+                mine_of_step = mine_of_step.replace(loss_scale=scale, own=own, axes=axes)
+                with assigning_nothing(OWN_GRADIENTS):
+                    reduced = reducer.pipeline.reduce(mine_of_step)
+                left = [value[None] for value in reduced.own or ()]
+                grads = (reduced.grads, reduced.found_inf, dict(reduced.notes), left)
+
+        def joined(before: Tensor, after: Tensor | None, seed: bool) -> Tensor:
+            if after is None:
+                return before
+            if seed:
+                return after - other
+            if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
+                return after
+            # The mean of changes, so that what no replica changes keeps every bit; none where there were no rows.
+            change = jax.numpy.where(mine > 0, after - before, 0) * (mine / all_rows)
+            return before + jax.lax.psum(change, axis).astype(before.dtype)
+
+        changed = [joined(*each) for each in zip(others, changed, is_seed)]
+        return grads, jax.lax.pmean(loss, axis), outputs, changed
+
+    whole, divided = PartitionSpec(), PartitionSpec(axis)
+    run = jax.shard_map(
+        local,
+        mesh=distribution.device_mesh.backend_mesh,
+        in_specs=(whole, whole, whole, whole, divided, divided),
+        out_specs=(divided if stacks else (divided_along(axes, axis), whole, whole, divided), whole, divided, whole),
+        check_vma=False,
+    )
+    grads, loss, outputs, changed = run(weights, others, optimizer_state, metrics, carried, padded(data, num_missing))
+    return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], outputs), changed

@@ -1,0 +1,142 @@
+"""One step of a prepared model, and the state that a rank has of its own until somebody reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from keras_shardopt.backends.models import has_own_statistics, note_own_statistics
+from keras_shardopt.backends.torch.process_group import gather_objects
+from keras_shardopt.data.whole_batches import rows_of_parts
+from keras_shardopt.fit.batch_normalization import synchronized_statistics
+from keras_shardopt.fit.overrides import num_rows
+from keras_shardopt.fit.stateful import fit_states, stateful_layers
+from keras_shardopt.fit.torch.own_state import average, statistics_of
+from keras_shardopt.update.losses import mean_losses, share_losses
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
+
+
+class TrainStep:
+    """Keras' step on this rank's part of the batch. Extensions override parts of it.
+
+    Args:
+        session: the agreement of the ranks about the model.
+    """
+
+    logs_are_global = False
+    """Whether the logs of each batch are those of all ranks."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._stateful: list[Any] | None = None
+
+    def is_like(self, other: TrainStep) -> bool:
+        """Whether it can stand in for another one."""
+        return type(self) is type(other)
+
+    def begin_call(self) -> None:
+        """Forget the batches of the last call: `fit`, `evaluate` or `predict` begins or ends."""
+        self._stateful = None
+
+    def begin_fit(self) -> None:
+        """Called when `fit` begins."""
+
+    def num_parts_of(self, num_ranks: int) -> int:
+        """Return the number of parts of a batch."""
+        return num_ranks
+
+    def rows_of(self, num: int, num_ranks: int) -> list[int]:
+        """Return the number of rows of each rank."""
+        return rows_of_parts(num, num_ranks)
+
+    def fit_states(self, rows: Sequence[int], rank: int) -> None:
+        """Give stateful layers the states of a rank's rows.
+
+        Args:
+            rows: the number of rows of each rank.
+            rank: this rank.
+        """
+        if self._stateful is None:
+            self._stateful = stateful_layers(self._session.model)
+        fit_states(self._stateful, rows, [rank])
+
+    def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
+        """Return the logs of `real(data)` for this rank's part of the batch."""
+        session = self._session
+        ranks, mine = session.ranks, session.mine
+        if ranks is None or mine is None:
+            return real(data)
+        session.mine = None
+        if trains:
+            note_own_statistics(session.model, True)
+        share_losses(session.model)
+        kept = [] if mine else [(variable, variable.value.clone()) for variable in _counted(session.model)]
+        rows_here = mine or num_rows(data)
+        with batch_shared(BatchShare(mine, session.all_rows(), ranks, ends_early=not mine, rows_here=rows_here)):
+            logs = real(data)
+        with torch.no_grad():
+            for variable, value in kept:
+                variable.value.copy_(value)
+        session.last_rows = mine
+        session.confirm()
+        return session.logs_of_all(logs)
+
+    def after_loss(self) -> None:
+        """Called after each loss."""
+
+    # -- what a rank has of its own ------------------------------------------------------------------------------
+
+    def before_step(self, begins_epoch: bool) -> None:
+        """Called before each training step, on all ranks."""
+
+    def before_look(self) -> None:
+        """Called on all ranks before somebody reads weights."""
+
+    def weights_set(self) -> None:
+        """Called when training begins with equal weights."""
+
+    def end_epoch(self, is_call: bool) -> None:
+        """Called at the end of a training epoch, or of a `train_on_batch` (not `is_call`)."""
+        self.settle()
+
+    def settle(self) -> None:
+        """Make the ranks' own state equal."""
+        average(statistics_of(self._session.model), self._session.ranks)
+
+    def progress(self) -> list[tuple[int, bool]]:
+        """Return the progress of this rank in an epoch, and whether it has state of its own."""
+        has_own = has_own_statistics(self._session.model)
+        return [(int(reducer.iterations), has_own) for reducer in self._session.reducers]
+
+    def stopped_alike(self) -> bool:
+        """Whether all ranks have made equal progress, so that the state of all counts. All ranks call it together."""
+        found = self.progress()
+        everyones = gather_objects(found, "compares how far ranks are")
+        return any(has_own for _, has_own in found) and all(each == everyones[0] for each in everyones)
+
+
+def _counted(model: Any) -> list[Any]:
+    """The variables that a step without rows must not change. Seeds advance; mean losses know about shares."""
+    shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
+    metrics = [v for v in model.metrics_variables if id(v) not in shared]
+    return metrics + statistics_of(model, apart_from=synchronized_statistics(model))
+
+
+Maker = Callable[[Any], "TrainStep | None"]
+"""`session -> step`, or None if the optimizer needs no such step."""
+
+_makers: list[Maker] = []
+
+
+def register(maker: Maker) -> None:
+    """Register a maker of steps."""
+    _makers.append(maker)
+
+
+def step_of(session: Any, before: TrainStep | None) -> TrainStep:
+    """Return the step for the optimizer of the model; the previous one if it would be the same."""
+    found = next((step for step in (maker(session) for maker in _makers) if step is not None), None)
+    found = TrainStep(session) if found is None else found
+    return before if before is not None and before.is_like(found) else found
