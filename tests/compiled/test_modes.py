@@ -94,13 +94,13 @@ def test_one_more_all_reduce_is_found(monkeypatch):
 
 
 def test_a_lost_donation_is_found(monkeypatch):
-    from keras_shardopt.fit.jax import trainer
     from keras_shardopt.fit.jax.jitted import making_steps
+    from keras_shardopt.fit.jax.step import TrainStep
 
-    def keeping(model):
+    def keeping(step):
         return making_steps(lambda jit: lambda function, donate_argnums, **options: jit(function, **options))
 
-    monkeypatch.setattr(trainer, "_options_of_compiler", keeping)
+    monkeypatch.setattr(TrainStep, "compiler_options", keeping)
     made = compiled_with_a_fault("plain", "tpu:v5e:2x4")
     with pytest.raises(AssertionError, match="not donated"):
         check("plain", "tpu:v5e:2x4", made)

@@ -795,14 +795,14 @@ FAULTS = [
     ),
     # Parts of a batch.
     fault(
-        "fit/tensorflow/parts.py",
+        "extensions/equal_bits/tensorflow.py",
         "for place in places:",
         "for place in places[:1]:",
         f"{PARTS}::test_a_scalar_loss_counts_by_rows",
         backend="tensorflow",
     ),
     fault(
-        "fit/tensorflow/parts.py",
+        "extensions/equal_bits/tensorflow.py",
         "tf.cond(rows > 0, lambda: given",
         "tf.cond(rows > -1, lambda: given",
         f"{PARTS}::test_parts_without_rows_count_for_nothing",
@@ -810,21 +810,21 @@ FAULTS = [
         backend="tensorflow",
     ),
     fault(
-        "fit/tensorflow/parts.py",
+        "extensions/equal_bits/tensorflow.py",
         "num_counting = tf.minimum(self._data.all_rows, self._num_parts)",
         "num_counting = self._num_parts",
         f"{PARTS}::test_moving_statistics_change_by_the_mean_over_parts_that_have_rows[2]",
         backend="tensorflow",
     ),
     fault(
-        "fit/tensorflow/parts.py",
+        "extensions/equal_bits/tensorflow.py",
         "total / tf.cast(num_counting, v.dtype)",
         "total / tree.num_replicas",
         f"{PARTS}::test_moving_statistics_change_by_the_mean_over_parts_that_have_rows[8]",
         backend="tensorflow",
     ),
     fault(
-        "fit/tensorflow/parts.py",
+        "extensions/equal_bits/tensorflow.py",
         "as_part(part.replica_id)",
         "as_part(tf.distribute.get_replica_context().replica_id_in_sync_group)",
         f"{SAME_BITS}[4-attending-Adam-plain]",

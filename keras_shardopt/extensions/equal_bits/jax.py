@@ -31,6 +31,7 @@ from keras.src.backend.common.masking import get_keras_mask
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.scopes import assigning_nothing
+from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
 from keras_shardopt.fit.jax.halves import on_every_device, with_masks, with_zeros, without_own
@@ -38,7 +39,6 @@ from keras_shardopt.fit.jax.jitted import making_steps
 from keras_shardopt.fit.jax.step import Computed, TrainStep, register
 from keras_shardopt.fit.jax.uneven import share_of_part, without_padding
 from keras_shardopt.fit.overrides import num_rows
-from keras_shardopt.fit.virtual_replicas import num_parts_of
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.step import Step

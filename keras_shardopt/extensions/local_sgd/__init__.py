@@ -3,4 +3,4 @@
 from keras_shardopt.backends import for_backend
 
 # Where the backend's trainer gets a step of a round.
-for_backend({name: f"keras_shardopt.extensions.local_sgd.{name}" for name in ("torch", "jax")})
+for_backend({name: f"keras_shardopt.extensions.local_sgd.{name}" for name in ("tensorflow", "torch", "jax")})

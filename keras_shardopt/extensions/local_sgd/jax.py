@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.models import has_built_in_step, override_method
+from keras_shardopt.extensions.local_sgd.looks import resume_apart, watch_looks
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
 from keras_shardopt.fit.jax.step import TrainStep, register
 from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
-from keras_shardopt.fit.overrides import num_rows, resume_apart, watch_looks
+from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared

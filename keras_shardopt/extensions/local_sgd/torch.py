@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras_shardopt.backends.models import buffers_of
-from keras_shardopt.fit.overrides import begin_anew, resume_apart, show_mean
+from keras_shardopt.extensions.local_sgd.looks import begin_anew, resume_apart, show_mean
 from keras_shardopt.fit.torch.own_state import average
 from keras_shardopt.fit.torch.step import TrainStep, register
 

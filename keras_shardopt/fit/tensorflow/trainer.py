@@ -9,7 +9,6 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import re
@@ -23,35 +22,15 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.models import has_built_in_step, is_prepared, optimizers_of, override_method
-from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
-from keras_shardopt.backends.tensorflow.losses import logged
 from keras_shardopt.backends.tensorflow.placement import bring_inside, check_mirrored, mirror, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.data.whole_batches import rows_of_parts
-from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import BatchLogs, callbacks_of_call
-from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups, watch_apart
-from keras_shardopt.fit.stateful import batch_sizes, explained, fit_states, rows_of_states, stateful_layers
+from keras_shardopt.fit.stateful import batch_sizes, fit_states, stateful_layers
 from keras_shardopt.fit.tensorflow import workers
-from keras_shardopt.fit.tensorflow.batches import spec_of, unpacked, without_none
-from keras_shardopt.fit.tensorflow.cut_batches import (
-    cut_batch,
-    cut_dataset,
-    cutting,
-    is_cut,
-    num_parts_of_call,
-    rows_of,
-)
-from keras_shardopt.fit.tensorflow.parts import (
-    in_parts,
-    num_parts_on,
-    refuse_divided,
-    without_rewriting,
-    without_xla,
-)
-from keras_shardopt.update.apart import statistics_in
-from keras_shardopt.update.losses import own_additional_losses, share_losses
-from keras_shardopt.update.trainer_context import BatchShare, batch_shared
+from keras_shardopt.fit.tensorflow.batches import spec_of, without_none
+from keras_shardopt.fit.tensorflow.step import OTHER_ROWS, TrainStep, calling, step_of, step_of_call
+from keras_shardopt.update.losses import own_additional_losses
 from keras_shardopt.wrapping.chain import descendants
 
 
@@ -74,8 +53,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     override_method(model, "reset_metrics", _reset_metrics)
     object.__setattr__(model, _LOGS, BatchLogs(model))
     workers.prepare(model)
-    if any(reducer.local_updates is not None for reducer in reducers_in(model, reducers_of)):
-        watch_apart(model)
+    step_of(model).prepare()
     # Those that were made before do not know of all this.
     model.train_function = model.test_function = None
 
@@ -91,12 +69,14 @@ def _with_callbacks(model: Any, real: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with cutting(model, num_parts_on(model)):
+    step = step_of(model)
+    step.begin_call()
+    with calling(step):
         return _with_callbacks(model, real, *args, **kwargs)
 
 
 def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with cutting(model, None):
+    with calling(TrainStep(model, [])):
         return _with_callbacks(model, real, *args, **kwargs)
 
 
@@ -151,12 +131,12 @@ class _Dividing:
         self._iterator, self._strategy = iterator, strategy
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
-        num_parts = num_parts_of_call(self._iterator._model)
-        divides = num_parts is not None or self._strategy.num_replicas_in_sync > 1
+        step = step_of_call(self._iterator._model)
+        divides = step.divides_batches or self._strategy.num_replicas_in_sync > 1
         if divides and not isinstance(self._iterator.data_adapter, ArrayDataAdapter):
             dataset = dataset.map(lambda *batch: tf.nest.map_structure(_copied, batch))
-        if num_parts is not None:
-            return cut_dataset(self._strategy, dataset, num_parts)
+        if step.divides_batches:
+            return step.distribute(self._strategy, dataset)
         if divides and is_prepared(self._iterator._model):
             self._fit_states()
             dataset = without_none(dataset)
@@ -176,79 +156,11 @@ def _copied(value: Any) -> Any:
 
 
 def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
-    num_parts = num_parts_on(model)
-    if num_parts is None:
-        return _step(model, real, data, trains=True)
-    return in_parts(model, rows_of(data), num_parts, trains=True)
+    return step_of(model).train(real, data)
 
 
 def _test_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
-    num_parts = num_parts_on(model)
-    if num_parts is None:
-        return _step(model, real, data)
-    if type(model).test_step is keras.Model.test_step:
-        return in_parts(model, rows_of(data), num_parts, trains=False)
-    return _step(model, real, rows_of(data).of_replica(num_parts))
-
-
-def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
-    strategy, data = tf.distribute.get_strategy(), unpacked(data)
-    if strategy.num_replicas_in_sync == 1:
-        return real(data)
-    reducers = reducers_in(model, model._keras_shardopt_reducers_of)
-    refuse_groups(reducers)  # perhaps of another `compile`
-    share_losses(model)
-    if not has_built_in_step(model):
-        _log_whole_losses(model)
-    replicas = ReplicaContext(strategy, tf.distribute.get_replica_context())
-    mine = tf.convert_to_tensor(num_rows(data))
-    data = _with_checked_states(model, data, mine)
-    (all_rows,) = replicas.all_reduce([mine], "sum")
-    # A layer that looks at its batch (BatchNormalization) keeps a NaN from a part without rows.
-    shared = synchronized_statistics(model)
-    own = [v for v in statistics_in([model]) if id(v) not in shared]
-    before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in own]
-    with batch_shared(BatchShare(mine, all_rows, replicas, losses_are_divided=True)):
-        logs = real(data)
-    after = [tf.where(mine > 0, keras.ops.convert_to_tensor(v), value) for v, value in zip(own, before)]
-    if trains and all(reducer.local_updates is None for reducer in reducers):
-        # Keras leaves each replica its own statistics, and shows those of the first one. In float64 the mean of equal
-        # ones, as after an update that was skipped, has their bits.
-        sums = [tf.cast(value, tf.float64) * tf.cast(mine, tf.float64) for value in after]
-        sums = replicas.all_reduce([tf.where(mine > 0, each, 0) for each in sums], "sum")
-        after = [tf.cast(each / tf.cast(all_rows, tf.float64), v.dtype) for each, v in zip(sums, after)]
-    for variable, value in zip(own, after):
-        variable.assign(value)
-    return workers.logs_of_all(model, logs, replicas) if replicas.is_multi_process else logs
-
-
-def _with_checked_states(model: Any, data: Any, num_rows: Any) -> Any:
-    """The rows of a replica, if states have as many. TensorFlow may not know their number before the step runs."""
-    checks = [
-        tf.debugging.assert_equal(num_rows, rows_of_states(layer), explained(layer, _OTHER_ROWS, "of one replica"))
-        for layer in stateful_layers(model)
-        if layer.states is not None
-    ]
-    if not checks:
-        return data
-    with tf.control_dependencies([check for check in checks if check is not None]):
-        return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
-
-
-_OTHER_ROWS = "another number of rows on a replica"
-
-
-def _log_whole_losses(model: Any) -> None:
-    """Lets the means that a training step of the model's own keeps of its losses be those of the whole batch."""
-    for metric in model.metrics:
-        is_mean = type(metric).update_state is keras.metrics.Mean.update_state
-        if is_mean and "update_state" not in vars(metric):
-            object.__setattr__(metric, "update_state", functools.partial(_update_mean, metric))
-
-
-def _update_mean(metric: Any, values: Any, sample_weight: Any = None) -> Any:
-    # Keras has divided it by the number of replicas, as their gradients are summed.
-    return type(metric).update_state(metric, logged(values), sample_weight=sample_weight)
+    return step_of(model).test(real, data)
 
 
 def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -264,22 +176,21 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
     strategy = model.distribute_strategy
     with strategy.scope():
         bring_inside([part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))])
-    num_parts = num_parts_of_call(model)
-    if iterator is not None and (strategy.num_replicas_in_sync > 1 or num_parts is not None):
+    step = step_of_call(model)
+    if iterator is not None and (strategy.num_replicas_in_sync > 1 or step.divides_batches):
         dataset = iterator.data_adapter.get_tf_dataset()
         if isinstance(dataset, tf.distribute.DistributedDataset):
-            if num_parts is not None:
-                refuse_divided(num_parts)
+            step.check_dataset(dataset)
             local = strategy.experimental_local_results
             data_batch = keras.tree.map_structure(lambda value: local(value)[0], next(iter(dataset)))
         else:
             # From the rows of one replica: a layer may be made for so many.
-            data_batch = spec_of(dataset.element_spec, num_parts or strategy.num_replicas_in_sync)
+            data_batch = spec_of(dataset.element_spec, step.num_parts_of(strategy.num_replicas_in_sync))
         iterator = None
     real(iterator=iterator, data_batch=data_batch)
     with strategy.scope():
         mirror([variable for metric in model.metrics for variable in metric.variables])
-    if num_parts_on(model) is not None and data_batch is not None:
+    if step_of(model).divides_batches and data_batch is not None:
         model._symbolic_build(data_batch=data_batch)  # without a strategy Keras builds where it traces the step
     if data_batch is not None and not has_built_in_step(model):
         _build_optimizers(model, data_batch)
@@ -324,7 +235,7 @@ def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, i
     try:
         return function(iterator)
     except tf.errors.InvalidArgumentError as error:
-        other_rows = re.search(rf"A stateful layer .*{_OTHER_ROWS}.* last batch\.", str(error))
+        other_rows = re.search(rf"A stateful layer .*{OTHER_ROWS}.* last batch\.", str(error))
         if other_rows:
             raise ValueError(other_rows[0]) from error
         # Shapes, and not the interval of an index that is out of range.
@@ -337,22 +248,11 @@ def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, i
         ) from error
 
 
-def _on_parts(strategy: tf.distribute.Strategy, num_parts: int, function: Callable[[Any], Any], iterator: Any) -> Any:
-    """Calls `function(iterator)`, with batches that are cut into parts."""
-    if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-        iterator = (batch if is_cut(batch) else cut_batch(strategy, batch, num_parts) for batch in iterator)
-    with without_rewriting():
-        return function(iterator)
-
-
 def _make_function(model: Any, real: Callable[..., Any], step_function: Callable[..., Any]) -> Callable[..., Any]:
     num_replicas = model.distribute_strategy.num_replicas_in_sync
-    num_parts = num_parts_on(model)
-    with contextlib.nullcontext() if num_parts is None else without_xla(model):
-        function = real(step_function)
-    if num_parts is not None:
-        function = functools.partial(_on_parts, model.distribute_strategy, num_parts, function)
-    elif num_replicas == 1:
+    step = step_of(model)
+    function = step.function(functools.partial(real, step_function))
+    if num_replicas == 1 and not step.divides_batches:
         return function
     function = functools.partial(_explaining_empty_parts, function, num_replicas)
     is_of_workers = workers.are_several(model)

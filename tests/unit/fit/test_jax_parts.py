@@ -11,7 +11,7 @@ from promises.problems import uneven
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.fit.jax import parts
+from keras_shardopt.extensions.equal_bits import jax as parts
 
 pytestmark = pytest.mark.backends("jax")
 

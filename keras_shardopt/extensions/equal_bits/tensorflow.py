@@ -33,10 +33,18 @@ from keras_shardopt.backends.tensorflow.losses import undivided
 from keras_shardopt.backends.tensorflow.processes import num_workers
 from keras_shardopt.backends.tensorflow.random_numbers import as_part, draw_apart
 from keras_shardopt.backends.user_warnings import warn
+from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
+from keras_shardopt.extensions.equal_bits.tensorflow_batches import (
+    Rows,
+    cut_batch,
+    cut_dataset,
+    is_cut,
+    rows_of,
+    start_of_part,
+)
 from keras_shardopt.fit.overrides import reducers_in
 from keras_shardopt.fit.tensorflow.batches import rows_from
-from keras_shardopt.fit.tensorflow.cut_batches import Rows, start_of_part
-from keras_shardopt.fit.virtual_replicas import num_parts_of
+from keras_shardopt.fit.tensorflow.step import TrainStep, register
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.step import Step
@@ -54,44 +62,94 @@ from keras_shardopt.update.virtual_replicas import (
 from keras_shardopt.wrapping.rollback import assign_noted, changed_by_forward_passes
 
 
-def num_parts_on(model: Any) -> int | None:
-    """Into how many parts the batches of a prepared model are cut; None where they are not.
+class PartsStep(TrainStep):
+    """A step on each of a replica's parts of a batch."""
 
-    Raises:
-        ValueError: where parts cannot be computed one after another.
-    """
-    num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
-    if num_parts is None:
-        return None
-    strategy = model.distribute_strategy
-    is_several = strategy.num_replicas_in_sync > 1
-    if num_workers(strategy) > 1 or (is_several and not isinstance(strategy, tf.distribute.MirroredStrategy)):
+    divides_batches = True
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of a batch.
+
+        Raises:
+            ValueError: if the parts cannot be computed one after another.
+        """
+        model = self.model
+        num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
+        assert num_parts is not None
+        strategy = model.distribute_strategy
+        is_several = strategy.num_replicas_in_sync > 1
+        if num_workers(strategy) > 1 or (is_several and not isinstance(strategy, tf.distribute.MirroredStrategy)):
+            raise ValueError(
+                "`virtual_replicas` works on TensorFlow with the devices of one machine, under a `MirroredStrategy`. "
+                f"Received: {type(strategy).__name__}, virtual_replicas={num_parts}. Leave `virtual_replicas` out."
+            )
+        if not has_built_in_step(model):
+            raise ValueError(
+                "`virtual_replicas` needs Keras' own `train_step` on TensorFlow, which is taken apart for the parts of "
+                f"a batch. Received: {type(model).__name__}.train_step, virtual_replicas={num_parts}. Use the built-in "
+                "`train_step`, perhaps with a custom `compute_loss`, or leave `virtual_replicas` out."
+            )
+        if model.run_eagerly:
+            raise ValueError(
+                "`virtual_replicas` needs steps that TensorFlow compiles to graphs: without them equal operations have "
+                f"other last digits. Received: run_eagerly=True, virtual_replicas={num_parts}. Leave one of them out."
+            )
+        parts_of_each(num_parts, strategy.num_replicas_in_sync)
+        draw_apart()
+        return num_parts
+
+    def begin_call(self) -> None:
+        """See `TrainStep.begin_call`."""
+        self.num_parts_of(self.model.distribute_strategy.num_replicas_in_sync)
+
+    def num_parts_of(self, num_replicas: int) -> int:
+        """See `TrainStep.num_parts_of`."""
+        return self.num_parts
+
+    def distribute(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> Any:
+        """See `TrainStep.distribute`."""
+        return cut_dataset(strategy, dataset, self.num_parts)
+
+    def check_dataset(self, dataset: Any) -> None:
+        """See `TrainStep.check_dataset`: a strategy has divided it."""
         raise ValueError(
-            "`virtual_replicas` works on TensorFlow with the devices of one machine, under a `MirroredStrategy`. "
-            f"Received: {type(strategy).__name__}, virtual_replicas={num_parts}. Leave `virtual_replicas` out."
+            "`virtual_replicas` cuts whole batches into parts. Received: a dataset that a strategy has divided "
+            f"already, virtual_replicas={self.num_parts}. Give `fit` the dataset itself."
         )
-    if not has_built_in_step(model):
-        raise ValueError(
-            "`virtual_replicas` needs Keras' own `train_step` on TensorFlow, which is taken apart for the parts of a "
-            f"batch. Received: {type(model).__name__}.train_step, virtual_replicas={num_parts}. Use the built-in "
-            "`train_step`, perhaps with a custom `compute_loss`, or leave `virtual_replicas` out."
-        )
-    if model.run_eagerly:
-        raise ValueError(
-            "`virtual_replicas` needs steps that TensorFlow compiles to graphs: without them equal operations have "
-            f"other last digits. Received: run_eagerly=True, virtual_replicas={num_parts}. Leave one of them out."
-        )
-    parts_of_each(num_parts, strategy.num_replicas_in_sync)
-    draw_apart()
-    return num_parts
+
+    def function(self, make: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
+        """See `TrainStep.function`."""
+        num_parts = self.num_parts
+        with _without_xla(self.model):
+            function = make()
+        return functools.partial(_on_parts, self.model.distribute_strategy, num_parts, function)
+
+    def train(self, real: Callable[[Any], Any], data: Any) -> Any:
+        """See `TrainStep.train`."""
+        return in_parts(self.model, rows_of(data), self.num_parts, trains=True)
+
+    def test(self, real: Callable[[Any], Any], data: Any) -> Any:
+        """See `TrainStep.test`. A `test_step` of the model's own gets the rows of a replica."""
+        if type(self.model).test_step is keras.Model.test_step:
+            return in_parts(self.model, rows_of(data), self.num_parts, trains=False)
+        return super().test(real, rows_of(data).of_replica(self.num_parts))
 
 
-def refuse_divided(num_parts: int) -> None:
-    """Refuses a dataset that a strategy has divided."""
-    raise ValueError(
-        "`virtual_replicas` cuts whole batches into parts. Received: a dataset that a strategy has divided already, "
-        f"virtual_replicas={num_parts}. Give `fit` the dataset itself."
-    )
+def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
+    is_cut = any(reducer.virtual_replicas is not None for reducer in reducers)
+    return PartsStep(model, reducers) if is_cut else None
+
+
+register(_made)
+
+
+def _on_parts(strategy: tf.distribute.Strategy, num_parts: int, function: Callable[[Any], Any], iterator: Any) -> Any:
+    """Call `function(iterator)`, with batches that are cut into parts."""
+    if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+        iterator = (batch if is_cut(batch) else cut_batch(strategy, batch, num_parts) for batch in iterator)
+    with without_rewriting():
+        return function(iterator)
 
 
 def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
@@ -320,7 +378,7 @@ def _value(variable: Variable) -> Tensor:
 
 
 @contextlib.contextmanager
-def without_xla(model: Any) -> Iterator[None]:
+def _without_xla(model: Any) -> Iterator[None]:
     """Within it, steps of the model are made without XLA, which gives other last digits in other surroundings."""
     before = model.jit_compile
     if before:

@@ -6,10 +6,8 @@ not depend on the latter.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,24 +19,6 @@ _PREFIX = "keras_shardopt parts: "
 _ALL_ROWS = "keras_shardopt rows"
 # The structures of batches, by the name that their tensors have in a dataset.
 _SPECS: dict[str, Any] = {}
-
-_of_call: contextvars.ContextVar[tuple[Any, int | None]] = contextvars.ContextVar("of_call", default=(None, None))
-
-
-@contextlib.contextmanager
-def cutting(model: Any, num_parts: int | None) -> Iterator[None]:
-    """A call of a model in which its batches are cut into so many parts, or are not."""
-    token = _of_call.set((model, num_parts))
-    try:
-        yield
-    finally:
-        _of_call.reset(token)
-
-
-def num_parts_of_call(model: Any) -> int | None:
-    """Into how many parts the call that runs cuts the batches of this model; not those of another, in a callback."""
-    cut, num_parts = _of_call.get()
-    return num_parts if cut is model else None
 
 
 @dataclasses.dataclass(frozen=True)

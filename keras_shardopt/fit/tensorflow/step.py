@@ -1,0 +1,169 @@
+"""One step of a prepared model on TensorFlow, and the way its batches reach the replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_shardopt.backends.models import has_built_in_step
+from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
+from keras_shardopt.backends.tensorflow.losses import logged
+from keras_shardopt.fit.batch_normalization import synchronized_statistics
+from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
+from keras_shardopt.fit.stateful import explained, rows_of_states, stateful_layers
+from keras_shardopt.fit.tensorflow import workers
+from keras_shardopt.fit.tensorflow.batches import unpacked
+from keras_shardopt.update.apart import statistics_in
+from keras_shardopt.update.losses import share_losses
+from keras_shardopt.update.trainer_context import BatchShare, batch_shared
+
+
+class TrainStep:
+    """Keras' step on a replica's rows. Extensions override parts of it.
+
+    Args:
+        model: the model.
+        reducers: each `CrossShard` of it.
+    """
+
+    divides_batches = False
+    """Whether it divides batches in its own way, on one replica too."""
+
+    averages_statistics = True
+    """Whether moving statistics become the mean over replicas after each training step."""
+
+    def __init__(self, model: Any, reducers: list[Any]) -> None:
+        self.model = model
+        self.reducers = reducers
+
+    def prepare(self) -> None:
+        """Called by `prepare(model)`."""
+
+    def begin_call(self) -> None:
+        """Called when `fit` or `evaluate` begins. Raises ValueError if the step cannot run."""
+
+    def num_parts_of(self, num_replicas: int) -> int:
+        """Return the number of parts of a batch."""
+        return num_replicas
+
+    def distribute(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> Any:
+        """Divide a dataset among replicas, if `divides_batches`."""
+        raise NotImplementedError
+
+    def check_dataset(self, dataset: Any) -> None:
+        """Raise ValueError for a dataset that the step cannot use. Called before a model is built from it."""
+
+    def function(self, make: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
+        """Return the function of an iterator that `make` compiles."""
+        return make()
+
+    def train(self, real: Callable[[Any], Any], data: Any) -> Any:
+        """A step of `fit`. Returns logs."""
+        return self._run(real, data, trains=True)
+
+    def test(self, real: Callable[[Any], Any], data: Any) -> Any:
+        """A step of `evaluate`. Returns logs."""
+        return self._run(real, data)
+
+    def _run(self, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
+        strategy, data = tf.distribute.get_strategy(), unpacked(data)
+        if strategy.num_replicas_in_sync == 1:
+            return real(data)
+        model = self.model
+        refuse_groups(self.reducers)  # perhaps of another `compile`
+        share_losses(model)
+        if not has_built_in_step(model):
+            _log_whole_losses(model)
+        replicas = ReplicaContext(strategy, tf.distribute.get_replica_context())
+        mine = tf.convert_to_tensor(num_rows(data))
+        data = _with_checked_states(model, data, mine)
+        (all_rows,) = replicas.all_reduce([mine], "sum")
+        # A layer that looks at its batch (BatchNormalization) keeps a NaN from a part without rows.
+        shared = synchronized_statistics(model)
+        own = [v for v in statistics_in([model]) if id(v) not in shared]
+        before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in own]
+        with batch_shared(BatchShare(mine, all_rows, replicas, losses_are_divided=True)):
+            logs = real(data)
+        after = [tf.where(mine > 0, keras.ops.convert_to_tensor(v), value) for v, value in zip(own, before)]
+        if trains and self.averages_statistics:
+            # Keras keeps each replica's own statistics, and shows those of the first one. In float64 the mean of equal
+            # values, as after a skipped update, has their bits.
+            sums = [tf.cast(value, tf.float64) * tf.cast(mine, tf.float64) for value in after]
+            sums = replicas.all_reduce([tf.where(mine > 0, each, 0) for each in sums], "sum")
+            after = [tf.cast(each / tf.cast(all_rows, tf.float64), v.dtype) for each, v in zip(sums, after)]
+        for variable, value in zip(own, after):
+            variable.assign(value)
+        return workers.logs_of_all(model, logs, replicas) if replicas.is_multi_process else logs
+
+
+def _with_checked_states(model: Any, data: Any, num_rows: Any) -> Any:
+    """The rows of a replica, if states have as many. TensorFlow may not know their number before the step runs."""
+    checks = [
+        tf.debugging.assert_equal(num_rows, rows_of_states(layer), explained(layer, OTHER_ROWS, "of one replica"))
+        for layer in stateful_layers(model)
+        if layer.states is not None
+    ]
+    if not checks:
+        return data
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
+
+
+OTHER_ROWS = "another number of rows on a replica"
+"""Words of the error of a stateful layer, by which the trainer finds it."""
+
+
+def _log_whole_losses(model: Any) -> None:
+    """Lets the means that a training step of the model's own keeps of its losses be those of the whole batch."""
+    for metric in model.metrics:
+        is_mean = type(metric).update_state is keras.metrics.Mean.update_state
+        if is_mean and "update_state" not in vars(metric):
+            object.__setattr__(metric, "update_state", functools.partial(_update_mean, metric))
+
+
+def _update_mean(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+    # Keras has divided it by the number of replicas, as their gradients are summed.
+    return type(metric).update_state(metric, logged(values), sample_weight=sample_weight)
+
+
+Maker = Callable[[Any, "list[Any]"], "TrainStep | None"]
+"""`(model, reducers) -> step`, or None if the optimizer needs no such step."""
+
+_makers: list[Maker] = []
+
+
+def register(maker: Maker) -> None:
+    """Register a maker of steps."""
+    _makers.append(maker)
+
+
+def step_of(model: Any) -> TrainStep:
+    """Return the step for the optimizer of a prepared model."""
+    reducers = reducers_in(model, model._keras_shardopt_reducers_of)
+    found = next((step for maker in _makers if (step := maker(model, reducers)) is not None), None)
+    return TrainStep(model, reducers) if found is None else found
+
+
+_of_call: contextvars.ContextVar[TrainStep | None] = contextvars.ContextVar("of_call", default=None)
+
+
+@contextlib.contextmanager
+def calling(step: TrainStep) -> Iterator[None]:
+    """A call of `fit`, `evaluate` or `predict` whose batches are for this step."""
+    token = _of_call.set(step)
+    try:
+        yield
+    finally:
+        _of_call.reset(token)
+
+
+def step_of_call(model: Any) -> TrainStep:
+    """Return the step of the running call of this model; Keras' own for another model, perhaps in a callback."""
+    step = _of_call.get()
+    return step if step is not None and step.model is model else TrainStep(model, [])
