@@ -18,7 +18,7 @@ class GradientScope:
         """The scope that the `CrossShard` is in itself."""
         self._group_axis = group_axis
         self._holds_slices = False
-        self._trains_apart = False
+        self._updates_differ = False
         self._num_inside = 0
 
     @property
@@ -36,13 +36,13 @@ class GradientScope:
         self._holds_slices = value
 
     @property
-    def trains_apart(self) -> bool:
+    def updates_differ(self) -> bool:
         """Whether gradients are each replica's own, so that replicas may decide differently what becomes of them."""
-        return self._trains_apart or (self.outer is not None and self.outer.trains_apart)
+        return self._updates_differ or (self.outer is not None and self.outer.updates_differ)
 
-    @trains_apart.setter
-    def trains_apart(self, value: bool) -> None:
-        self._trains_apart = value
+    @updates_differ.setter
+    def updates_differ(self, value: bool) -> None:
+        self._updates_differ = value
 
     @property
     def is_reduced(self) -> bool:

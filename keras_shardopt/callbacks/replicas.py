@@ -217,7 +217,7 @@ def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> lis
     of_all: list[tuple[int, ...]] = [()] * num_replicas
     for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))]:
         groups: Groups | None = getattr(part, "group_assignment", None) if num_replicas > 1 else None
-        if isinstance(part, CrossShard) and part.local_updates is not None and part.local_updates.are_apart:
+        if isinstance(part, CrossShard) and any(extension.are_apart for extension in part.extensions):
             groups = [[i] for i in range(num_replicas)]
         if groups is None and not isinstance(part, CrossShard):
             continue

@@ -157,8 +157,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         _set_random_state(states[process_id if is_own else 0], is_own)
         for part in _cross_shards(model):
             part.pipeline.reset()
-        for part, name in _apart(model):
-            part.local_updates.take_states(list(_from_chief(None if arrays is None else arrays.get(name, [])).values()))
+        for extension, name in _extensions(model):
+            extension.load_state(list(_from_chief(None if arrays is None else arrays.get(name, [])).values()))
         for name, variables in _carried(model).items():
             _restore_carried(variables, header.get(f"{name}s", []), None if arrays is None else arrays.get(name, []))
         model._initial_epoch = header["epoch"]
@@ -176,7 +176,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         random_states = processes.gather_objects(_random_state())
         model = self.model
-        apart = {name: part.local_updates.states() for part, name in _apart(model)}
+        apart = {name: extension.save_state() for extension, name in _extensions(model)}
         carried = {k: [np.stack(_everyones(v)) for v in variables] for k, variables in _carried(model).items()}
         problem = None
         try:
@@ -275,7 +275,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             remedy = "Go on from a file of `keras_shardopt.save_model`, or delete the backup to begin anew."
         elif header.get("optimizers", kinds) != kinds:
             received = f"state of {', '.join(header['optimizers'])}, where the model has {', '.join(kinds)}"
-        elif {kind for kind in header["kinds"] if kind.endswith(_APART)} != {name for _, name in _apart(model)}:
+        elif {kind for kind in header["kinds"] if kind.endswith(_APART)} != {name for _, name in _extensions(model)}:
             received = "a state of replicas that trained together, or apart, where they now do the other"
         elif header["shapes"] != shapes:
             received = f"variables of the shapes {header['shapes']}, where the model and its optimizer have {shapes}"
@@ -382,14 +382,15 @@ def _variables_of(optimizer: Any) -> list[keras.Variable]:
     if _is_stored_whole(optimizer):  # what no file holds: how many steps were skipped
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
-    private = {id(v) for part in cross_shards(optimizer) if part.local_updates for v in part.local_updates.private}
+    extensions = [extension for part in cross_shards(optimizer) for extension in part.extensions]
+    private = {id(v) for extension in extensions for v in extension.private}
     return [v for v in shared_variables(optimizer) if id(v) not in private]
 
 
-def _apart(model: Any) -> list[tuple[Any, str]]:
-    """What lets each replica train by itself for some updates, and the name of its state in backups."""
-    found = [part for part in _cross_shards(model) if part.local_updates is not None]
-    return [(part, f"{'abcdefgh'[i]}_{_APART}") for i, part in enumerate(found)]
+def _extensions(model: Any) -> list[tuple[Any, str]]:
+    """The extensions with state of each replica, and the name of this state in backups."""
+    found = [extension for part in _cross_shards(model) for extension in part.extensions if extension.keeps_state]
+    return [(extension, f"{'abcdefgh'[i]}_{_APART}") for i, extension in enumerate(found)]
 
 
 def _cross_shards(model: Any) -> list[Any]:

@@ -233,7 +233,7 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
     try:
         with _among(model):
             raise_together(problem)
-            _show_mean(model)
+            _before_look(model)
         try:
             _take_part(model, method, None if file is None else file.path)
             if file is not None:
@@ -247,12 +247,12 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
             file.discard()
 
 
-def _show_mean(model: Any) -> None:
-    """Where replicas train apart, lets a file have the mean of their weights. All processes call it together."""
+def _before_look(model: Any) -> None:
+    """Tell the optimizers that somebody reads weights. All processes call it together."""
     for optimizer in optimizers_of(model):
         for part in [optimizer, *descendants(optimizer)]:
-            if getattr(part, "local_updates", None) is not None:
-                part.local_updates.show()
+            if hasattr(part, "pipeline"):
+                part.pipeline.before_look()
 
 
 # Where a variable can be one whose value all processes find together.

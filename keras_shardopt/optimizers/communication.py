@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_shardopt.backends.traffic import Collective
 from keras_shardopt.numerics import Variable, overwrites_variable
-from keras_shardopt.update.local_sgd import LocalUpdates
+from keras_shardopt.update.extension import Extension
 from keras_shardopt.update.pipeline import Pipeline
 
 
@@ -61,7 +61,7 @@ class ReportsCommunication:
     """Has a report of what the replicas of its last update have sent."""
 
     pipeline: Pipeline
-    local_updates: LocalUpdates | None
+    extensions: list[Extension]
     _trainable_variables: list[Variable]
 
     def communication_report(self) -> CommunicationReport:
@@ -82,8 +82,9 @@ class ReportsCommunication:
             0 bytes per replica and update, 0.000 of float32's
         """
         found, num_updates = self.pipeline.collectives, 1
-        if self.local_updates is not None:
-            found, num_updates = self.local_updates.sent(found)
+        for extension in self.extensions:
+            found, number = extension.sent(found)
+            num_updates *= number
         size = max((collective.num_replicas for collective in found), default=1)
         trained = [variable for variable in self._trainable_variables if not overwrites_variable(variable)]
         num_elements = sum(int(np.prod(variable.shape)) for variable in trained)

@@ -20,8 +20,8 @@ from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.update import stages_of
 from keras_shardopt.update.accumulation import Accumulation, refuse_accumulation_inside
 from keras_shardopt.update.context import StageContext
+from keras_shardopt.update.extension import Extension
 from keras_shardopt.update.gradient_state import GradientStateFinder, refuse_local_gradients_inside
-from keras_shardopt.update.local_sgd import LocalUpdates
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
 from keras_shardopt.update.peers import Peers
@@ -151,10 +151,10 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         found = stages_of(options, context := StageContext(self))
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
-        self.local_updates = next((stage for stage in found if isinstance(stage, LocalUpdates)), None)
-        self._keeps_state = self.local_updates is not None
+        self.extensions = [stage for stage in found if isinstance(stage, Extension)]
+        self._keeps_state = any(extension.keeps_state for extension in self.extensions)
         self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
-        reducers = [stage._reducer for stage in found if stage._reducer is not None]
+        reducers = [extension.reducer for extension in self.extensions if extension.reducer is not None]
         reducer: Any = reducers[0] if reducers else reducer_of(context, options)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
@@ -199,7 +199,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
     @property
     def _lasting_state(self) -> list[Variable]:
         """None of a window of micro-batches, of which a file does not hold what there is; all that rounds go by."""
-        return [] if self.local_updates is None else self.local_updates.lasting
+        return [variable for extension in self.extensions for variable in extension.lasting]
 
     @property
     def _replica_state(self) -> list[Variable]:
@@ -216,8 +216,8 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         super()._on_file(loads)
         if loads and self.built:
             self.pipeline.reset()  # and so a window of micro-batches
-        elif self.local_updates is not None:
-            self.local_updates.show()
+        else:
+            self.pipeline.before_look()
 
     # -- updating ------------------------------------------------------------------------------------------------
 
@@ -253,13 +253,13 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
             self.pipeline.reducer.finish(started)
         if runtime.updates_are_stateless:  # no step can have raised
             self.check_finite()
-        elif self.local_updates is not None:
-            self.local_updates.show()
+        else:
+            self.pipeline.before_look()
         super().finalize_variable_values(var_list)
 
     def _written(self) -> list[Variable]:
         """All that an update reads or assigns."""
-        private = [] if self.local_updates is None else self.local_updates.private
+        private = [variable for extension in self.extensions for variable in extension.private]
         return [*self._trainable_variables, *self._shared_variables, *private, *self.pipeline.carried]
 
     def _on_outer_loss_scaling(self) -> None:

@@ -180,7 +180,7 @@ class ScaledUpdate(OptimizerWrapper):
             update,
             [*grads, scale],
             [*self._trainable_variables, *self.variables],
-            apart=self._scope.trains_apart,
+            apart=self._scope.updates_differ,
             mostly=True,
         )
 
@@ -326,14 +326,8 @@ class LossScaling(ScaledUpdate):
 
 def _refuse_several_gradients_inside(outer: ScaledUpdate) -> None:
     for optimizer in descendants(outer):
-        if getattr(optimizer, "virtual_replicas", None) is not None:
-            name = type(outer).__name__
-            raise ValueError(
-                f"`{name}` must be inside a `CrossShard` with `virtual_replicas`, not around it: outside it sees the "
-                "parts of a batch one after another, would skip single ones, and change its scale after each. "
-                f"Received: inner_optimizer={outer.inner!r}. "
-                f"Use `CrossShard({name}(inner_optimizer), virtual_replicas=...)`."
-            )
+        for extension in getattr(optimizer, "extensions", ()):
+            extension.check_outside(outer)
         if getattr(optimizer, "accumulation", None) is not None:
             name = type(outer).__name__
             raise ValueError(

@@ -6,7 +6,7 @@ replica, `commit` of all stages, the inner optimizer. Known algorithms in these 
 - DDP: no stage, `AllReduce`; with `Overlapped` while the backward pass runs.
 - ZeRO stage 1: `ReduceScatter`, and an update of slices; stage 2 with `Overlapped`, which lets go of gradients.
 - Horovod: `Accumulation`, then `AllReduce` with compression.
-- Local SGD and DiLoCo: `LocalUpdates`, with `OwnGradients` in place of a reduction.
+- Local SGD and DiLoCo: an `Extension` with a reducer that leaves each replica its own gradients.
 - What sends gradients in other ways is a `Transport`, which the reducer is handed.
 - TF1's `CrossShardOptimizer`: `AllReduce` with `reduction="sum"`, among the members of `Communicator.split(groups)`.
 
@@ -22,26 +22,29 @@ from keras_shardopt.update.accumulation import Accumulation
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.fused import FusedUpdate
 from keras_shardopt.update.gradient_noise import GradientNoise
-from keras_shardopt.update.local_sgd import LocalUpdates
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.plugs import Place
+from keras_shardopt.update.plugs import stages as extended
 from keras_shardopt.update.reducers import whole_reducer_of
 from keras_shardopt.update.replica_transform import ReplicaClip, ReplicaTransform
 from keras_shardopt.update.step import Stage
 from keras_shardopt.update.user_stage import UserStage
-from keras_shardopt.update.virtual_replicas import VirtualReplicas
 
-STAGES: tuple[Any, ...] = (
-    VirtualReplicas,
-    Accumulation,
-    LocalUpdates,
-    ReplicaTransform,
-    SkipNonFinite,
-    UserStage,
-    ReplicaClip,
-    FusedUpdate,
-)
-"""From the outside in; `UserStage` are those of the argument `stages`."""
+STAGES: list[tuple[Place, Any]] = [
+    (Place.WINDOW, Accumulation),
+    (Place.LOCAL, ReplicaTransform),
+    (Place.LOCAL, SkipNonFinite),
+    (Place.LOCAL, UserStage),
+    (Place.BEFORE_SENDING, ReplicaClip),
+    (Place.UPDATE, FusedUpdate),
+]
+"""The core's kinds of stages. `UserStage` are those of the argument `stages`."""
+
+
+def kinds_of_stages() -> list[Any]:
+    """Return all kinds of stages, extensions included, from the outside in."""
+    return [kind for _, kind in sorted([*STAGES, *extended], key=lambda row: row[0])]
 
 
 def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[GradientNoise, Callable[[], None]]:
@@ -68,7 +71,8 @@ def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[Gradi
     stage = UserStage(noise, StageContext(optimizer))
     stage.build(optimizer._trainable_variables, add_variable)
     before = pipeline.stages, pipeline.reducer
-    place = sum(isinstance(each, STAGES[: STAGES.index(UserStage) + 1]) for each in pipeline.stages)
+    kinds = kinds_of_stages()
+    place = sum(isinstance(each, tuple(kinds[: kinds.index(UserStage) + 1])) for each in pipeline.stages)
     pipeline.change([*pipeline.stages[:place], stage, *pipeline.stages[place:]], whole_reducer_of(pipeline.reducer))
     optimizer.state_finder.needing.append('summaries=["gradient_noise_scale"]')
 
@@ -84,4 +88,4 @@ def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[Gradi
 
 def stages_of(options: CrossShardOptions, context: StageContext) -> list[Stage]:
     """The stages that these options ask for, for this `CrossShard`, which is just being made."""
-    return [stage for kind in STAGES for stage in kind.from_options(options, context)]
+    return [stage for kind in kinds_of_stages() for stage in kind.from_options(options, context)]

@@ -94,7 +94,7 @@ class StageContext:
     @property
     def updates_differ(self) -> bool:
         """Whether replicas make different updates."""
-        return bool(self._optimizer.scope_inside.trains_apart)
+        return bool(self._optimizer.scope_inside.updates_differ)
 
     @property
     def skips_inside(self) -> bool:

@@ -38,7 +38,7 @@ class FusedUpdate(Stage):
         """Finds the optimizers with an update rule, once."""
         # A kernel rounds the last elements of an array otherwise, and with slices those are others.
         optimizer = self._context.optimizer
-        varies = optimizer.virtual_replicas is not None and optimizer.shard_state
+        varies = optimizer.shard_state and any(extension.keeps_bits for extension in optimizer.extensions)
         self._innermost = [
             (leaf, exactly)
             for leaf, exactly in _leaves(optimizer, varies)

@@ -40,8 +40,7 @@ class Peers:
     def before_build(self, variables: Sequence[Variable]) -> None:
         """Called before the optimizer makes its variables."""
         self._leaves = base_optimizers(self._optimizer)
-        local = self._optimizer.local_updates
-        outers = [] if local is None else [outer.inner for outer in local.outers]
+        outers = [outer for extension in self._optimizer.extensions for outer in extension.optimizers]
         placement.before_build(variables, self._optimizer, [*self._leaves, *outers], self._optimizer.shard_state)
         if processes.process()[0] > 1:
             # Not later: callbacks change the rate, and a step that is being traced cannot read it.

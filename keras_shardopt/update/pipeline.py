@@ -15,6 +15,7 @@ from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import Collective, recording
 from keras_shardopt.numerics import Gradients, Tensor, Variable
+from keras_shardopt.update.extension import Extension
 from keras_shardopt.update.fused import FusedUpdate
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.transport import Transport
@@ -114,6 +115,12 @@ class Pipeline:
         for stage in self.stages:
             stage.reset()
         self.transport.reset()
+
+    def before_look(self) -> None:
+        """Tell extensions that somebody reads or saves weights. All processes call it together."""
+        for stage in self.stages:
+            if isinstance(stage, Extension):
+                stage.before_look()
 
     def run(self, step: Step) -> None:
         """One call of `apply`."""

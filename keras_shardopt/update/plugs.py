@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,24 @@ class Plug:
     """`(object, context)` -> the `Transport` of an optimizer."""
 
 
+class Place(enum.IntEnum):
+    """The places of stages, from the outside in. Extensions come after the core's stages of the same place."""
+
+    OUTERMOST = 0
+    WINDOW = 1
+    LOCAL = 2
+    BEFORE_SENDING = 3
+    UPDATE = 4
+
+
 _plugs: dict[str, Plug] = {}
+stages: list[tuple[Place, Any]] = []
+"""The kinds of stages of extensions, and their places."""
+
+
+def register_stage(place: Place, kind: Any) -> None:
+    """Register a class with `from_options(options, context)` that returns stages."""
+    stages.append((place, kind))
 
 
 def register(argument: str, plug: Plug) -> None:

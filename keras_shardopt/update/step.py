@@ -99,9 +99,6 @@ class Stage:
     takes_slices: bool = False
     """Whether `commit` treats each element by itself, so that `shard_state=True` may give it slices of gradients."""
 
-    _reducer: Any = None
-    """The reducer that the stage brings in place of the usual one, or None."""
-
     @property
     def needs_local_gradients(self) -> bool:
         """Whether it must see each replica's own gradients, so that reduced ones are refused."""

@@ -33,6 +33,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.models import (
     buffers_of,
+    ids_of_states,
     layers_of,
     models_with,
     optimizers_of,
@@ -121,7 +122,7 @@ class Rollback:
 
         # Of what is inside this optimizer, as the counter is one replica's own where any part in there trains apart.
         scopes = [part.scope_inside for part in (optimizer, *descendants(optimizer)) if hasattr(part, "scope_inside")]
-        apart = any(scope.trains_apart for scope in scopes)
+        apart = any(scope.updates_differ for scope in scopes)
         runtime.cond(skipped, put_back, [value for _, value in noted], variables, communicates=not apart)
 
     def _noted(self) -> list[tuple[Variable, Tensor]]:
@@ -305,11 +306,16 @@ def _of(optimizer: Any) -> Rollback | None:
     return found
 
 
+def statistics_in(models: Sequence[Any]) -> list[Variable]:
+    """Of these models what forward passes change and means can be taken of: moving statistics."""
+    own = {number for model in models for number in ids_of_states(model)}  # of each replica's rows
+    return [v for v in changed_by_forward_passes(models) if id(v) not in own and keras.backend.is_float_dtype(v.dtype)]
+
+
 def _stateless_train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
     result = real(state, data)
     rollback = _of(model.optimizer)
-    local = getattr(model.optimizer, "local_updates", None)
-    if local is not None and local.stacked:  # each replica has seen to it
+    if any(extension.settles_skips for extension in getattr(model.optimizer, "extensions", ())):
         return result
     if rollback is not None:
         return rollback.settled(model, state, result)

@@ -14,6 +14,7 @@ from support.worlds import FakeWorld
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.communicator import SingleReplica
+from keras_shardopt.extensions.local_sgd.looks import local_updates_in
 
 NUM_REPLICAS = (2, 4)
 KNOWN = {}
@@ -312,18 +313,18 @@ def test_rounds_that_were_left_out_before_a_file_was_written_are_warned_of_once(
     model = problem.model()
     model.compile(ks.CrossShard("sgd", sync_every=2), "mse")
     model.optimizer.build(model.trainable_variables)
-    model.optimizer.local_updates.left_out.assign(3)
+    local_updates_in([model.optimizer])[0].left_out.assign(3)
     with pytest.warns(UserWarning, match="Received: 3 of them"):
         ks.save_model(model, tmp_path / "model.keras")
     if is_new:
         model = keras.saving.load_model(tmp_path / "model.keras")
-    local = model.optimizer.local_updates
+    local = local_updates_in([model.optimizer])[0]
     assert int(keras.ops.convert_to_numpy(local.left_out)) == 3
-    local.show()  # warnings are errors
+    local.before_look()  # warnings are errors
     local.left_out.assign(4)
     with pytest.warns(UserWarning, match="Received: 1 of them"):
-        local.show()
-    local.show()
+        local.before_look()
+    local.before_look()
 
 
 @pytest.mark.backends("torch")
@@ -458,7 +459,7 @@ def test_ranks_with_other_numbers_of_updates_find_it(monkeypatch):
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=2)
         weight = keras.Variable([0.0])
         optimizer.build([weight])
-        optimizer.local_updates.count.assign(replicas.replica_id * 2)
+        local_updates_in([optimizer])[0].count.assign(replicas.replica_id * 2)
         for _ in range(2):
             optimizer.apply([keras.ops.ones((1,))], [weight])
 
@@ -478,7 +479,7 @@ def test_numbers_of_updates_are_compared_among_thousands_of_replicas(behind):
             others = [np.array([count, count**2], "int32")] * 4095
             return [keras.ops.convert_to_tensor(np.sum([*others, *tensors], axis=0, dtype="int32"))]
 
-    stage = ks.CrossShard("sgd", sync_every=2).local_updates
+    stage = local_updates_in([ks.CrossShard("sgd", sync_every=2)])[0]
     with pytest.raises(ValueError, match="equally many") if behind else contextlib.nullcontext():
         stage._check_counts(Many(), 8191)
 

@@ -32,6 +32,14 @@ from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, 
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
+from keras_shardopt.extensions.equal_bits.stage import (
+    CountingReplica,
+    Tree,
+    VirtualReplica,
+    VirtualReplicas,
+    first_found,
+    parts_of_each,
+)
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
 from keras_shardopt.fit.jax.halves import on_every_device, with_masks, with_zeros, without_own
@@ -41,16 +49,9 @@ from keras_shardopt.fit.jax.uneven import share_of_part, without_padding
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses, share_losses
+from keras_shardopt.update.parts import PartOfBatch
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import batch_shared, row_share
-from keras_shardopt.update.virtual_replicas import (
-    CountingPart,
-    PartOfBatch,
-    Tree,
-    VirtualReplicas,
-    first_found,
-    parts_of_each,
-)
 
 
 @contextlib.contextmanager
@@ -101,7 +102,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
         step = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
 
         def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
-            part = PartOfBatch(index, num_parts, is_first=True, is_last=True, counted=counted)
+            part = VirtualReplica(index, num_parts, is_first=True, is_last=True, counted=counted)
             with cut.shared(part, num_rows):
                 (_, (loss, y_pred, *changed)), grads = step(weights, *cut.starts(index, kept), *own, **arguments)
                 with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
@@ -149,7 +150,7 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
         counted = cut.counted(replicas, weights, kept, data, num_rounds, arguments)
 
         def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
-            with cut.shared(PartOfBatch(index, num_parts, is_first=True, is_last=True, counted=counted), num_rows):
+            with cut.shared(VirtualReplica(index, num_parts, is_first=True, is_last=True, counted=counted), num_rows):
                 _, (loss, y_pred, *changed) = model.compute_loss_and_updates(
                     weights, *cut.starts(index, kept), *own, **arguments
                 )
@@ -242,7 +243,7 @@ class _Cut:
         """What all parts have of what losses divide by. XLA leaves out what of the model that does not need."""
 
         def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
-            part = CountingPart(index, self._num_parts, is_first=True, is_last=True)
+            part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
             with self.shared(part, num_rows):
                 self._model.compute_loss_and_updates(weights, *self.starts(index, kept), *own, **arguments)
             return part.counts, None, [], []

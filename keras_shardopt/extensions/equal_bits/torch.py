@@ -23,22 +23,22 @@ from keras_shardopt.backends.torch.threads import one_thread
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
+from keras_shardopt.extensions.equal_bits.stage import (
+    CountingReplica,
+    Subtrees,
+    Tree,
+    VirtualReplica,
+    current_part,
+    own_parts,
+    parts_of_each,
+)
 from keras_shardopt.extensions.equal_bits.torch_batches import CutBatches
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.torch.session import Session
 from keras_shardopt.fit.torch.step import TrainStep, register
 from keras_shardopt.update.losses import mean_losses, share_losses
+from keras_shardopt.update.parts import NotCountedError, PartOfBatch
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
-from keras_shardopt.update.virtual_replicas import (
-    CountingPart,
-    NotCountedError,
-    PartOfBatch,
-    Subtrees,
-    Tree,
-    current_part,
-    own_parts,
-    parts_of_each,
-)
 from keras_shardopt.wrapping.rollback import before_more, watching_layers
 
 
@@ -73,12 +73,12 @@ def in_parts(
             part_data = _copied(part_of_batch(data, rows if mine else [1, given - 1], i if mine else 0))
             share = BatchShare(rows[i], all_rows, here, ends_early=not rows[i], rows_here=rows[i] or 1)
             with batch_shared(share), before_more(not here.is_last):
-                return _count(real, part_data) if isinstance(here, CountingPart) else real(part_data)
+                return _count(real, part_data) if isinstance(here, CountingReplica) else real(part_data)
 
         def count() -> list[Any]:
             counts = Subtrees()
             for i, part in enumerate(own):
-                here = CountingPart(part, num_parts, is_first=not i, is_last=part == own[-1])
+                here = CountingReplica(part, num_parts, is_first=not i, is_last=part == own[-1])
                 step(i, here)
                 counts.add(here.counts)
             return Tree(replicas, num_parts).all_reduce(counts.take(), "sum")
@@ -90,12 +90,12 @@ def in_parts(
         for i, part in enumerate(own):
             position: dict[str, Any] = {"is_first": not i, "is_last": part == own[-1], "others": others}
             try:
-                found = step(i, PartOfBatch(part, num_parts, **position, counted=totals))
+                found = step(i, VirtualReplica(part, num_parts, **position, counted=totals))
             except NotCountedError:
                 if i or totals or (trains and not has_built_in_step(model)):
                     raise
                 totals, cut.counts_first = count(), True
-                found = step(i, PartOfBatch(part, num_parts, **position, counted=totals))
+                found = step(i, VirtualReplica(part, num_parts, **position, counted=totals))
             logs.add(found, rows[i])
             state.end(rows[i] > 0)
     if trains:
@@ -177,7 +177,7 @@ class PartsStep(TrainStep):
         if self._cut.sees_loss is not None:
             self._cut.sees_loss()
             self._cut.sees_loss = None
-        if isinstance(current_part(), CountingPart):
+        if isinstance(current_part(), CountingReplica):
             raise _Counted
 
 

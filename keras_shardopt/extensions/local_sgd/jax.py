@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.models import has_built_in_step, override_method
-from keras_shardopt.extensions.local_sgd.looks import resume_apart, watch_looks
+from keras_shardopt.extensions.local_sgd.apart import Rows
+from keras_shardopt.extensions.local_sgd.looks import local_updates_in, resume_apart, watch_looks
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
 from keras_shardopt.fit.jax.step import TrainStep, register
@@ -33,7 +34,7 @@ def prepare(model: Any, reducers: list[Any]) -> None:
     Raises:
         ValueError: if that cannot be done here.
     """
-    apart = [reducer for reducer in reducers if reducer.local_updates is not None]
+    apart = [reducer for reducer in reducers if local_updates_in([reducer])]
     if apart:
         _check(model, apart[0])
         watch_looks(model)
@@ -55,18 +56,17 @@ def _check(model: Any, reducer: Any) -> None:
 
 
 def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    local = getattr(model.optimizer, "local_updates", None)  # none after another `compile`
     has_replicas = batch_size_of(keras.distribution.distribution()) > 1
-    if local is not None and model.optimizer.built and has_replicas and not local.stacked:
-        local.stack()
-        model.train_function = None  # it may know of no rows
+    for local in local_updates_in([model.optimizer]):  # none after another `compile`
+        if model.optimizer.built and has_replicas and not local.stacked:
+            local.stack()
+            model.train_function = None  # it may know of no rows
     real(*args, **kwargs)
 
 
 def resume(model: Any) -> None:
     """Lets replicas that train apart go on from their own weights, which is to be called before steps."""
-    local = getattr(model.optimizer, "local_updates", None)
-    if local is not None and local.stacked:
+    if any(local.stacked for local in local_updates_in([model.optimizer])):
         resume_apart([model.optimizer])
 
 
@@ -79,7 +79,8 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
         data: the batch.
     """
     optimizer, distribution = model.optimizer, keras.distribution.distribution()
-    local, axis = optimizer.local_updates, distribution.batch_dim_name
+    (local,), axis = local_updates_in([optimizer]), distribution.batch_dim_name
+    assert isinstance(local.seen, Rows)
     size, all_rows = batch_size_of(distribution), num_rows(data)
     num_missing = -all_rows % size
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -194,8 +195,7 @@ class RoundsStep(TrainStep):
 
 
 def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
-    is_apart = any(reducer.local_updates is not None for reducer in reducers)
-    return RoundsStep(model, reducers) if is_apart else None
+    return RoundsStep(model, reducers) if local_updates_in(reducers) else None
 
 
 register(_made)

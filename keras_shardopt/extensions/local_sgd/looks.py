@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from keras_shardopt.backends.models import override_method
+from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
 from keras_shardopt.fit.overrides import reducers_in
 
 _LOOKING = (
@@ -19,25 +20,33 @@ _LOOKED = "_keras_shardopt_looked"
 """On a model: weights may have been looked at, or set, since the last training step."""
 
 
+def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
+    """The stages of these optimizers whose replicas train apart."""
+    return [
+        each
+        for optimizer in optimizers
+        for each in getattr(optimizer, "extensions", ())
+        if isinstance(each, LocalUpdates)
+    ]
+
+
 def show_mean(reducers: Sequence[Any]) -> None:
     """Where replicas train apart, puts the mean of their weights where somebody looks. All call it together."""
-    for reducer in reducers:
-        if reducer.local_updates is not None:
-            reducer.local_updates.show()
+    for local in local_updates_in(reducers):
+        local.before_look()
 
 
 def resume_apart(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
     """Lets replicas that train apart go on from their own weights, which is to be called before each training step."""
-    for reducer in reducers:
-        if reducer.local_updates is not None:
-            reducer.local_updates.resume(begins_epoch)
+    for local in local_updates_in(reducers):
+        local.resume(begins_epoch)
 
 
 def begin_anew(reducers: Sequence[Any]) -> None:
     """Begins a round where weights are equal although replicas train apart: somebody has set them within a round."""
-    for reducer in reducers:
-        if reducer.local_updates is not None and reducer.local_updates.are_apart:
-            reducer.local_updates.begin_anew()
+    for local in local_updates_in(reducers):
+        if local.are_apart:
+            local.begin_anew()
 
 
 def watch_looks(model: Any) -> None:

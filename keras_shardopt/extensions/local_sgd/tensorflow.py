@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras_shardopt.extensions.local_sgd.looks import watch_apart
+from keras_shardopt.extensions.local_sgd.looks import local_updates_in, watch_apart
 from keras_shardopt.fit.tensorflow.step import TrainStep, register
 
 
@@ -19,8 +19,7 @@ class RoundsStep(TrainStep):
 
 
 def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
-    is_apart = any(reducer.local_updates is not None for reducer in reducers)
-    return RoundsStep(model, reducers) if is_apart else None
+    return RoundsStep(model, reducers) if local_updates_in(reducers) else None
 
 
 register(_made)

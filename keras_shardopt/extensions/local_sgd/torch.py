@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras_shardopt.backends.models import buffers_of
-from keras_shardopt.extensions.local_sgd.looks import begin_anew, resume_apart, show_mean
+from keras_shardopt.extensions.local_sgd.looks import begin_anew, local_updates_in, resume_apart, show_mean
 from keras_shardopt.fit.torch.own_state import average
 from keras_shardopt.fit.torch.step import TrainStep, register
 
@@ -36,13 +36,11 @@ class RoundsStep(TrainStep):
 
     def progress(self) -> list[tuple[int, bool]]:
         """See `TrainStep.progress`, in a round."""
-        apart = [each.local_updates for each in self._session.reducers if each.local_updates is not None]
-        return [(local.num_updates, local.are_apart) for local in apart]
+        return [(local.num_updates, local.are_apart) for local in local_updates_in(self._session.reducers)]
 
 
 def _made(session: Any) -> TrainStep | None:
-    is_apart = any(reducer.local_updates is not None for reducer in session.reducers)
-    return RoundsStep(session) if is_apart else None
+    return RoundsStep(session) if local_updates_in(session.reducers) else None
 
 
 register(_made)

@@ -24,8 +24,8 @@ from keras_shardopt.backends.models import layers_of
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
 from keras_shardopt.numerics import Tensor
+from keras_shardopt.update.parts import CountingPart, PartOfBatch
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
-from keras_shardopt.update.virtual_replicas import CountingPart, PartOfBatch
 
 
 def rows_of(part: Any, all_rows: int, num_parts: int) -> Any:

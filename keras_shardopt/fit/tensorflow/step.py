@@ -19,9 +19,9 @@ from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
 from keras_shardopt.fit.stateful import explained, rows_of_states, stateful_layers
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import unpacked
-from keras_shardopt.update.apart import statistics_in
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
+from keras_shardopt.wrapping.rollback import statistics_in
 
 
 class TrainStep:

@@ -16,8 +16,9 @@ from support import problem
 import keras_shardopt as ks
 from keras_shardopt.backends.active import processes
 from keras_shardopt.data.whole_batches import rows_of_parts
-from keras_shardopt.update.apart import _variables_of
-from keras_shardopt.update.local_sgd import fragments_of
+from keras_shardopt.extensions.local_sgd.apart import _variables_of
+from keras_shardopt.extensions.local_sgd.looks import local_updates_in
+from keras_shardopt.extensions.local_sgd.stage import fragments_of
 
 EPOCHS = 5
 NUM_UPDATES = 20  # four batches in an epoch
@@ -142,9 +143,9 @@ def in_numpy(num_replicas, name):
 
 def state_of_all(model):
     """Each replica's weights and optimizer state, the anchors and counts, as arrays."""
-    local = model.optimizer.local_updates
+    local = local_updates_in([model.optimizer])[0]
     shared = [keras.ops.convert_to_numpy(v) for v in [*local.lasting, *model.weights]]
-    return [*map(np.array, local.states()), *shared]
+    return [*map(np.array, local.save_state()), *shared]
 
 
 def with_everything(use_ema=True, **more):
@@ -240,7 +241,7 @@ def lived(replicas, name):
         file = pathlib.Path(f"{folder}/model.keras").read_bytes()
         loaded = keras.saving.load_model(f"{folder}/model.keras")
         kept, theirs = (
-            [keras.ops.convert_to_numpy(v) for v in [*m.optimizer.local_updates.lasting, *m.weights]]
+            [keras.ops.convert_to_numpy(v) for v in [*local_updates_in([m.optimizer])[0].lasting, *m.weights]]
             for m in (model, loaded)
         )
         start = loaded.get_weights()
@@ -252,7 +253,7 @@ def lived(replicas, name):
     model = interrupted(replicas) if name.endswith("interrupted") else fitted(replicas, epochs=2)
     fresh = normalizing()
     model.set_weights(fresh.get_weights())
-    local = model.optimizer.local_updates
+    local = local_updates_in([model.optimizer])[0]
     x, y = uneven.data()
     model.fit(x[:16], y[:16], batch_size=16, epochs=1, verbose=0)
     return [keras.ops.convert_to_numpy(v) for v in [*local.anchors, *fresh.trainable_variables]]
@@ -285,15 +286,15 @@ def with_nan(replicas, name):
         model.fit(x, y, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
     optimizer, weights = model.optimizer, model.get_weights()
     clean, rows = uneven.data()
-    left_out = int(keras.ops.convert_to_numpy(optimizer.local_updates.left_out))
+    left_out = int(keras.ops.convert_to_numpy(local_updates_in([optimizer])[0].left_out))
     model.fit(clean, rows, batch_size=uneven.BATCH_SIZE, shuffle=False, verbose=0)
     return {
         "weights": weights,
         "later": model.get_weights(),
         "left_out": left_out,
-        "left_out_later": int(keras.ops.convert_to_numpy(optimizer.local_updates.left_out)),
+        "left_out_later": int(keras.ops.convert_to_numpy(local_updates_in([optimizer])[0].left_out)),
         "skipped": int(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(optimizer.skipped_steps))),
-        "count": int(keras.ops.convert_to_numpy(optimizer.local_updates.count)),
+        "count": int(keras.ops.convert_to_numpy(local_updates_in([optimizer])[0].count)),
         "differ": replicas.largest_difference(model),
         "warned": [str(each.message) for each in caught if "round" in str(each.message)],
     }
@@ -312,7 +313,7 @@ def large(name, **more):
     x, y = np.full((160, 100), 0.01, "float32"), np.ones((160, 3), "float32")
     model.fit(x[:16], y[:16], batch_size=16, verbose=0)
     if name != "synchronous":
-        model.optimizer.local_updates.reset()
+        local_updates_in([model.optimizer])[0].reset()
     return model, x, y
 
 
@@ -464,8 +465,8 @@ def normalized(replicas, every):
 
 def _statistics_of_each(model):
     """Each replica's moving statistics."""
-    local = model.optimizer.local_updates
-    states = dict(zip(map(id, _variables_of(local, model.optimizer)), local.states()[2:]))
+    local = local_updates_in([model.optimizer])[0]
+    states = dict(zip(map(id, _variables_of(local, model.optimizer)), local.save_state()[2:]))
     return list(zip(*(states[id(v)] for v in local.statistics)))
 
 
@@ -482,7 +483,7 @@ class Rounds(keras.callbacks.Callback):
         self.equal = []
 
     def on_train_batch_end(self, batch, logs=None):
-        weights = self.model.optimizer.local_updates.states()[2 : 2 + len(self.model.trainable_variables)]
+        weights = local_updates_in([self.model.optimizer])[0].save_state()[2 : 2 + len(self.model.trainable_variables)]
         self.equal.append(all(np.array_equal(rows[0], row) for rows in weights for row in rows[1:]))
 
 
@@ -601,13 +602,13 @@ def dropping(replicas, name):
     layers = [keras.Input((32,)), keras.layers.Dropout(0.5, seed=5), keras.layers.Dense(1, use_bias=False)]
     model = compiled(replicas, ks.CrossShard(keras.optimizers.SGD(0.1), sync_every=2), keras.Sequential(layers))
     model.fit(np.ones((2, 32), "float32"), np.full((2, 1), 3.0, "float32"), batch_size=2, verbose=0)
-    return model.optimizer.local_updates.states()[2]
+    return local_updates_in([model.optimizer])[0].save_state()[2]
 
 
 def moved(replicas, name):
     """A file of a run that was amid a round, at this path, loaded by so many replicas: what it has, and training on."""
     loaded = keras.saving.load_model(name)
-    kept = [keras.ops.convert_to_numpy(v) for v in [*loaded.optimizer.local_updates.lasting, *loaded.weights]]
+    kept = [keras.ops.convert_to_numpy(v) for v in [*local_updates_in([loaded.optimizer])[0].lasting, *loaded.weights]]
     x, y = uneven.data()
     before = loaded.evaluate(x, y, verbose=0)
     ks.prepare(loaded, auto_shard=True)
@@ -668,8 +669,8 @@ def skipping(replicas, name):
     model = compiled(replicas, ks.CrossShard(inner(), sync_every=3, **more), layers)
     x, y = rows_with_nan(name, size)
     model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
-    local = model.optimizer.local_updates
-    states = dict(zip(map(id, _variables_of(local, model.optimizer)), local.states()[2:]))
+    local = local_updates_in([model.optimizer])[0]
+    states = dict(zip(map(id, _variables_of(local, model.optimizer)), local.save_state()[2:]))
     optimizer = model.optimizer
     counted = int(keras.ops.convert_to_numpy(optimizer.skipped_steps))
     return {
@@ -733,9 +734,9 @@ def seeds(replicas, name):
     model = compiled(replicas, optimizer, keras.Sequential(layers))
     x, y = rows_with_nan(name, 16)
     model.fit(x[:64], y[:64], batch_size=16, shuffle=False, verbose=0)
-    local = model.optimizer.local_updates
+    local = local_updates_in([model.optimizer])[0]
     names = [v.name for v in _variables_of(local, optimizer)]
-    return local.states()[2 + names.index("seed_generator_state")]
+    return local.save_state()[2 + names.index("seed_generator_state")]
 
 
 # TensorFlow and JAX: what is inside `CrossShard`, its other arguments, and what the error says.

@@ -315,7 +315,7 @@ def test_a_dataset_that_is_divided_already_is_refused():
 
 
 def test_several_workers_are_refused(monkeypatch):
-    from keras_shardopt.extensions.equal_bits import tensorflow as parts
+    from keras_shardopt.extensions.equal_bits.tensorflow import step as parts
 
     with compiled(2) as model:
         monkeypatch.setattr(parts, "num_workers", lambda strategy: 2)

@@ -9,7 +9,7 @@ from support import problem
 from support.worlds import FakeWorld
 
 import keras_shardopt as ks
-from keras_shardopt.update.virtual_replicas import Subtrees, Tree, own_parts
+from keras_shardopt.extensions.equal_bits.stage import Subtrees, Tree, own_parts
 
 NUM_PARTS = 8
 

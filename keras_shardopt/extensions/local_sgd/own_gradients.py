@@ -57,4 +57,4 @@ class OwnGradients(AllReduce):
 
     def finish(self, comm: Communicator) -> None:
         """Shows the mean."""
-        self._stage.show()
+        self._stage.before_look()

@@ -26,12 +26,13 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.models import models_with
 from keras_shardopt.backends.traffic import Collective, recording
 from keras_shardopt.backends.user_warnings import warn
+from keras_shardopt.extensions.local_sgd.apart import Copies, Rows, replicas_are_processes, statistics_of
+from keras_shardopt.extensions.local_sgd.own_gradients import OwnGradients
 from keras_shardopt.numerics import Tensor, Variable, dtype_of, overwrites_variable
-from keras_shardopt.update.apart import Copies, Rows, replicas_are_processes, statistics_of
 from keras_shardopt.update.context import StageContext
+from keras_shardopt.update.extension import Extension
 from keras_shardopt.update.known import Known
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.own_gradients import OwnGradients
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.update.transport import transport_of
@@ -41,7 +42,7 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
-class LocalUpdates(Stage):
+class LocalUpdates(Extension):
     """Lets each replica update with its own gradients, and joins their weights in rounds.
 
     Args:
@@ -49,10 +50,12 @@ class LocalUpdates(Stage):
         context: the optimizer.
     """
 
+    keeps_state = True
+
     def __init__(self, options: CrossShardOptions, context: StageContext) -> None:
         self._options = options
         self._optimizer = optimizer = context.optimizer
-        optimizer.scope_inside.trains_apart = True
+        optimizer.scope_inside.updates_differ = True
         self._every: Callable[[Any], Any] = options.updates_per_round
         self.num_fragments = options.sync_fragments
         outer = options.outer_optimizer
@@ -74,7 +77,7 @@ class LocalUpdates(Stage):
         self._own: list[Variable] = []
         self.transport = transport_of(options.compression, context)
         """Sends how far weights have moved."""
-        self._reducer = OwnGradients(context, options, self)
+        self.reducer = OwnGradients(context, options, self)
         self.statistics: list[Variable] = []
         """What is the mean of all replicas' for whoever looks, and is not trained."""
         self._known_count, self._known_rounds = Known(), Known()
@@ -160,22 +163,18 @@ class LocalUpdates(Stage):
         return [v for v in rollback.variables if id(v) in known]
 
     @property
-    def lasting(self) -> list[Variable]:
+    def lasting(self) -> list[Variable]:  # type: ignore[override]
         """What files have of it."""
         return list(self._own)
 
     @property
-    def trains_apart(self) -> bool:
-        """Whether replicas may have states of their own by now. Ranks that have not trained yet start equal."""
-        return self._has_trained or not replicas_are_processes()
-
-    @property
     def replica_state(self) -> list[Variable]:
-        """Of replicas that train apart, all that they train with."""
-        return [*self.private, *self.stacked] if self.trains_apart else []
+        """All state that replicas train with, once they may differ. Ranks that have not trained yet start equal."""
+        may_differ = self._has_trained or not replicas_are_processes()
+        return [*self.private, *self.stacked] if may_differ else []
 
     @property
-    def private(self) -> list[Variable]:
+    def private(self) -> list[Variable]:  # type: ignore[override]
         """The state of which each replica has values of its own."""
         optimizer = self._optimizer
         rates = {id(v) for leaf in base_optimizers(optimizer) for v in leaf.variables if v.name == "learning_rate"}
@@ -432,7 +431,7 @@ class LocalUpdates(Stage):
     # -- what is seen of the weights -----------------------------------------------------------------------------
 
     @property
-    def are_apart(self) -> bool:
+    def are_apart(self) -> bool:  # type: ignore[override]
         """Whether replicas have weights of their own just now, read outside of a step."""
         return self.count is not None and not self.seen.is_shown and bool(self.apart())
 
@@ -456,7 +455,7 @@ class LocalUpdates(Stage):
         starts = np.maximum(ops.convert_to_numpy(self.last_rounds), self._options.warmup_steps)
         return sorted(i for positions, start in zip(self.fragments, starts) if count > start for i in positions)
 
-    def show(self) -> None:
+    def before_look(self) -> None:
         """Puts the mean of all replicas where somebody looks, until the next update. All processes call it together."""
         if self.count is not None:
             self._report()
@@ -479,19 +478,29 @@ class LocalUpdates(Stage):
             self.seen = Rows(self, self._optimizer)
 
     @property
+    def optimizers(self) -> list[Any]:  # type: ignore[override]
+        """The outer optimizers."""
+        return [outer.inner for outer in self.outers]
+
+    @property
+    def settles_skips(self) -> bool:  # type: ignore[override]
+        """Whether each replica of one program restores its own state."""
+        return bool(self.stacked)
+
+    @property
     def stacked(self) -> list[Variable]:
         """Variables with a row for each replica, where there are any."""
         return self.seen.stacked
 
-    def states(self) -> list[np.ndarray]:
+    def save_state(self) -> list[np.ndarray]:
         """All that a restart needs: the counts, and each replica's values of its weights and state, stacked.
 
         All processes call it together.
         """
         return [*(ops.convert_to_numpy(v) for v in (self.count, self.last_rounds)), *self.seen.states()]
 
-    def take_states(self, arrays: Sequence[np.ndarray]) -> None:
-        """Goes on from what `states` has returned; with another number of replicas from their mean, as a file has it.
+    def load_state(self, arrays: Sequence[np.ndarray]) -> None:
+        """Continues from the arrays of `save_state`; with another number of replicas from their mean, as in a file.
 
         The mean of the weights is in the model by then.
         """

@@ -13,9 +13,9 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt.backends.active import placement, processes, runtime
-from keras_shardopt.backends.models import ids_of_states, models_with
+from keras_shardopt.backends.models import models_with
 from keras_shardopt.numerics import Variable, dtype_of
-from keras_shardopt.wrapping.rollback import changed_by_forward_passes
+from keras_shardopt.wrapping.rollback import statistics_in
 from keras_shardopt.wrapping.slots import empty_name_scope
 
 
@@ -250,12 +250,6 @@ class Rows:
 def statistics_of(variables: Sequence[Variable]) -> list[Variable]:
     """The moving statistics of the models with these weights."""
     return statistics_in(models_with(variables))
-
-
-def statistics_in(models: Sequence[Any]) -> list[Variable]:
-    """Of these models what forward passes change and means can be taken of: moving statistics."""
-    own = {number for model in models for number in ids_of_states(model)}  # of each replica's rows
-    return [v for v in changed_by_forward_passes(models) if id(v) not in own and keras.backend.is_float_dtype(v.dtype)]
 
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:

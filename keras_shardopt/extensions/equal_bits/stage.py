@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from keras import ops
 
@@ -28,7 +28,9 @@ from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dense, dtype_of, overwrites_variable
 from keras_shardopt.update.context import StageContext
+from keras_shardopt.update.extension import Extension
 from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.parts import CountingPart, PartOfBatch
 from keras_shardopt.update.reducers import AllReduce
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
@@ -44,83 +46,25 @@ _SMALL = 2**14
 _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
-class PartOfBatch(Communicator):
-    """One virtual replica, as the losses and stages of its part see it. It can exchange nothing.
-
-    Losses that divide by a mask, or by a sum of weights, ask for what all parts have of it. So a trainer goes through
-    the parts once before (`CountingPart`), adds up what they count, and says it to each part; except where each replica
-    has one part, and they can wait for one another.
-
-    Args:
-        replica_id: which part of the batch this is.
-        num_replicas: how many parts there are.
-        is_first: whether it is the first one on its replica.
-        is_last: whether it is the last one.
-        counted: what all parts have together, in the order in which losses ask for it.
-        others: adds up what all parts count, where each replica has one part.
-    """
-
-    def __init__(
-        self,
-        replica_id: Any,
-        num_replicas: int,
-        is_first: bool,
-        is_last: bool,
-        counted: Sequence[Tensor] = (),
-        others: Communicator | None = None,
-    ) -> None:
-        self.replica_id = replica_id
-        self.num_replicas = num_replicas
-        self.is_first = is_first
-        self.is_last = is_last
-        self._counted = list(counted)
-        self._others = others
-
-    def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """Its own."""
-        return GradientState.LOCAL
-
-    def _refuse(self) -> NoReturn:
-        raise NotCountedError(
-            "`virtual_replicas` works on the parts of a batch one after another, so that none can wait for numbers of "
-            "the others. Received: a layer or loss that does: a synchronized `BatchNormalization`; or, in a custom "
-            '`train_step`, a loss with a mask or `reduction="mean_with_sample_weight"`, or a loss that is not '
-            "one of Keras' own. Use the built-in `train_step`, sample weights in place of the mask, a loss of Keras or "
-            '`reduction="sum"`, or leave `virtual_replicas` out.'
-        )
-
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """What all parts have of these, if it was counted before or can be now; else raises ValueError."""
-        if op == "sum" and self._others is not None:
-            return self._others.all_reduce(tensors, op)
-        if op != "sum" or len(self._counted) < len(tensors):
-            self._refuse()
-        found, self._counted = self._counted[: len(tensors)], self._counted[len(tensors) :]
-        return found
-
-    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Raises ValueError."""
-        self._refuse()
+_REFUSAL = (
+    "`virtual_replicas` works on the parts of a batch one after another, so that none can wait for numbers of "
+    "the others. Received: a layer or loss that does: a synchronized `BatchNormalization`; or, in a custom "
+    '`train_step`, a loss with a mask or `reduction="mean_with_sample_weight"`, or a loss that is not '
+    "one of Keras' own. Use the built-in `train_step`, sample weights in place of the mask, a loss of Keras or "
+    '`reduction="sum"`, or leave `virtual_replicas` out.'
+)
 
 
-class NotCountedError(ValueError):
-    """Raised where a loss asks for what all parts have of something that was not counted before."""
+class VirtualReplica(PartOfBatch):
+    """A part of a batch on its replica."""
+
+    _refusal = _REFUSAL
 
 
-class CountingPart(PartOfBatch):
-    """A part that is gone through for what its losses count, and for nothing else."""
+class CountingReplica(CountingPart):
+    """A part of a batch whose losses are only counted."""
 
-    def __init__(self, replica_id: Any, num_replicas: int, is_first: bool, is_last: bool) -> None:
-        super().__init__(replica_id, num_replicas, is_first, is_last)
-        self.counts: list[Tensor] = []
-        """What was to be added up, in its order."""
-
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Notes them, and returns them as they are."""
-        if op != "sum":
-            self._refuse()
-        self.counts += tensors
-        return list(tensors)
+    _refusal = _REFUSAL
 
 
 def current_part() -> PartOfBatch | None:
@@ -256,13 +200,15 @@ def _added_up(rows: Tensor) -> Tensor:
     return rows[0]
 
 
-class VirtualReplicas(Stage):
+class VirtualReplicas(Extension):
     """Adds up the gradients of this replica's parts of a batch, and lets the total of all replicas proceed.
 
     Args:
         num_parts: how many parts a batch has.
         optimizer: the `CrossShard`.
     """
+
+    keeps_bits = True
 
     def __init__(self, num_parts: int, optimizer: Any) -> None:
         self._num_parts = num_parts
@@ -288,6 +234,16 @@ class VirtualReplicas(Stage):
                         "Leave one of the three out."
                     )
         return [cls(options.virtual_replicas, optimizer)]
+
+    def check_outside(self, outer: Any) -> None:
+        """See `Extension.check_outside`: a loss scaling must be inside."""
+        name = type(outer).__name__
+        raise ValueError(
+            f"`{name}` must be inside a `CrossShard` with `virtual_replicas`, not around it: outside it sees the "
+            "parts of a batch one after another, would skip single ones, and change its scale after each. "
+            f"Received: inner_optimizer={outer.inner!r}. "
+            f"Use `CrossShard({name}(inner_optimizer), virtual_replicas=...)`."
+        )
 
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Adds up, and proceeds with the last part of this replica."""

@@ -34,7 +34,16 @@ from keras_shardopt.backends.tensorflow.processes import num_workers
 from keras_shardopt.backends.tensorflow.random_numbers import as_part, draw_apart
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
-from keras_shardopt.extensions.equal_bits.tensorflow_batches import (
+from keras_shardopt.extensions.equal_bits.stage import (
+    CountingReplica,
+    Subtrees,
+    Tree,
+    VirtualReplica,
+    VirtualReplicas,
+    first_found,
+    parts_of_each,
+)
+from keras_shardopt.extensions.equal_bits.tensorflow.batches import (
     Rows,
     cut_batch,
     cut_dataset,
@@ -47,18 +56,9 @@ from keras_shardopt.fit.tensorflow.batches import rows_from
 from keras_shardopt.fit.tensorflow.step import TrainStep, register
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.losses import mean_losses, share_losses
+from keras_shardopt.update.parts import NotCountedError, PartOfBatch
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
-from keras_shardopt.update.virtual_replicas import (
-    CountingPart,
-    NotCountedError,
-    PartOfBatch,
-    Subtrees,
-    Tree,
-    VirtualReplicas,
-    first_found,
-    parts_of_each,
-)
 from keras_shardopt.wrapping.rollback import assign_noted, changed_by_forward_passes
 
 
@@ -232,7 +232,7 @@ class _Work:
         """
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
-            part = PartOfBatch(index, self._num_parts, is_first=True, is_last=True, counted=counted)
+            part = VirtualReplica(index, self._num_parts, is_first=True, is_last=True, counted=counted)
             with self._working_on(part, start, rows) as (scope, before, batch):
                 grads, found_inf, loss, y_pred = self._gradients(part, before, batch)
                 self._model._loss_tracker.update_state(undivided(loss), sample_weight=rows)  # as Keras does
@@ -256,7 +256,7 @@ class _Work:
         """What counts of a part what losses divide by. TensorFlow leaves out what of the model that does not need."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
-            part = CountingPart(index, self._num_parts, is_first=True, is_last=True)
+            part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
             with self._working_on(part, start, rows) as (_, _, batch):
                 self._loss(batch)
             return {"sums": _unless_empty(rows, part.counts)}

@@ -1,0 +1,5 @@
+"""Steps in parts on TensorFlow."""
+
+from keras_shardopt.extensions.equal_bits.tensorflow import step
+
+__all__ = ["step"]
