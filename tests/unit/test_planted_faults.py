@@ -863,20 +863,20 @@ FAULTS = [
         f"{RANKS}::test_values_are_those_of_the_optimizer_without_parts[paired-SGD-weighted]",
     ),
     fault(
-        "update/virtual_replicas.py",
+        "extensions/equal_bits/stage.py",
         "first_found(self._found, found)",
         "first_found(found, self._found)",
         FIRST_FOUND,
     ),
     fault(
-        "fit/jax/parts.py",
+        "extensions/equal_bits/jax.py",
         "first_found(found_before, found)",
         "first_found(found, found_before)",
         FIRST_FOUND,
         backend="jax",
     ),
     fault(
-        "fit/tensorflow/parts.py",
+        "extensions/equal_bits/tensorflow/step.py",
         "functools.reduce(first_found, positions)",
         "functools.reduce(first_found, positions[::-1])",
         FIRST_FOUND,

@@ -179,10 +179,8 @@ def stops_in_fused():
         lists = [[torch.empty(8, device="cuda")] for _ in range(4)]
         step, rate = (torch.empty((), device="cuda") for _ in range(2))
         try:
-            torch._fused_adam_(
-                *lists, [], [step], lr=rate, beta1=0.9, beta2=0.9, weight_decay=0, eps=1e-7, amsgrad=False,
-                maximize=False,
-            )  # fmt: skip
+            options = {"weight_decay": 0, "eps": 1e-7, "amsgrad": False, "maximize": False}
+            torch._fused_adam_(*lists, [], [step], lr=rate, beta1=0.9, beta2=0.9, **options)
         except Exception as error:
             return type(error).__name__
 
