@@ -1,4 +1,4 @@
-"""What can be plugged into an update, and what nothing else here knows of. Importing this registers all of it."""
+"""Features that plug into an update. Importing this package registers them."""
 
 from keras_shardopt.extensions import coding, equal_bits, local_sgd
 

@@ -88,4 +88,6 @@ def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[Gradi
 
 def stages_of(options: CrossShardOptions, context: StageContext) -> list[Stage]:
     """The stages that these options ask for, for this `CrossShard`, which is just being made."""
+    for stage in options.stages:
+        stage.check(context.optimizer)
     return [stage for kind in kinds_of_stages() for stage in kind.from_options(options, context)]

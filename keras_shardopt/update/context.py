@@ -1,4 +1,4 @@
-"""The view of an optimizer that its stages and reducers get. No other file of `update/` holds the optimizer."""
+"""The view of an optimizer that its stages, transports and reducers get."""
 
 from __future__ import annotations
 

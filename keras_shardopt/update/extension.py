@@ -15,8 +15,6 @@ from keras_shardopt.update.step import Stage
 class Extension(Stage):
     """A stage of `extensions/`. All hooks do nothing unless a subclass overrides them."""
 
-    needs_local_gradients = False
-
     keeps_state: ClassVar[bool] = False
     """Whether files and backups hold state of it."""
 

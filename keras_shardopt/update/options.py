@@ -67,7 +67,7 @@ class CrossShardOptions:
         _one_of("gradients", self.gradients, GRADIENT_STATES, f"one of {list(GRADIENT_STATES)}")
         _one_of("on_nonfinite", self.on_nonfinite, ("ignore", "skip", "raise"), '"ignore", "skip" or "raise"')
         sends = self.compression
-        if sends is not None and sends not in ("float16", "bfloat16"):
+        if sends is not None and not (isinstance(sends, str) and sends in ("float16", "bfloat16")):
             sends = plug_of("compression").made(sends)
         for name in ("fused", "overlap"):
             if getattr(self, name) is not False:

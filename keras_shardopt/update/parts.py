@@ -25,7 +25,10 @@ class PartOfBatch(Communicator):
         others: adds up what all parts count, where each replica has one part.
     """
 
-    _refusal = "Losses and layers must count the same in each part of a batch. Received: one that waits for others."
+    _refusal = (
+        "If a batch does not divide by the number of replicas, each replica's loss is computed apart. Received: a loss "
+        "or layer of the model's own that waits for the other replicas. Use batches that divide, or losses of Keras."
+    )
 
     def __init__(
         self,

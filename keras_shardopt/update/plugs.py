@@ -1,4 +1,4 @@
-"""The registry of extensions, by the name of the argument that they implement."""
+"""The registry of extensions: transports by argument, stages by place, steps by package."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 import enum
 from collections.abc import Callable
 from typing import Any
+
+from keras_shardopt.backends import for_backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Place(enum.IntEnum):
 
 
 _plugs: dict[str, Plug] = {}
+_packages_of_steps: list[str] = []
 stages: list[tuple[Place, Any]] = []
 """The kinds of stages of extensions, and their places."""
 
@@ -42,6 +45,18 @@ def register_stage(place: Place, kind: Any) -> None:
 def register(argument: str, plug: Plug) -> None:
     """Register the plug of an argument."""
     _plugs[argument] = plug
+
+
+def register_steps(package: str) -> None:
+    """Register a package with a module per backend, which registers steps when a trainer first asks for one."""
+    _packages_of_steps.append(package)
+
+
+def import_steps() -> None:
+    """Import the modules of `register_steps` for the running backend."""
+    while _packages_of_steps:
+        package = _packages_of_steps.pop(0)
+        for_backend({name: f"{package}.{name}" for name in ("tensorflow", "torch", "jax")})
 
 
 def plug_of(argument: str) -> Plug:

@@ -70,9 +70,9 @@ class AllReduce:
         step = self._ready(weighted_by_rows(step))
         reduction = Reduction.of(step, self._context, members, self._options.reduction)
         transfer = self.transport.begin(members, reduction)
-        axes = dict(zip(reduction.places, step.axes or ()))
-        if any(axis is not None for axis in axes.values()):
-            transfer = AlongAxes(transfer, {place: axis for place, axis in axes.items() if axis is not None})
+        rows = zip(reduction.places, step.axes or (), reduction.grads)
+        axes = {place: axis for place, axis, grad in rows if axis is not None and grad is not None}
+        transfer = AlongAxes(transfer, axes) if axes else transfer
         grads, found_inf = self._moved(reduction, transfer, members)
         step = transfer.left(step.replace(found_inf=found_inf), self._decides_with_all)
         return self._arrived(reduction.unpack(grads, found_inf, step))
@@ -263,7 +263,9 @@ def reducer_of(
     context: StageContext, options: CrossShardOptions, transport: Transport | None = None, shards: Any = None
 ) -> AllReduce | Overlapped:
     """The reducer that the options of a `CrossShard` ask for; with `shards` each replica gets its slices."""
-    transport = transport_of(options.compression, context) if transport is None else transport
+    if transport is None:
+        transport = transport_of(options.compression, context)
+        transport.check()
     if shards is None:
         at_the_end, can_overlap = AllReduce(context, options, transport), True
     else:

@@ -106,7 +106,6 @@ class Reduction:
     def unpack(self, grads: Gradients, found_inf: Tensor | None, step: Step) -> Step:
         """Return the reduced step, without the variables that only other replicas train."""
         if self.trained is not None:
-            positions = [i for i, is_given in enumerate(self.trained) if is_given]
             order = {id(variable): i for i, variable in enumerate(self.variables)}
             positions = [order[id(variable)] for variable in step.variables]
             if found_inf is not None:

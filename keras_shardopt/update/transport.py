@@ -103,6 +103,9 @@ class Transport:
         """Variables that each reduction reads and assigns, different on each replica, by name in backups."""
         return {}
 
+    def check(self) -> None:
+        """Warn if the inner optimizers do not suit gradients that travel so."""
+
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
         """Make its variables, once."""
 

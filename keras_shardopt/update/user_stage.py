@@ -37,9 +37,7 @@ class UserStage(Stage):
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Those that the options name, checked."""
-        for stage in options.stages:
-            stage.check(context.optimizer)
+        """Those that the options name."""
         in_slices = options.shard_state and placement.state_sharding != "layout"
         whole = [stage for stage in options.stages if stage._overrides("commit") and not stage.takes_slices]
         if in_slices and whole:

@@ -21,8 +21,8 @@ def global_gradients(grads, variables, replicas, kind="mean", gradient_state=Non
     return _move(reduction, Transfer(replicas), replicas).grads
 
 
-def plant(monkeypatch, fault):
-    """Lets `fault(grads, variables, members, kind, gradient_state)` stand for each reduction of an `AllReduce`."""
+def replacing(fault):
+    """What stands for `exchange.move` so that `fault(grads, variables, members, kind, gradient_state)` reduces."""
 
     def move(reduction, transfer, members):
         state = GradientState.LOCAL if reduction.is_whole else GradientState.LOCAL_PRESCALED
@@ -30,4 +30,9 @@ def plant(monkeypatch, fault):
         kind = reduction.op if reduction.is_whole else ("sum" if is_sum else "mean")
         return exchange.Moved(list(fault(reduction.grads, reduction.variables, members, kind, state)), None)
 
-    monkeypatch.setattr(exchange, "move", move)
+    return move
+
+
+def plant(monkeypatch, fault):
+    """Lets `fault(grads, variables, members, kind, gradient_state)` stand for each reduction of an `AllReduce`."""
+    monkeypatch.setattr(exchange, "move", replacing(fault))

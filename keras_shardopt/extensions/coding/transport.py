@@ -37,8 +37,6 @@ def transport_of(codec: Compression, context: StageContext) -> Transport:
     """What sends gradients as a codec says."""
     if codec.sum_dtype is not None:
         return InHalf(codec.sum_dtype)
-    if isinstance(codec, PowerSGD):
-        _warn_of_adam(context.optimizer)
     return CodedTransport(codec, context)
 
 
@@ -62,6 +60,11 @@ class CodedTransport(Transport):
         """By the position of a variable, what the next reduction starts from."""
         self._context = context
         self._is_stacked = False
+
+    def check(self) -> None:
+        """See `Transport.check`."""
+        if isinstance(self.codec, PowerSGD):
+            _warn_of_adam(self._context.optimizer)
 
     @property
     def carried(self) -> Mapping[str, Sequence[Variable]]:

@@ -11,7 +11,8 @@ that pass (`compiled_alike`), and one device has the bits of several.
 
 Private names of Keras touched here (a test holds each of them):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
-    `keras.src.backend.common.masking.get_keras_mask`, `set_keras_mask` - the mask that goes with a tensor.
+    `Model._update_metrics_variables` - the second half of the trainer's step.
+    `keras.src.backend.common.masking.get_keras_mask` - the mask that goes with a tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from keras.src.backend.common.masking import get_keras_mask
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.scopes import assigning_nothing
-from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
+from keras_shardopt.extensions.equal_bits.num_parts import are_cut, num_parts_of
 from keras_shardopt.extensions.equal_bits.stage import (
     CountingReplica,
     Tree,
@@ -345,15 +346,14 @@ class PartsStep(TrainStep):
     Args:
         model: the model.
         reducers: each `CrossShard` of it.
-        num_parts: into how many parts batches are cut.
     """
 
     stacks_windows = False
     is_reduced = True
 
-    def __init__(self, model: Any, reducers: list[Any], num_parts: int) -> None:
-        super().__init__(model, reducers)
-        self._num_parts = num_parts
+    @property
+    def _num_parts(self) -> int:
+        return num_parts_of(self.model, self.model._keras_shardopt_reducers_of)
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
         """See `TrainStep.compiler_options`."""
@@ -385,8 +385,7 @@ class PartsStep(TrainStep):
 
 
 def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
-    num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
-    return None if num_parts is None else PartsStep(model, reducers, num_parts)
+    return PartsStep(model, reducers) if are_cut(reducers) else None
 
 
 register(_made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras_shardopt.backends.models import optimizers_in_step
@@ -11,16 +11,19 @@ from keras_shardopt.fit.overrides import reducers_in
 from keras_shardopt.fit.stateful import stateful_layers
 
 
-def num_parts_of(model: Any, reducers_of: Callable[[Any], list[Any]]) -> int | None:
-    """`virtual_replicas` of the optimizer that a prepared model is trained with; None where it has none.
+def are_cut(reducers: Iterable[Any]) -> bool:
+    """Whether one of these optimizers cuts batches into parts."""
+    return any(reducer.virtual_replicas is not None for reducer in reducers)
+
+
+def num_parts_of(model: Any, reducers_of: Callable[[Any], list[Any]]) -> int:
+    """`virtual_replicas` of the optimizer that a prepared model is trained with, which has some.
 
     Raises:
         ValueError: where parts of a batch cannot be computed one after another.
     """
     reducers = reducers_in(model, reducers_of)
     cutting = [reducer for reducer in reducers if reducer.virtual_replicas is not None]
-    if not cutting:
-        return None
     if len(optimizers_in_step(model)) > 1 or len(reducers) > 1:
         raise ValueError(
             "`virtual_replicas` needs a model with one optimizer: each updates after the last part of a batch, so that "

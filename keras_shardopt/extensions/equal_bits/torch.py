@@ -22,7 +22,7 @@ from keras_shardopt.backends.torch.random_numbers import as_parts, global_seed_s
 from keras_shardopt.backends.torch.threads import one_thread
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
-from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
+from keras_shardopt.extensions.equal_bits.num_parts import are_cut, num_parts_of
 from keras_shardopt.extensions.equal_bits.stage import (
     CountingReplica,
     Subtrees,
@@ -132,23 +132,27 @@ class PartsStep(TrainStep):
 
     Args:
         session: what the ranks have agreed on for the model.
-        num_parts: into how many parts batches are cut.
     """
 
     logs_are_global = True
+    runs_alone = True
 
-    def __init__(self, session: Session, num_parts: int) -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self.num_parts = num_parts
+        self._number: int | None = None
         self._cut = CutBatches(session.model)
 
-    def is_like(self, other: TrainStep) -> bool:
-        """See `TrainStep.is_like`."""
-        return isinstance(other, PartsStep) and other.num_parts == self.num_parts
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of each batch, which is checked once in a call."""
+        if self._number is None:
+            self._number = num_parts_of(self._session.model, self._session._reducers_of)
+        return self._number
 
     def begin_call(self) -> None:
         """See `TrainStep.begin_call`."""
         super().begin_call()
+        self._number = None
         self._cut.begin_call()
 
     def begin_fit(self) -> None:
@@ -182,8 +186,7 @@ class PartsStep(TrainStep):
 
 
 def _made(session: Session) -> TrainStep | None:
-    num_parts = num_parts_of(session.model, session._reducers_of)
-    return None if num_parts is None else PartsStep(session, num_parts)
+    return PartsStep(session) if are_cut(session.reducers) else None
 
 
 register(_made)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import keras
@@ -80,14 +80,13 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
     """
     optimizer, distribution = model.optimizer, keras.distribution.distribution()
     (local,), axis = local_updates_in([optimizer]), distribution.batch_dim_name
-    assert isinstance(local.seen, Rows)
     size, all_rows = batch_size_of(distribution), num_rows(data)
     num_missing = -all_rows % size
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     share_losses(model)
     weights, others, optimizer_state, metrics = state
     place = {id(v): i for i, v in enumerate(optimizer.variables)}
-    of, stacked_at = [id(v) for v in local.seen.of], [place[id(v)] for v in local.stacked]
+    of, stacked_at = [id(v) for v in cast(Rows, local.seen).of], [place[id(v)] for v in local.stacked]
     # What has rows is the row inside; what stands for it outside stays as it is until somebody looks.
     shared_at = [i for i, v in enumerate(optimizer.variables) if id(v) not in of and i not in set(stacked_at)]
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]

@@ -28,6 +28,7 @@ from keras_shardopt.fit.overrides import num_rows, reducers_in
 from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses
+from keras_shardopt.update.plugs import import_steps
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
 
@@ -142,6 +143,7 @@ def register(maker: Maker) -> None:
 
 def step_of(model: Any) -> TrainStep:
     """The step that the optimizer of a prepared model asks for."""
+    import_steps()
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     found = next((step for maker in _makers if (step := maker(model, reducers)) is not None), None)
     return TrainStep(model, reducers) if found is None else found

@@ -13,7 +13,6 @@ batch: processes with different numbers of rows, or of batches, would otherwise 
 Private names of Keras touched here (a test holds each of them):
     `Model._symbolic_build` (until 3.15), `_maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16
         on) - builds the model from the first batch of this process; whether anything is to be built.
-    `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
     `Trainer._get_jax_state`, `_jax_state` - takes values out of the variables of a model, for steps; what to put back.
 """
 

@@ -20,6 +20,7 @@ from keras_shardopt.fit.stateful import explained, rows_of_states, stateful_laye
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import unpacked
 from keras_shardopt.update.losses import share_losses
+from keras_shardopt.update.plugs import import_steps
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 from keras_shardopt.wrapping.rollback import statistics_in
 
@@ -145,6 +146,7 @@ def register(maker: Maker) -> None:
 
 def step_of(model: Any) -> TrainStep:
     """Return the step for the optimizer of a prepared model."""
+    import_steps()
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     found = next((step for maker in _makers if (step := maker(model, reducers)) is not None), None)
     return TrainStep(model, reducers) if found is None else found

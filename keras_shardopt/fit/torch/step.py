@@ -15,6 +15,7 @@ from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.stateful import fit_states, stateful_layers
 from keras_shardopt.fit.torch.own_state import average, statistics_of
 from keras_shardopt.update.losses import mean_losses, share_losses
+from keras_shardopt.update.plugs import import_steps
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
@@ -28,13 +29,12 @@ class TrainStep:
     logs_are_global = False
     """Whether the logs of each batch are those of all ranks."""
 
+    runs_alone = False
+    """Whether it changes the step of a single process, too."""
+
     def __init__(self, session: Any) -> None:
         self._session = session
         self._stateful: list[Any] | None = None
-
-    def is_like(self, other: TrainStep) -> bool:
-        """Whether it can stand in for another one."""
-        return type(self) is type(other)
 
     def begin_call(self) -> None:
         """Forget the batches of the last call: `fit`, `evaluate` or `predict` begins or ends."""
@@ -62,6 +62,8 @@ class TrainStep:
             self._stateful = stateful_layers(self._session.model)
         fit_states(self._stateful, rows, [rank])
 
+    # Not compiled itself, as it talks to other ranks; what it calls is.
+    @torch.compiler.disable(recursive=False)
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """Return the logs of `real(data)` for this rank's part of the batch."""
         session = self._session
@@ -137,6 +139,10 @@ def register(maker: Maker) -> None:
 
 def step_of(session: Any, before: TrainStep | None) -> TrainStep:
     """Return the step for the optimizer of the model; the previous one if it would be the same."""
+    import_steps()
     found = next((step for step in (maker(session) for maker in _makers) if step is not None), None)
     found = TrainStep(session) if found is None else found
-    return before if before is not None and before.is_like(found) else found
+    if before is None or type(before) is not type(found):
+        return found
+    before.begin_call()
+    return before

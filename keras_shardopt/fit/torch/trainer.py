@@ -107,6 +107,8 @@ def _run(
     with session.inner_call(), run_of(together), callbacks_of_call(session.model), _one_by_one(session.model):
         session.call = call
         try:
+            if call is Phase.TRAIN_BATCH:
+                session.step.begin_fit()
             return _print_on_chief(session, real, *args, **kwargs)
         except BaseException as error:
             if together is not None:
@@ -142,7 +144,6 @@ def _print_on_chief(session: Session, real: Callable[..., Any], *args: Any, **kw
 def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(model)
     session.has_started, session.logs.is_fitting = False, True
-    session.step.begin_fit()
     session.splits_own_part = splits_own_part(args, kwargs)
     try:
         with joining_uneven_inputs():
@@ -223,7 +224,8 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, arguments: dic
 def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     session = session_of(model)
     if session.ranks is None:
-        return session.step.run(real, data, trains=True)
+        step = session.step
+        return step.run(real, data, trains=True) if step.runs_alone else real(data)
     session.check_reduces()
     if session.mine is not None and not session.has_started:
         session.confirm()
@@ -234,8 +236,7 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     return logs
 
 
-# Not compiled itself, as it talks to other ranks; what it calls is.
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable(recursive=False)  # it talks to other ranks
 def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
     """A step on this rank's part of the batch that the ranks have agreed on."""
     return session_of(model).step.run(real, data, trains)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from keras.src.saving.saving_lib import H5IOStore
 from promises.problems import every_argument, flips
-from support import checks, problem, worlds
+from support import checks, problem, reducing, worlds
 from support.checks import check, refused
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +28,7 @@ from keras_shardopt.backends.side_channel import NUM_MARKS
 from keras_shardopt.backends.torch import communicator as torch_communicator
 from keras_shardopt.backends.torch import placement as torch_placement
 from keras_shardopt.fit.scope import largest_difference
-from keras_shardopt.update import reducers
+from keras_shardopt.update import exchange
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 warnings.filterwarnings("ignore")
@@ -876,11 +876,11 @@ def check_replicas_stops_fit_on_every_rank(scope):
     model.compile(ks.CrossShard(problem.sgd_momentum(), overlap=False), "mse")
     model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(2)], **arguments)
 
-    real, reducers.global_gradients = reducers.global_gradients, lambda grads, *_: grads  # local from here on
+    real, exchange.move = exchange.move, reducing.replacing(lambda grads, *_: grads)  # local from here on
     fit = lambda: model.fit(x, y, callbacks=[ks.callbacks.CheckReplicas(4)], **arguments)  # noqa: E731
     words = "after 4 batches of this `fit`: another value of `mlp/hidden/kernel` on replica 0 against replica 1 against"
     refused(fit, RuntimeError, words)
-    reducers.global_gradients = real
+    exchange.move = real
 
 
 def main():

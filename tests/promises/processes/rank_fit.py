@@ -9,10 +9,10 @@ import warnings
 import keras
 import numpy as np
 import torch.distributed as dist
-from support import problem
+from support import problem, reducing
 
 import keras_shardopt as ks
-from keras_shardopt.update import reducers
+from keras_shardopt.update import exchange
 
 warnings.filterwarnings("ignore")
 
@@ -62,7 +62,7 @@ def main():
     with ks.data_parallel(prepare=False) as replicas:
         rank, size = replicas.replica_id, replicas.num_replicas
         x, y = (problem.rows_of_replica(data, rank, size) for data in problem.data())
-        real = reducers.global_gradients
+        real = exchange.move
         for name in names:
             if seeds == "different":
                 keras.utils.set_random_seed(rank)
@@ -71,11 +71,11 @@ def main():
                 model.set_weights([w + rank for w in problem.start_weights()])
             reduction = "sum" if name == "sum" else "mean"
             clipnorm = problem.CLIPNORM if name.startswith("replica clip") else None
-            more = {"overlap": False} if name.startswith("fault") else {}  # where `global_gradients` has no say
+            more = {"overlap": False} if name.startswith("fault") else {}  # its buckets do not use `exchange.move`
             optimizer = ks.CrossShard(CASES[name](), reduction=reduction, replica_clipnorm=clipnorm, **more)
             model.compile(optimizer, "mse")
             model.optimizer.build(model.trainable_variables)
-            reducers.global_gradients = FAULTS.get(name, real)
+            exchange.move = reducing.replacing(FAULTS[name]) if name in FAULTS else real
             dist.all_reduce, CALLS[:] = counting_all_reduce, []
             if name == "eager loop":
                 loop(model, x, y)

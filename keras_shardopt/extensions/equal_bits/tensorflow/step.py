@@ -33,7 +33,7 @@ from keras_shardopt.backends.tensorflow.losses import undivided
 from keras_shardopt.backends.tensorflow.processes import num_workers
 from keras_shardopt.backends.tensorflow.random_numbers import as_part, draw_apart
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
+from keras_shardopt.extensions.equal_bits.num_parts import are_cut, num_parts_of
 from keras_shardopt.extensions.equal_bits.stage import (
     CountingReplica,
     Subtrees,
@@ -76,7 +76,6 @@ class PartsStep(TrainStep):
         """
         model = self.model
         num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
-        assert num_parts is not None
         strategy = model.distribute_strategy
         is_several = strategy.num_replicas_in_sync > 1
         if num_workers(strategy) > 1 or (is_several and not isinstance(strategy, tf.distribute.MirroredStrategy)):
@@ -137,8 +136,7 @@ class PartsStep(TrainStep):
 
 
 def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
-    is_cut = any(reducer.virtual_replicas is not None for reducer in reducers)
-    return PartsStep(model, reducers) if is_cut else None
+    return PartsStep(model, reducers) if are_cut(reducers) else None
 
 
 register(_made)
