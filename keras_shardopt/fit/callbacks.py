@@ -36,7 +36,7 @@ from keras_shardopt.checkpoint.saving import (
     save_weights,
     write_apart,
 )
-from keras_shardopt.fit.overrides import reducers_in, show_mean
+from keras_shardopt.fit.overrides import reducers_in
 from keras_shardopt.optimizers.cross_shard import cross_shards
 
 _WRITERS = (
@@ -269,7 +269,8 @@ def _check_whole(callback: Any) -> None:
 
 def _save_with_orbax(callback: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     _check_whole(callback)  # of optimizers that were not built when training began, too
-    show_mean(reducers_in(callback.model, cross_shards))
+    for reducer in reducers_in(callback.model, cross_shards):
+        reducer.pipeline.before_look()
     problem = None
     if is_chief():
         try:

@@ -112,9 +112,6 @@ class OneProgramShards(Shards):
     def check_start(self, iterations: int) -> None:
         """Nothing to do: one program holds all parts, and has loaded all of them."""
 
-    def join_uneven_inputs(self, replicas: Communicator, num_flags: int) -> None:
-        """Nothing to do: replicas of one program end with it."""
-
 
 def flattened(value: Any, variable: Variable | None = None) -> Tensor:
     """All elements of a variable, or of the gradient of one, one after another."""

@@ -438,12 +438,13 @@ def test_a_round_that_is_left_out_changes_nothing_of_what_was_not_sent(monkeypat
         optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=2, compression="int8")
         weight = keras.Variable([0.0, 0.0])
         optimizer.build([weight])
-        (residual,) = optimizer.local_updates.unsent
+        (local,) = local_updates_in([optimizer])
+        (residual,) = local.unsent
         found = []
         for first in (1.0, 1.0, 1.0, np.nan if replicas.replica_id else 1.0):
             optimizer.apply([keras.ops.convert_to_tensor([first, 0.001])], [weight])
             found.append(np.array(keras.ops.convert_to_numpy(residual)))
-        return found[1], found[3], int(optimizer.local_updates.left_out)
+        return found[1], found[3], int(local.left_out)
 
     for before, after, left_out in world.run(work):
         assert left_out == 1 and np.any(before)

@@ -976,7 +976,7 @@ FAULTS = [
         f"{LOCAL}::test_where_the_sum_of_one_group_overflows_all_groups_skip",
     ),
     fault(
-        "update/coding.py",
+        "extensions/coding/transport.py",
         "variable.assign(ops.where(is_good, value, ops.convert_to_tensor(variable)))",
         "variable.assign(value)",
         f"{ROUNDS}::test_a_round_that_is_left_out_changes_nothing_of_what_was_not_sent",
@@ -994,7 +994,7 @@ FAULTS = [
         "promises/test_automatic_sharding_ranks.py::test_on_three_ranks[predictions_in_the_middle_of_training]",
     ),
     fault(
-        "fit/jax/trainer.py",
+        "fit/jax/step.py",
         "rows = rows_of(jax.numpy.arange(size), all_rows, size)",
         "rows = jax.numpy.full((size,), -(-all_rows // size))",
         "promises/test_uneven_batches_devices.py::test_windows_of_each_replica_are_clipped_in_units_of_its_rows",
@@ -1007,9 +1007,9 @@ FAULTS = [
         "unit/sharding/test_sharding.py::test_parts_of_the_state_must_belong_to_the_same_update_and_to_the_weights",
     ),
     fault(
-        "sharding/slices.py",
-        "position = ops.where(first > 0, last - first, ops.zeros_like(first))",
-        "position = first",
+        "update/nonfinite.py",
+        "return ops.where(first > 0, last - first, ops.zeros_like(first))",
+        "return first",
         "promises/test_sharded_state_ranks.py::test_on_ranks[3-an_overflow_on_one_rank_is_skipped_on_all]",
     ),
     fault(
