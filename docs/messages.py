@@ -41,10 +41,12 @@ SUBJECTS = (
         r"steps/|optimizers/(build|tf1)",
     ),
     ("Accumulation", "accumulation.md", r"update/accumulation"),
+    ("Local SGD", "local_sgd.md", r"extensions/local_sgd"),
+    ("Equal bits", "randomness.md", r"extensions/equal_bits"),
     (
         "Reducing gradients",
         "reduction.md",
-        r"backends/|update/|optimizers/cross",
+        r"backends/|update/|extensions/coding|optimizers/cross",
     ),
     ("Optimizers and wrappers", "order.md", r"wrapping/|optimizers/"),
     ("Arguments", "how_to_choose.md", r""),
