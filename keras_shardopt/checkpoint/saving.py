@@ -251,7 +251,7 @@ def _before_look(model: Any) -> None:
     """Tell the optimizers that somebody reads weights. All processes call it together."""
     for optimizer in optimizers_of(model):
         for part in [optimizer, *descendants(optimizer)]:
-            if hasattr(part, "pipeline"):
+            if isinstance(part, OptimizerWrapper) and hasattr(part, "pipeline"):
                 part.pipeline.before_look()
 
 

@@ -539,3 +539,12 @@ def test_a_backup_of_two_devices_goes_on_with_others(then, tmp_path):
         updates.append(int(keras.ops.convert_to_numpy(model.optimizer.iterations)))
         replicas.close()
     assert updates == [4, 8]
+
+
+def test_powersgd_of_rounds_does_not_warn_of_adam():
+    """Warnings are errors: what is coded are movements of weights, and not gradients that Adam divides."""
+    optimizer = ks.CrossShard(keras.optimizers.Adam(), sync_every=50, compression="powersgd")
+    (local,) = local_updates_in([optimizer])
+    assert isinstance(local.transport.codec, ks.compression.PowerSGD)
+    with pytest.warns(UserWarning, match="made for SGD with momentum"):
+        ks.CrossShard(keras.optimizers.Adam(), compression="powersgd")
