@@ -1,8 +1,8 @@
 """Callbacks of a prepared model on several processes: one decision, one file.
 
-Every process has all callbacks. They see the logs of all replicas, and so make the same decision. Each process
-would write the same file. So what only writes is called on the first process only; and where a callback saves the
-model, all processes take part, as some of the state may be divided among them, and the first one writes.
+Every process has all callbacks. They receive the logs of all replicas, so they make the same decision. Without changes,
+each process would write the same file. So callbacks that only write run on the first process only. If a callback saves
+the model, all processes take part, because state may be sharded among them, and the first process writes.
 
 Private names of Keras touched here (a test holds each of them):
     `ModelCheckpoint._save_model`, `BackupAndRestore._save_model` - call `save` or `save_weights` of the model.
@@ -45,25 +45,25 @@ _WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
-"""What does nothing but write, print or send."""
+"""Callbacks that only write, print or send."""
 
 _ORBAX: Any = getattr(keras.callbacks, "OrbaxCheckpoint", ())
-"""Keras' callback that writes with Orbax, which older versions have not."""
+"""Keras' callback that writes with Orbax; `()` in older versions without it."""
 
 _BLIND = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callbacks.ProgbarLogger)
-"""What looks at no logs of batches, or (the bar) at those of some batches only."""
+"""Callbacks that read no logs of batches, or (the progress bar) only those of some batches."""
 
 _CALLBACKS = "_keras_shardopt_callbacks"
 
 
 def watch_saving(model: Any) -> None:
-    """Lets what processes save at the same time, each by `model.save`, be whole. Doing it twice changes nothing."""
+    """Make concurrent `model.save` calls of several processes write complete files. Idempotent."""
     override_method(model, "save", write_apart)
     override_method(model, "save_weights", write_apart)
 
 
 def _watch_functions() -> None:
-    """Lets `keras.saving.save_model(model, ...)` of a prepared model be its `save(...)`, and alike."""
+    """Redirect `keras.saving.save_model(model, ...)` and `save_weights` of a prepared model to its methods."""
     for module, name in itertools.product((keras.saving, keras.models), ("save_model", "save_weights")):
         function = getattr(module, name, None)
         if function is not None:
@@ -74,7 +74,7 @@ _METHODS = {"save_model": "save", "save_weights": "save_weights"}
 
 
 def _save(in_keras: Callable[..., None], method: str, model: Any, *args: Any, **kwargs: Any) -> None:
-    if method in vars(model):  # one of those that are watched
+    if method in vars(model):  # overridden by `watch_saving`
         getattr(model, method)(*args, **kwargs)
     else:
         in_keras(model, *args, **kwargs)
@@ -84,7 +84,7 @@ _watch_functions()
 
 
 def watch_callbacks() -> None:
-    """Lets the callbacks of prepared models come through here. Doing it twice changes nothing."""
+    """Make callback lists of prepared models pass through `_set_model`. Idempotent."""
     CallbackList.set_model = _set_model
 
 
@@ -92,7 +92,7 @@ _set_model_in_keras = CallbackList.set_model
 
 
 def _set_model(callback_list: Any, model: Any) -> None:
-    """Stands in for Keras' method, with which each list of callbacks begins."""
+    """Replace Keras' method, the first call of each list of callbacks."""
     if model is not None and is_prepared(model):
         if _are_several():
             callback_list.callbacks[:] = [each for each in callback_list.callbacks if _is_for_this_process(each)]
@@ -102,7 +102,7 @@ def _set_model(callback_list: Any, model: Any) -> None:
 
 @contextlib.contextmanager
 def callbacks_of_call(model: Any) -> Iterator[None]:
-    """A call of `fit`, `evaluate` or `predict`, perhaps inside another one, that has callbacks of its own."""
+    """Restore the callbacks of the outer call after a nested call of `fit`, `evaluate` or `predict`."""
     before = running_callbacks(model)
     try:
         yield
@@ -111,22 +111,22 @@ def callbacks_of_call(model: Any) -> Iterator[None]:
 
 
 def running_callbacks(model: Any) -> list[Any]:
-    """The callbacks of the call that runs, on this one of several processes."""
+    """Return the callbacks of the running call on this process."""
     return vars(model).get(_CALLBACKS, [])
 
 
 BAR_SECONDS = 0.05
-"""How often Keras' bar shows something new."""
+"""The interval of refreshes of Keras' progress bar, in seconds."""
 
 _QUIET_SECONDS = 0.5
-"""For how long nobody is said to look where nobody does."""
+"""Without readers of batch logs, the time in seconds for which their absence is assumed to last."""
 
 
 class BatchLogs:
-    """The logs of batches that somebody looks at, which are to be those of all replicas.
+    """The logs of batches over all replicas, aggregated only when they are read.
 
-    Each replica has metrics of its own, and to join them costs something. So this is done for callbacks that look at
-    the logs of each batch, and for a bar when it shows something new; in between it gets what it has.
+    Each replica has its own metrics, and aggregation takes time. So it runs for callbacks that read the logs of each
+    batch, and for each refresh of the progress bar. Between refreshes the bar gets the last logs again.
     """
 
     def __init__(self, model: Any) -> None:
@@ -137,16 +137,16 @@ class BatchLogs:
         self._shown_at = 0.0
 
     def are_wanted(self, trains: bool) -> bool:
-        """Whether somebody looks at those of the next batch, of a training or of a test."""
+        """Whether the logs of the next training (or test) batch are read."""
         if self._always(trains):
             return True
         if not self._has_bar() or (self.is_fitting and not trains):
             return False
-        # What is no metric is that of one batch, and not to be had later.
+        # Non-metric logs never reach `show`, so they are aggregated for every batch: later they are not available.
         return trains not in self._shown or time.monotonic() - self._shown_at > BAR_SECONDS
 
     def seconds_unseen(self, trains: bool) -> float:
-        """For how long nobody of this process looks."""
+        """Return the time in seconds for which no callback of this process reads logs of batches."""
         if self._always(trains):
             return 0.0
         return 2 * BAR_SECONDS if self._has_bar() else _QUIET_SECONDS
@@ -159,24 +159,24 @@ class BatchLogs:
         return any(bar.verbose == 1 for bar in bars)
 
     def last(self, trains: bool, logs: Any) -> Any:
-        """What the bar has; `logs` before there was anything."""
+        """Return the last aggregated logs; `logs` if none exist."""
         return self._shown.get(trains, logs)
 
     def show(self, trains: bool, metrics: dict[str, Any]) -> None:
-        """Keeps the metrics of all replicas for it."""
+        """Keep the aggregated metrics for the progress bar."""
         self._shown[trains], self._shown_at = metrics, time.monotonic()
 
     def forget(self) -> None:
-        """Lets go of them: metrics begin anew."""
+        """Drop the kept logs, because metrics are reset."""
         self._shown.clear()
 
 
 _HOOKS = {True: ("on_batch_end", "on_train_batch_end"), False: ("on_test_batch_end",)}
-"""The methods of callbacks that get the logs of a batch, in training or not."""
+"""The methods of callbacks that receive the logs of a batch; keys: whether in training."""
 
 
 def _looks_at_batches(callback: Any, *hooks: str) -> bool:
-    """Whether a callback looks at the logs of each batch, in methods of these names."""
+    """Whether a callback reads the logs of each batch, in methods with these names."""
     if isinstance(callback, (keras.callbacks.ModelCheckpoint, _ORBAX)):
         return bool(callback.save_freq != "epoch")
     if isinstance(callback, keras.callbacks.TensorBoard):
@@ -191,7 +191,7 @@ def _are_several() -> bool:
 
 
 def _is_for_this_process(callback: Any) -> bool:
-    """Whether a callback is called here; lets one that saves the model save it together with the other processes."""
+    """Whether a callback runs on this process. Also make callbacks that save the model do so on all processes."""
     if isinstance(callback, _WRITERS) and not is_chief():
         return False
     if not is_chief() and type(callback).__module__.startswith("keras.") and vars(callback).get("verbose"):
@@ -204,7 +204,7 @@ def _is_for_this_process(callback: Any) -> bool:
         _stand_in(callback, "on_train_begin", _restore_backup)
         _stand_in(callback, "_save_model", _save_backup)
         _stand_in(callback, "on_train_end", _delete_backup)
-    elif isinstance(callback, _ORBAX) and not callback.is_multihost_enabled():  # else Orbax knows the processes
+    elif isinstance(callback, _ORBAX) and not callback.is_multihost_enabled():  # if True, Orbax handles processes
         _stand_in(callback, "on_train_begin", _begin_with_orbax)
         _stand_in(callback, "_save_checkpoint", _save_with_orbax)
         _stand_in(callback, "on_train_end", _finish_together)
@@ -218,7 +218,7 @@ def _stand_in(callback: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def _together(function: Callable[..., Any], callback: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Calls `function(callback, real, ...)` where the callback is that of several processes, else `real(...)`."""
+    """Call `function(callback, real, ...)` for a prepared model on several processes, or `real(...)` otherwise."""
     if is_prepared(callback.model) and _are_several():
         function(callback, real, *args, **kwargs)
     else:
@@ -226,7 +226,7 @@ def _together(function: Callable[..., Any], callback: Any, real: Callable[..., A
 
 
 def _stop_silently(callback: Any, real: Callable[..., None], batch: int, logs: Any = None) -> None:
-    """Does not print, as the first process does."""
+    """Stop without printing: the first process prints."""
     loss = (logs or {}).get("loss")
     if loss is None or np.isfinite(loss) or getattr(callback, "raise_error", False):
         real(batch, logs)
@@ -247,7 +247,7 @@ def _save_backup(callback: Any, real: Callable[[], None]) -> None:
         try:
             real()
         except Exception as error:
-            if not begun:  # the others wait for it
+            if not begun:  # the other processes wait in `save_weights`
                 raise_together(error)
             raise
 
@@ -258,7 +258,7 @@ def _begin_with_orbax(callback: Any, real: Callable[..., None], logs: Any = None
 
 
 def _check_whole(callback: Any) -> None:
-    """Raises ValueError if an `OrbaxCheckpoint` of rank 0 would miss the other ranks' parts of the state."""
+    """Raise ValueError if an `OrbaxCheckpoint` of rank 0 would miss the other ranks' shards of the state."""
     if needs_all(callback.model) and not callback.save_weights_only:
         raise ValueError(
             "`OrbaxCheckpoint` cannot write optimizer state that is divided among processes. Received: "
@@ -268,7 +268,7 @@ def _check_whole(callback: Any) -> None:
 
 
 def _save_with_orbax(callback: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    _check_whole(callback)  # of optimizers that were not built when training began, too
+    _check_whole(callback)  # again, for optimizers that were not built when training began
     for reducer in reducers_in(callback.model, cross_shards):
         reducer.pipeline.before_look()
     problem = None
@@ -281,7 +281,7 @@ def _save_with_orbax(callback: Any, real: Callable[..., None], *args: Any, **kwa
 
 
 def _finish_together(callback: Any, real: Callable[..., None], *args: Any) -> None:
-    """Leaves no process before the first one has written its files."""
+    """Wait until the first process has written its files."""
     real(*args)
     raise_together(None)
 
@@ -309,7 +309,7 @@ def _delete_backup(callback: Any, real: Callable[..., None], logs: Any = None) -
 
 @contextlib.contextmanager
 def _saving_together(model: Any) -> Iterator[list[str]]:
-    """Within it the model's `save` and `save_weights` are those of all processes. Yields what has begun, by name."""
+    """Make the model's `save` and `save_weights` collective over processes. Yield the names of started calls."""
     begun: list[str] = []
 
     def together(save: Callable[..., None], name: str, filepath: Any, overwrite: bool = True) -> None:
@@ -330,7 +330,7 @@ def _saving_together(model: Any) -> Iterator[list[str]]:
 
 
 def _save_elsewhere(save: Callable[[Any], None], filepath: Any) -> None:
-    """To another machine, where Keras can write, and no file can be replaced in one step."""
+    """Save to a remote path on the first process: Keras can write there, but files cannot be replaced atomically."""
     problem = None
     if is_chief():
         try:

@@ -1,4 +1,4 @@
-"""What the three backends of `fit/` share: one model's own stand-ins for methods of its trainer.
+"""Helpers of all backends in `fit/`: overriding methods of one model's trainer, and checks of its optimizers.
 
 Private names of Keras touched here (a test holds each of them):
     `Trainer._get_metrics_result_or_logs` - the logs of an epoch, before validation.
@@ -18,12 +18,12 @@ from keras_shardopt.backends.user_warnings import warn
 
 
 def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call, by name."""
+    """Return the arguments of a call by name."""
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
 def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `fit`, `evaluate` or `predict` so that it prints nothing; also one with a signature of the model's own."""
+    """Call `fit`, `evaluate` or `predict` with `verbose=0`, also if a model overrides it with another signature."""
     parameters = inspect.signature(real).parameters
     taking_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     bound = inspect.signature(real).bind(*args, **kwargs)
@@ -35,23 +35,23 @@ def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reducers_in(model: Any, reducers_of: Callable[[Any], list[Any]]) -> list[Any]:
-    """Each `CrossShard` that updates the model, as far as that is known.
+    """Return each `CrossShard` known to update the model.
 
     Args:
         model: a `keras.Model`.
-        reducers_of: finds each `CrossShard` that an optimizer consists of, from the outside in.
+        reducers_of: returns each `CrossShard` in an optimizer's chain, outermost first.
     """
     return [reducer for optimizer in optimizers_in_step(model) for reducer in reducers_of(optimizer)]
 
 
 def watch_empty_epochs(model: Any) -> None:
-    """Makes an epoch of `fit` without batches log nothing, with a warning. Doing it twice changes nothing."""
+    """Make an epoch of `fit` without batches warn and log nothing. Idempotent."""
     override_method(model, "_get_metrics_result_or_logs", _logs_of_epoch)
     override_method(model, "evaluate", _evaluate)
 
 
 def _logs_of_epoch(model: Any, real: Callable[..., Any], logs: Any) -> Any:
-    """Leaves out logs of an earlier epoch: Keras keeps them, and returns metrics of zero rows in their place."""
+    """Drop logs of an earlier epoch: without batches, Keras keeps them and returns metrics of zero rows."""
     before = vars(model).get(_LAST_LOGS)
     is_empty = before and (logs is before or logs == {})
     if not is_empty:
@@ -65,7 +65,7 @@ def _logs_of_epoch(model: Any, real: Callable[..., Any], logs: Any) -> Any:
 
 
 def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Keeps the logs of training apart from those of a validation between two epochs."""
+    """Separate the logs of training from those of a validation between two epochs."""
     before = vars(model).get(_LAST_LOGS)
     object.__setattr__(model, _LAST_LOGS, None)
     try:
@@ -75,11 +75,11 @@ def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 _LAST_LOGS = "_keras_shardopt_last_logs"
-"""On a model: the logs of the last training step."""
+"""Attribute of a model: the logs of the last training step."""
 
 
 def refuse_groups(reducers: Sequence[Any]) -> None:
-    """Raises ValueError if a prepared model would be trained with groups, of which each trains apart."""
+    """Raise ValueError if a `CrossShard` of a prepared model has several groups: each would train separately."""
     for cross_shard in reducers:
         if len(cross_shard.group_assignment or []) > 1:
             raise ValueError(
@@ -89,7 +89,7 @@ def refuse_groups(reducers: Sequence[Any]) -> None:
 
 
 def warn_of_unequal_start(names: Sequence[str]) -> None:
-    """Says, in one line, which variables were not equal on all processes when an epoch began."""
+    """Warn, in one line, of variables that differed between processes when an epoch began."""
     warn(
         "All processes must begin an epoch equal, so all go on with the values of the first one. "
         f"Received: other values of {check.listed(names, ', ')} on some. Change variables on every process alike.",
@@ -97,6 +97,6 @@ def warn_of_unequal_start(names: Sequence[str]) -> None:
 
 
 def num_rows(data: Any) -> Any:
-    """How many rows a batch has: a batch is what `train_step` gets, `(x, y, sample_weight)` or less."""
+    """Return the number of rows of a batch: `(x, y, sample_weight)` or less, as `train_step` receives it."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     return keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))[0]

@@ -1,4 +1,4 @@
-"""How several processes share the data of a prepared model: what is set for it, and what they compare."""
+"""The sharing of a prepared model's data between processes: its settings, and checks that processes agree."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from keras_shardopt.data.own_parts import is_own_part
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """How several processes share what `fit`, `evaluate` and `predict` of a prepared model are given."""
+    """Settings for the data of `fit`, `evaluate` and `predict` of a prepared model on several processes."""
 
     auto_shard: bool = True
-    """Whether all are given the same data, of which each works on a part of every batch."""
+    """Whether all processes receive the same data, and each uses its part of every batch."""
 
     gather: bool = True
-    """Whether `predict` returns the rows of all processes on each of them."""
+    """Whether `predict` returns the rows of all processes on each process."""
 
 
 _SHARING = "_keras_shardopt_sharing"
 
 
 def sharing_of(model: Any) -> Sharing:
-    """What is set for a model."""
+    """Return the settings of a model."""
     sharing: Sharing = vars(model).get(_SHARING, Sharing())
     return sharing
 
 
 def set_sharing(model: Any, auto_shard: bool | None, gather: bool | None) -> None:
-    """Sets it; None leaves what is set."""
+    """Change the settings of a model. None keeps a setting."""
     given = {"auto_shard": auto_shard, "gather": gather}
     changed = {name: value for name, value in given.items() if value is not None}
     object.__setattr__(model, _SHARING, dataclasses.replace(sharing_of(model), **changed))
 
 
 def splits_own_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `fit` splits validation data off what is this process's own part, by its arguments."""
+    """Whether a call of `fit` with these arguments splits validation data from this process's own part of the data."""
     names = list(inspect.signature(keras.Model.fit).parameters)[1:]
     given = {**dict(zip(names, args)), **kwargs}
     if not given.get("validation_split") or given.get("validation_data") is not None:
@@ -51,7 +51,7 @@ def splits_own_part(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def check_kinds(are_whole: Sequence[bool]) -> None:
-    """Raises ValueError if some processes have the whole data and others a part of it."""
+    """Raise ValueError if some processes have the whole data and others a part of it."""
     if len(set(are_whole)) > 1:
         kinds = {True: "the whole data", False: "a part of its own"}
         given = ", ".join(f"process {i}: {kinds[is_whole]}" for i, is_whole in enumerate(are_whole))
@@ -62,7 +62,7 @@ def check_kinds(are_whole: Sequence[bool]) -> None:
 
 
 def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
-    """Raises ValueError if processes differ in numbers of batches, or in the checksums of their first ones."""
+    """Raise ValueError if processes differ in numbers of batches, or in checksums of their first batches."""
     facts = list(zip(lengths, first_batches))
     others = [i for i, fact in enumerate(facts) if fact != facts[0]]
     if others:
@@ -76,12 +76,12 @@ def check_alike(lengths: Sequence[int], first_batches: Sequence[int]) -> None:
 
 
 def check_batches(batches: Sequence[tuple[int, int]], step: int, first: int | None = None) -> None:
-    """Raises ValueError if processes differ in what they have in a batch, or in several.
+    """Raise ValueError if processes differ in one batch or several.
 
     Args:
-        batches: of each process, how many rows it has in the last one (0: no batch left), and a checksum of all.
-        step: which batch is the last.
-        first: which is the first; None if it is the same.
+        batches: per process, the row count of the last batch (0: no batch left) and a checksum of all batches.
+        step: the index of the last batch.
+        first: the index of the first batch. Default: `step`.
     """
     if len(set(batches)) > 1:
         rows = [num_rows for num_rows, _ in batches]
@@ -97,7 +97,7 @@ def check_batches(batches: Sequence[tuple[int, int]], step: int, first: int | No
 
 
 def warn_of_same_parts() -> None:
-    """Says that processes train on the same rows."""
+    """Warn that processes train on the same rows."""
     warn(
         "Each process must be given its own rows with `auto_shard=False` or a `DistributedSampler`. Received: the same "
         "first batch on all of them, which then repeat each other's work. Leave out `auto_shard=False`, give the "

@@ -1,8 +1,8 @@
 """Stateful RNNs on several replicas: each replica carries the states of its own rows from batch to batch.
 
-Keras makes states for the rows that `batch_shape` names, and keeps them in the layer alone: `model.variables` and files
-do not hold them. On all backends `batch_shape` may name the rows of a whole batch, which replicas divide. Where each
-replica has variables, or copies of them, it may also name the rows of one replica, as under a `MirroredStrategy`.
+Keras creates states for the rows in `batch_shape`, and keeps them only in the layer: not in `model.variables` or files.
+On all backends, `batch_shape` may have the rows of a whole batch; replicas then divide them. If each replica has
+variables or copies of them (as under a `MirroredStrategy`), it may also have the rows of one replica.
 
 Private names of Keras touched here (a test holds each of them):
     `RNN._create_state_variables`, `_expected_batch_size` - makes the states; how many rows a call must have.
@@ -27,20 +27,20 @@ from keras_shardopt.numerics import Tensor
 
 
 def stateful_layers(model: Any) -> list[Any]:
-    """The RNNs of a model that carry states from batch to batch."""
+    """Return the RNNs of a model that carry states from batch to batch."""
     return [layer for layer in layers_of(model) if isinstance(layer, keras.layers.RNN) and layer.stateful]
 
 
 def fit_states(layers: Sequence[Any], rows: Sequence[int], here: Sequence[int] = ()) -> None:
-    """Checks that states have the rows of a batch. States with the rows of all replicas are divided.
+    """Check that states have the rows of a batch. Divide states that have the rows of all replicas.
 
     Args:
-        layers: stateful layers. Those that are not built get the right states later.
-        rows: how many rows of the batch each replica has.
-        here: the replicas of which this process holds states, if it can divide them.
+        layers: stateful layers. Unbuilt layers are skipped; they get correct states when built.
+        rows: the number of rows of the batch on each replica.
+        here: the indices of the replicas in this process; empty if states cannot be divided.
 
     Raises:
-        ValueError: if replicas have different numbers of rows, or others than the states.
+        ValueError: if replicas have different numbers of rows, or the states have another number of rows.
     """
     for layer in layers:
         if layer.states is None:
@@ -60,18 +60,18 @@ def fit_states(layers: Sequence[Any], rows: Sequence[int], here: Sequence[int] =
 
 
 def rows_of_states(layer: Any) -> int:
-    """How many rows the states of a stateful layer have, which is built."""
+    """Return the number of rows of the states of a built stateful layer."""
     found: int = keras.tree.flatten(layer.states)[0].shape[0]
     return found
 
 
 def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
-    """An error about rows that are not those of the states of a layer.
+    """Return the error message for a batch with another number of rows than the states of a layer.
 
     Args:
         layer: the stateful layer.
-        received: the rows.
-        rows: which ones `batch_shape` must name.
+        received: the description of the received rows.
+        rows: the description of the rows required in `batch_shape`.
     """
     return (
         "A stateful layer has one state for each row of a batch, so all batches must have equally many rows, and all "
@@ -82,9 +82,9 @@ def explained(layer: Any, received: str, rows: str = "of a whole batch") -> str:
 
 
 def batch_sizes(iterator: Any) -> list[int]:
-    """How many rows batches have, as far as that is known before an epoch: full ones, and a smaller last one."""
+    """Return the row counts known before an epoch: of full batches, and of a smaller last batch."""
     adapter = iterator.data_adapter
-    if not isinstance(adapter, ArrayDataAdapter):  # others may leave out the last rows
+    if not isinstance(adapter, ArrayDataAdapter):  # other adapters may drop the last rows
         return [] if adapter.batch_size is None else [adapter.batch_size]
     sizes = [adapter.batch_size] if adapter.num_batches > adapter.has_partial_batch else []
     if adapter.has_partial_batch and not iterator.steps_per_epoch:
@@ -94,16 +94,16 @@ def batch_sizes(iterator: Any) -> list[int]:
 
 @contextlib.contextmanager
 def states_of_replica(model: Any, index: Tensor, num_replicas: int, all_rows: int) -> Iterator[None]:
-    """Within it stateful layers have the states of one replica's rows, in a step that is traced for all replicas.
+    """Give stateful layers the states of one replica's rows, in a step traced once for all replicas.
 
     Args:
-        model: the model, whose states have all rows of a batch.
-        index: which replica it is.
-        num_replicas: how many there are.
-        all_rows: how many rows the batch has.
+        model: the model. Its states have all rows of a batch.
+        index: the index of the replica (traced).
+        num_replicas: the number of replicas.
+        all_rows: the number of rows of the batch.
 
     Raises:
-        ValueError: if states have other rows, or replicas different numbers of rows.
+        ValueError: if states have another number of rows, or replicas have different numbers of rows.
     """
     layers = [layer for layer in stateful_layers(model) if layer.states is not None]
     others = ids_of_states(model) - {id(state) for layer in layers for state in states_of(layer)}

@@ -1,13 +1,13 @@
-"""What the gradients of one update go through.
+"""The processing of the gradients of one update.
 
 `CrossShard` sends a `Step` through a `Pipeline`: `collect` of all stages, `local` of all stages and a reduction on each
 replica, `commit` of all stages, the inner optimizer. Known algorithms in these terms:
 
-- DDP: no stage, `AllReduce`; with `Overlapped` while the backward pass runs.
-- ZeRO stage 1: `ReduceScatter`, and an update of slices; stage 2 with `Overlapped`, which lets go of gradients.
+- DDP: no stage, `AllReduce`; with `Overlapped`, during the backward pass.
+- ZeRO stage 1: `ReduceScatter` and an update of slices; stage 2: also `Overlapped`, freeing gradients once sent.
 - Horovod: `Accumulation`, then `AllReduce` with compression.
-- Local SGD and DiLoCo: an `Extension` with a reducer that leaves each replica its own gradients.
-- What sends gradients in other ways is a `Transport`, which the reducer is handed.
+- Local SGD and DiLoCo: an `Extension` with a reducer that leaves each replica's gradients unreduced.
+- Other ways of sending gradients, such as 8-bit codes: a `Transport`, passed to the reducer.
 - TF1's `CrossShardOptimizer`: `AllReduce` with `reduction="sum"`, among the members of `Communicator.split(groups)`.
 
 A new feature is a file with a `Stage`, and a row in `STAGES`.
@@ -39,33 +39,32 @@ STAGES: list[tuple[Place, Any]] = [
     (Place.BEFORE_SENDING, ReplicaClip),
     (Place.UPDATE, FusedUpdate),
 ]
-"""The core's kinds of stages. `UserStage` are those of the argument `stages`."""
+"""The core's stage classes. `UserStage` wraps those of the argument `stages`."""
 
 
 def kinds_of_stages() -> list[Any]:
-    """Return all kinds of stages, extensions included, from the outside in."""
+    """Return all stage classes, extensions included, from the outermost to the innermost."""
     return [kind for _, kind in sorted([*STAGES, *extended], key=lambda row: row[0])]
 
 
 def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[GradientNoise, Callable[[], None]]:
-    """Lets a `CrossShard` that is built measure the noise of its gradients for some time.
+    """Insert a temporary `GradientNoise` stage into a built `CrossShard`, or return the one it has.
 
     Args:
         optimizer: the `CrossShard`.
         add_variable: as in `Stage.build`.
 
     Returns:
-        The stage that measures, which may be one that the optimizer has; and a function that ends it. A compiled step
-        must be compiled anew, before and after.
+        The stage, and a function that removes it. Recompile compiled steps after inserting and after removing it.
 
     Raises:
-        ValueError: if nothing can be compared.
+        ValueError: if the optimizer's options do not support `GradientNoise`.
     """
     own = [stage for stage in optimizer.stages if isinstance(stage, GradientNoise)]
     if own:
         return own[0], lambda: None
     pipeline, noise = optimizer.pipeline, GradientNoise()
-    if pipeline.end_watch is not None:  # of a training that has ended with an error
+    if pipeline.end_watch is not None:  # left by a training that ended with an error
         pipeline.end_watch()
     noise.check(optimizer)
     stage = UserStage(noise, StageContext(optimizer))
@@ -87,7 +86,7 @@ def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[Gradi
 
 
 def stages_of(options: CrossShardOptions, context: StageContext) -> list[Stage]:
-    """The stages that these options ask for, for this `CrossShard`, which is just being made."""
+    """Return the stages that these options require, for a `CrossShard` under construction."""
     for stage in options.stages:
         stage.check(context.optimizer)
     return [stage for kind in kinds_of_stages() for stage in kind.from_options(options, context)]

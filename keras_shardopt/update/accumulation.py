@@ -1,6 +1,6 @@
-"""The gradients of several micro-batches, added up by each replica for itself until there is an update.
+"""Gradient accumulation: each replica sums the gradients of several micro-batches until the update.
 
-Hides what is kept between micro-batches, and in which form: who communicates, and when, is decided elsewhere.
+Hides the state between micro-batches and its form. The reducer decides on communication.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 _NONE_YET = float("-inf")
-"""What is kept of next values, of which the largest counts, in a window that has had none."""
+"""The initial maximum of next values (`overwrite_with_gradient`) in a window."""
 
 
 class Accumulation(Stage):
-    """Lets only the last micro-batch of each *window* proceed, with the means of the window.
+    """Proceeds with the last micro-batch of each *accumulation window* only, with the means of the window.
 
     Args:
-        num_steps: int >= 2. How many micro-batches a window has.
-        counts_rows: bool. Whether to keep the replica's share of the rows too.
+        num_steps: int >= 2. Number of micro-batches per window.
+        counts_rows: bool. Whether to accumulate the replica's share of the rows too.
         context: the optimizer.
     """
 
     def __init__(self, num_steps: int, counts_rows: bool, context: StageContext) -> None:
         self.num_steps = num_steps
         self._context = context
-        # How the gradients of the latest micro-batch arrived, if they were reduced: asked again, DDP would not know.
+        # The state of the latest gradients if they arrived reduced: DDP could not be detected again later.
         self._came_reduced: GradientState | None = None
         self._stacks = False
         self.stacked_along: str | None = None
-        """The axis of the replicas, where one program keeps the sums of all of them along a first dimension."""
+        """The mesh axis of the replicas if one program stacks their sums along a first dimension; None otherwise."""
         self.snapshots: list[Variable] = []
-        """What forward passes change, as it was when the window began."""
+        """Values, at the start of the window, of variables that forward passes change."""
         self._counts_rows = counts_rows
         self.counter: Variable = None
-        """How many micro-batches of the window there were."""
+        """The number of micro-batches so far in the window."""
         self.starts: Any = None
-        """Whether the latest micro-batch was the first of its window: a bool, or a tensor of the trace it is in."""
+        """Whether the latest micro-batch was the first of its window: a bool, or a tensor while tracing."""
         self.is_complete: Any = None
         """Whether the latest micro-batch was the last of its window."""
         self._share: Variable | None = None
         self._sums: list[Variable] = []
         self._variables: list[Variable] = []
-        # What was given in this window, and what of it had a gradient; by position. Where steps are traced: ever,
-        # because a trace runs any number of times.
+        # Positions of the variables that `apply` received in this window, and of those with a gradient. For traced
+        # steps these sets only grow, because a trace runs any number of times.
         self._given: set[int] = set()
         self._present: set[int] = set()
         self._given_last: set[int] = set()
-        # Whether the next micro-batch is the last of its window, where somebody else says so.
+        # Set by `decide`: whether the next micro-batch is the last of its window. None to count.
         self._ends: bool | None = None
-        # What the counter was set to last, and which version of it that was.
+        # The last value assigned to the counter, and its version then.
         self._count = 0
         self._version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # versions of a copy's counter are others
+        return {**vars(self), "_version": None}  # the counter of a copy has other versions
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """The stage, where the options ask for it."""
+        """Return the stage if `gradient_accumulation_steps` is greater than 1."""
         num_steps = options.gradient_accumulation_steps
         if num_steps is None or num_steps == 1:
             return []
@@ -77,11 +77,11 @@ class Accumulation(Stage):
 
     @property
     def is_built(self) -> bool:
-        """Whether it has variables."""
+        """Whether its variables exist."""
         return bool(self._sums)
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Makes the sums for these trainable variables, once."""
+        """Create the sums for these trainable variables, once."""
         if self.is_built:
             return
         self._variables = list(variables)
@@ -89,7 +89,7 @@ class Accumulation(Stage):
         if self._counts_rows:
             self._share = add_variable(shape=(), initializer="zeros", dtype="float32", name="accumulated_share")
         for i, variable in enumerate(variables):
-            # Sums of half precision lose what a larger batch would not have lost.
+            # Sums in half precision would lose digits that a larger batch keeps.
             dtype = dtype_of(variable)
             dtype = "float32" if dtype in ("float16", "bfloat16") and not overwrites_variable(variable) else dtype
             self._sums.append(
@@ -100,26 +100,26 @@ class Accumulation(Stage):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether gradients come stacked."""
+        """Whether gradients arrive stacked along a first dimension, one entry per replica."""
         return self.stacked_along is not None
 
     @property
     def share(self) -> Any:
-        """This replica's mean part of the batches since the window began, in units of an equal part; 1 if unknown."""
+        """The mean `row_share` of this replica in the window; 1 if it is not accumulated."""
         return 1.0 if self._share is None else ops.convert_to_tensor(self._share) / self.num_steps
 
     @property
     def of_this_replica(self) -> list[Variable]:
-        """The variables that hold another value on each replica."""
+        """The variables with a different value on each replica."""
         return [*self._sums, *([] if self._share is None else [self._share])]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Adds up, and proceeds at the end of the window."""
+        """Add the gradients to the sums, and proceed at the end of the window."""
         runtime.no_compile(self._collect, step, proceed)
 
     def _collect(self, step: Step, proceed: Proceed) -> None:
         if self.ends_next and self._context.has_finished:
-            # They are the means of the window over all replicas.
+            # The backward pass has reduced the means of the window over all replicas.
             self.starts, self.is_complete = self._count_up()
             self._ends = None
             proceed(step.replace(weight=1.0, row_share=1.0))
@@ -127,7 +127,7 @@ class Accumulation(Stage):
         stacked = None if step.is_reduced else self.stacked_along
         if not step.is_reduced and stacked is None:
             step = self.own(step)
-        # The counter is the same on all replicas, so that all of them take the same branch.
+        # The counter is equal on all replicas, so all take the same branch.
         is_complete, sums = self.add(step.grads, [self._context.position(v) for v in step.variables], step.row_share)
 
         if stacked is None:
@@ -139,20 +139,20 @@ class Accumulation(Stage):
             whole = Step(means, [self._variables[i] for i in positions], arrived, step.is_reduced, row_share=share)
             proceed(whole.replace(replica_axis=stacked))
 
-        # Not the sums, or JAX would copy them in each micro-batch.
+        # `written` excludes the sums: JAX would copy them in each micro-batch.
         runtime.cond(is_complete, end, sums, self._context.written)
 
     def own(self, step: Step) -> Step:
-        """What this replica adds to its sums: its gradients times its weight, nothing where it has no rows."""
+        """Return the step weighted by this replica's rows: zeros without rows, unchanged if it arrives reduced."""
         if not isinstance(step.row_share, float) or step.row_share != 1:
             state = self._context.arrives(step)
-            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # those of all rows
+            if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # gradients of all rows
                 self._came_reduced = state
                 return step
         return weighted_by_rows(step)
 
     def stack(self) -> None:
-        """From now on gradients come stacked: those of all replicas along a first dimension, which a step has made."""
+        """Expect stacked gradients from now on: one entry per replica along a first dimension."""
         self._stacks = True
         if self.is_built and self.stacked_along is None:
             self.reset()
@@ -160,19 +160,19 @@ class Accumulation(Stage):
 
     @property
     def replica_state(self) -> list[Variable]:
-        """All that lasts no longer than a window, once there is something."""
+        """The sums and snapshots of the window, once built."""
         return [*self.of_this_replica, *self.snapshots] if self.is_built else []
 
     def add(self, grads: Gradients, positions: Sequence[int], share: Any) -> tuple[Any, list[Tensor]]:
-        """Adds the gradients of one micro-batch.
+        """Add the gradients of one micro-batch.
 
         Args:
-            grads: one tensor or None for each of the positions.
-            positions: which of the variables of `build` the gradients are of.
-            share: this replica's part of the batch, in units of an equal part.
+            grads: one tensor or None per position.
+            positions: the positions of the variables among those of `build`.
+            share: this replica's `row_share`.
 
         Returns:
-            Whether the window is complete: a bool, or a scalar tensor that is equal on all replicas; and the sums.
+            Whether the window is complete (a bool, or a scalar tensor equal on all replicas), and the sums.
         """
         self.starts, self.is_complete = starts, is_complete = self._count_up()
         self._ends = None
@@ -198,12 +198,12 @@ class Accumulation(Stage):
         return is_complete, [ops.convert_to_tensor(v) for v in self.of_this_replica]
 
     def _count_up(self) -> tuple[Any, Any]:
-        """Counts a micro-batch. Returns whether it is the first of its window, and whether the last."""
+        """Count a micro-batch. Return whether it is the first of its window, and whether it is the last."""
         is_known = runtime.version(self.counter) is not None
         if not is_known:
             before: Any = ops.copy(ops.convert_to_tensor(self.counter))
         elif runtime.version(self.counter) == self._version:
-            before = self._count  # to read a number from a GPU is to wait for it
+            before = self._count  # reading the counter from a GPU would wait for the GPU
         else:
             before = int(ops.convert_to_numpy(self.counter))
         is_over = self._ends
@@ -219,17 +219,17 @@ class Accumulation(Stage):
 
     @property
     def ends_next(self) -> bool:
-        """Whether the next micro-batch is the last of its window, where Python runs in each of them."""
+        """Whether the next micro-batch is the last of its window; False if Python does not run in each step."""
         if self._ends is not None:
             return self._ends
         version = runtime.version(self.counter)
         return version is not None and version == self._version and self._count + 1 == self.num_steps
 
     def mean_with(self, counts: bool) -> Callable[[int, Tensor | None], Tensor | None]:
-        """What makes of each gradient of the last micro-batch, or None, the mean of the window, as this replica has it.
+        """Return a function `(position, gradient or None of the last micro-batch) -> this replica's window mean`.
 
         Args:
-            counts: whether this replica has rows in that micro-batch.
+            counts: bool. Whether this replica has rows in that micro-batch.
         """
         before = set() if self._count == 0 else set(self._present)
 
@@ -246,11 +246,11 @@ class Accumulation(Stage):
 
     @property
     def num_taken(self) -> int:
-        """How many micro-batches of the window there were."""
+        """The number of micro-batches so far in the window, as an int."""
         return int(ops.convert_to_numpy(self.counter)) if self.is_built else 0
 
     def decide(self, ends: bool) -> None:
-        """Lets the next micro-batch complete the window, or not, however many there were."""
+        """Set whether the next micro-batch completes the window, regardless of the count."""
         self._ends = ends
 
     def _is_trained(self, i: int) -> bool:
@@ -274,13 +274,12 @@ class Accumulation(Stage):
         return ops.cast(dense(grad, variable), dtype_of(self._sums[i]))
 
     def means(self, sums: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int], Any]:
-        """The means over the window that is complete, of the sums that `add` returned.
+        """Return the means over a complete window, from the sums that `add` returned.
 
         Returns:
-            A gradient, or None where there was none, for each position that was given in the window; the positions;
-            and the mean share.
+            One mean per position in the window, None without a gradient; the positions; and the mean share.
         """
-        # A layer may have been frozen since.
+        # Drop variables of layers frozen during the window.
         positions = sorted(i for i in self._given if i in self._given_last or self._is_trained(i))
         found = [self._mean(i, sums[i]) if i in self._present else None for i in positions]
         share = 1.0 if self._share is None else sums[-1] / self.num_steps
@@ -289,18 +288,18 @@ class Accumulation(Stage):
     def _mean(self, i: int, total: Tensor) -> Tensor:
         variable = self._variables[i]
         if overwrites_variable(variable):
-            # None, where which micro-batches had one is not known: then it stays.
+            # No next value in this window (traced steps): keep the variable's value.
             return ops.where(ops.equal(total, _NONE_YET), ops.convert_to_tensor(variable), total)
         return ops.cast(total / self.num_steps, dtype_of(variable))
 
     def reset(self) -> None:
-        """Forgets the window so far: the first micro-batch of one overwrites what there is."""
+        """Discard the window so far: the first micro-batch of the next one overwrites the sums."""
         if self.is_built:
             self.counter.assign(ops.zeros(self.counter.shape, self.counter.dtype))
 
 
 def refuse_accumulation_inside(leaves: Sequence[keras.optimizers.Optimizer], num_steps: int | None) -> None:
-    """Raises ValueError if `CrossShard` accumulates, and an innermost optimizer does too."""
+    """Raise ValueError if both `CrossShard` and an innermost optimizer accumulate."""
     for leaf in leaves:
         theirs = getattr(leaf, "gradient_accumulation_steps", None)
         if num_steps and theirs:

@@ -1,8 +1,8 @@
-"""What processes that train together must have in common, and the error where they do not.
+"""Check that all processes train the same model with the same optimizer and versions.
 
-Each process describes in words what it is about to train: versions, variables, optimizers and their arguments, and
-where a model of these variables is known, its layers and losses. They compare a digest of that, and only where digests
-differ the words, so that every process can name what is different.
+Each process describes its training as text: versions, variables, optimizers and their arguments. If a compiled model
+with these variables exists, the text includes its layers and losses. The processes compare digests of the text, and
+exchange the text itself only if digests differ, so the error of each names the difference.
 
 Private names of Keras touched here (a test holds them):
     `Trainer._compile_loss`, `CompileLoss._user_loss_weights` - the `loss_weights` given to `compile`.
@@ -33,22 +33,22 @@ Description = dict[str, str]
 
 
 def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
-    """What is to be trained, as pairs of a thing and its value, both in words.
+    """Return a description of the training: names and values, both as text.
 
-    What may differ between right programs is left out: the names of optimizers, the counters that Keras adds to the
-    names of layers, of which only the order counts, and seeds and initializers, as all start with the same weights.
+    It omits legitimate differences: names of optimizers, the counters in Keras' names of layers (only their order
+    matters), seeds and initializers (all processes start with the same weights).
     """
     names = without_counters([_path(variable) for variable in variables])
-    package = sys.modules["keras_shardopt"]  # imports point the other way
+    package = sys.modules["keras_shardopt"]  # an import would be circular
     found = {"Keras": keras.__version__, "keras_shardopt": package.__version__, **processes.versions()}
     found["number of trainable variables"] = str(len(variables))
     for i, (variable, name) in enumerate(zip(variables, names)):
         dtype = keras.backend.standardize_dtype(variable.dtype)
         found[f"{_VARIABLE}{i}"] = f"`{name}` of shape {tuple(variable.shape)} in {dtype}"
     paths = dict(zip(map(_path, variables), names))
-    # Reading a rate, which is a variable, must not become a part of a traced step.
+    # The learning rate is a variable; reading it must stay outside a traced step.
     with runtime.init_scope(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about functions in configs, which are not to be loaded
+        warnings.simplefilter("ignore")  # about functions in configs: these configs are never loaded
         _describe(optimizer, found, paths)
         for setting in ("dtype_policy", "floatx", "image_data_format", "epsilon"):
             value = getattr(keras.config, setting)()
@@ -64,19 +64,19 @@ _LOSS = ("`loss`", "`loss_weights`")
 
 
 def check_agreement(mine: Description, optimizer: Any, variables: Sequence[Variable]) -> None:
-    """Compares this process's description with those of all others. All processes must call it together.
+    """Compare this process's description with those of all others. All processes must call it together.
 
     Args:
-        mine: what `described` has returned.
-        optimizer: the optimizer that it was called with.
-        variables: the variables that it was called with.
+        mine: the description that `described` returned.
+        optimizer: the optimizer of that call.
+        variables: the variables of that call.
 
     Raises:
-        ValueError: on every process, if descriptions differ. It names what does.
+        ValueError: on every process, if descriptions differ. It names the difference.
     """
     if _is_everyones(mine):
         return
-    # A model that nothing holds any more may live on in some processes. All search their garbage here, and only here.
+    # Some processes may hold an unreachable model that is not collected yet. All collect garbage, only at this point.
     gc.collect()
     mine = {thing: value for thing, value in mine.items() if not _is_of_model(thing)}
     _describe_model(optimizer, variables, mine)
@@ -87,7 +87,7 @@ def check_agreement(mine: Description, optimizer: Any, variables: Sequence[Varia
     differing = [thing for thing in things if len({theirs.get(thing) for theirs in everyones}) > 1]
     if not differing:
         differing, everyones = ["order"], [{"order": repr(list(theirs))} for theirs in everyones]
-    # Where one is missing or changes places, all that follow differ too, which says nothing.
+    # After a missing or moved variable (or layer) all later ones differ too, so name the first only.
     variables = [thing for thing in differing if thing.startswith(_VARIABLE)]
     layers = [thing for thing in differing if thing.startswith(_LAYER)]
     named = [thing for thing in differing if thing not in (*variables[1:], *layers[1:])]
@@ -107,7 +107,7 @@ def _is_everyones(mine: Description) -> bool:
 
 
 def _is_of_model(thing: str) -> bool:
-    """Whether `_describe_model` has added it."""
+    """Whether an entry comes from `_describe_model`."""
     return thing in _LOSS or thing.startswith(_LAYER) or _OF_LAYER in thing
 
 
@@ -129,18 +129,18 @@ def _processes(ids: Sequence[int]) -> str:
     return f"processes {', '.join(shown)} and {last}"
 
 
-# -- in words ------------------------------------------------------------------------------------------------------
+# -- values as text ------------------------------------------------------------------------------------------------
 
 
 def _describe(optimizer: Any, found: Description, paths: dict[str, str]) -> None:
-    """Adds the class and arguments of an optimizer, and of those inside it."""
+    """Add the class and arguments of an optimizer, and of those inside it."""
     number = sum(thing.startswith("class of optimizer ") for thing in found)
     kind = type(optimizer)
     found[f"class of optimizer {number}"] = f"{kind.__module__}.{kind.__qualname__}"
     where = f"optimizer {number} ({kind.__name__})"
     try:
         config = optimizer.get_config()
-    except Exception as error:  # anything: it is a function of the user's, and its failing is not our business
+    except Exception as error:  # any: user code may fail here, and this check must not
         config = {"config": type(error).__name__}
     for argument, value in config.items():
         if argument not in ("name", "inner_optimizer", "optimizers"):
@@ -150,14 +150,14 @@ def _describe(optimizer: Any, found: Description, paths: dict[str, str]) -> None
 
 
 def _describe_model(optimizer: Any, variables: Sequence[Variable], found: Description) -> None:
-    """Adds the layers and losses of the model that is compiled with this optimizer, if there is one."""
-    # Others that hold these variables do not count: one process may have made some for itself.
+    """Add the layers and losses of the model compiled with this optimizer, if it exists."""
+    # Ignore other models with these variables: a single process may have created them.
     compiled = _compiled_with(optimizer, models_with(variables))
     if compiled is not None:
         found[_LOSS[0]] = _short(_loss_in_words(getattr(compiled, "loss", None)))
         weights = getattr(getattr(compiled, "_compile_loss", None), "_user_loss_weights", None)
         found[_LOSS[1]] = _short(_in_words(weights, {}))
-    # Models inside it have nothing of their own, or nothing that could be told from their layers.
+    # Nested models add nothing to the description of their layers.
     layers = [] if compiled is None else [layer for layer in layers_of(compiled) if not isinstance(layer, keras.Model)]
     for i, (layer, name) in enumerate(zip(layers, without_counters([layer.name for layer in layers]))):
         kind = type(layer)
@@ -167,14 +167,14 @@ def _describe_model(optimizer: Any, variables: Sequence[Variable], found: Descri
 
 
 def losses_that_add_up(optimizer: Any, variables: Sequence[Variable]) -> list[Any]:
-    """The losses with `reduction="sum"` of the model that is compiled with this optimizer."""
+    """Return the losses with `reduction="sum"` of the model compiled with this optimizer."""
     model = _compiled_with(optimizer, models_with(variables))
     losses = keras.tree.flatten(getattr(model, "loss", None))
     return [loss for loss in losses if getattr(loss, "reduction", None) == "sum"]
 
 
 def _compiled_with(optimizer: Any, models: Sequence[Any]) -> Any:
-    """The smallest of these models that has this optimizer, perhaps inside another one; or None."""
+    """Return the smallest of these models with this optimizer, possibly inside another one; or None."""
     for model in reversed(models):
         if any(optimizer is part for held in optimizers_of(model) for part in (held, *descendants(held))):
             return model
@@ -192,12 +192,12 @@ def _loss_in_words(loss: Any) -> str:
 
 
 def _config_of(thing: Any) -> dict[str, Any]:
-    """The arguments of a layer or loss, but for those that may differ."""
+    """Return the arguments of a layer or loss, without those that may differ."""
     if isinstance(thing, keras.layers.TorchModuleWrapper):
-        return {"module": repr(thing.module)}  # its config holds all its weights, and the device of each
+        return {"module": repr(thing.module)}  # its config would contain all weights and their devices
     try:
         config = thing.get_config()
-    except Exception as error:  # anything: it is a function of the user's, and its failing is not our business
+    except Exception as error:  # any: user code may fail here, and this check must not
         return {"get_config": type(error).__name__}
     return _comparable(config) if isinstance(config, dict) else {}
 
@@ -205,7 +205,7 @@ def _config_of(thing: Any) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     if isinstance(value, dict):
         if "DTypePolicy" in str(value.get("class_name")):
-            return value  # whose name is what it is
+            return value  # the name of a policy matters
         return {key: _comparable(item) for key, item in value.items() if not _may_differ(key)}
     if isinstance(value, (list, tuple)):
         return [_comparable(item) for item in value]
@@ -217,7 +217,7 @@ def _may_differ(key: Any) -> bool:
 
 
 def _short(text: str) -> str:
-    """A text that fits into an error, and differs where the whole text does."""
+    """Shorten a text for an error message; different texts stay different."""
     if len(text) <= _MOST_LETTERS:
         return text
     return f"{text[:_MOST_LETTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
@@ -229,10 +229,10 @@ _MOST_LETTERS = 120
 def _in_words(value: Any, paths: dict[str, str]) -> str:
     if isinstance(value, dict):
         if value.get("class_name") == "__lambda__":
-            return "a lambda"  # stored with the name of its file, which may differ
+            return "a lambda"  # its config contains the name of its file, and that may differ
         if isinstance(value.get("class_name"), str) and "config" in value:
             return f"{value['class_name']}({_in_words(value['config'], paths)})"
-        # Sorted: it may have been made of a set, which each process has in its own order.
+        # Sorted, because a dict built from a set has a different order on each process.
         items = sorted(f"{_in_words(key, paths)}: {_in_words(item, paths)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
     if isinstance(value, (list, tuple)):

@@ -35,7 +35,7 @@ class StageContext:
         return variables
 
     def places(self, variables: Sequence[Variable]) -> Sequence[int]:
-        """Return the positions of these variables. Before `build`, the given variables are all there are."""
+        """Return the positions of these variables. Before `build`, assume that these are all variables."""
         every = self.trainable
         if not every or (len(variables) == len(every) and all(map(operator.is_, variables, every))):
             return range(len(variables))
@@ -52,11 +52,11 @@ class StageContext:
 
     @property
     def loss_scale(self) -> Any:
-        """The factor of the loss."""
+        """The factor of the loss (loss scaling)."""
         return self._optimizer.loss_scale
 
     def communicator(self) -> Communicator:
-        """Return the replicas of the caller."""
+        """Return the communicator of all replicas."""
         return runtime.communicator(self._optimizer.axis_name)
 
     @property
@@ -76,13 +76,13 @@ class StageContext:
 
     @property
     def told(self) -> GradientState | None:
-        """The state of gradients by the argument `gradients`, or as found; None while unknown."""
+        """The state of gradients set by the argument `gradients` or a trainer; None to detect it."""
         state: GradientState | None = self._optimizer.state_finder.told
         return state
 
     @property
     def lays_out_state(self) -> bool:
-        """Whether a layout of arrays divides the state."""
+        """Whether `shard_state` divides the state by a layout of arrays (JAX)."""
         return bool(self._optimizer._lays_out_state)
 
     @property
@@ -93,7 +93,7 @@ class StageContext:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether replicas make different updates."""
+        """Whether replicas make different updates (local SGD)."""
         return bool(self._optimizer.scope_inside.updates_differ)
 
     @property
@@ -103,7 +103,7 @@ class StageContext:
 
     @property
     def decides_with_all(self) -> bool:
-        """Whether an optimizer inside decides that together with the replicas of all groups."""
+        """Whether an optimizer inside skips updates jointly with the replicas of all groups."""
         return any(getattr(part, "_skips_overflows", False) for part in descendants(self._optimizer))
 
     @property

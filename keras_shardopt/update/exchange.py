@@ -1,4 +1,4 @@
-"""Move a `Reduction`: the only place where gradients leave a replica, with the numbers that travel along.
+"""Move a `Reduction`: reduce the gradients of all replicas, and the numbers that travel with them.
 
 It imports no framework, so tests replace the replicas by fakes.
 """
@@ -26,7 +26,7 @@ class Moved(NamedTuple):
     """Global gradients, or this replica's slices of them."""
 
     numbers: Tensor | None
-    """The numbers that travelled along, positive if positive on some replica; None if there were none."""
+    """The numbers that travelled along, positive if positive on some replica; None without numbers."""
 
     in_slices: bool = False
     """Whether each replica has different slices."""
@@ -71,7 +71,7 @@ def _sums(
     filled = [ops.zeros(v.shape, v.dtype) if grad is None else grad for grad, v in zip(grads, variables)]
     if not filled:
         return [], numbers
-    # Members of one group may learn at different times that another group has failed.
+    # Members of one group may detect the failure of another group at different times, so they exchange it.
     is_group = members.world is not members
     ranks = _ranks_of(members) if is_group else None
     has_failed = ranks is not None and runtime.is_cheap_to_read(filled[0]) and ranks.others_have_failed()
@@ -104,16 +104,16 @@ def raise_failure_of_others(replicas: Communicator) -> NoReturn:
     raise ValueError(words or "All groups must train. Received: an error in another one.")
 
 
-# Processes of another group can be elsewhere when those of one group fail.
+# Backends on which one group can fail while another is at a different collective.
 _ranks = for_backend({"torch": "keras_shardopt.backends.torch.communicator"})
 
 
 def _ranks_of(replicas: Communicator) -> Any:
-    """Return all ranks, to report an error to other groups; None if the replicas are no ranks."""
+    """Return all ranks, for reporting an error to other groups; None unless replicas are ranks."""
     world = replicas.world
     return world if _ranks is not None and isinstance(world, _ranks.TorchProcessGroup) else None
 
 
 def _shaped(grad: Tensor, variable: Variable) -> Tensor:
-    """Return a gradient with its variable's shape, which a trace of TensorFlow may have lost."""
+    """Return a gradient with its variable's shape. A trace of TensorFlow may have lost it."""
     return grad if is_sparse(grad) or None not in tuple(grad.shape) else ops.reshape(grad, variable.shape)

@@ -1,4 +1,4 @@
-"""The hooks of a stage that plugs into more than the update: files, backups, and weights that differ among replicas."""
+"""The hooks of a stage that affects more than the update: files, backups, and weights that differ among replicas."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from keras_shardopt.update.step import Stage
 
 
 class Extension(Stage):
-    """A stage of `extensions/`. All hooks do nothing unless a subclass overrides them."""
+    """Base class of the stages in `extensions/`. All hooks do nothing by default."""
 
     keeps_state: ClassVar[bool] = False
-    """Whether files and backups hold state of it."""
+    """Whether files and backups contain its state."""
 
     keeps_bits: ClassVar[bool] = False
-    """Whether results must not depend on the number of replicas, to the last bit."""
+    """Whether results must be bitwise independent of the number of replicas."""
 
     reducer: Any = None
-    """The reducer in place of the usual one, or None."""
+    """The reducer that replaces the usual one, or None."""
 
     optimizers: Sequence[Any] = ()
-    """The optimizers that it updates with, besides the inner one."""
+    """Its optimizers, in addition to the inner one."""
 
     lasting: Sequence[Variable] = ()
-    """The variables that optimizer files hold."""
+    """Its variables in optimizer files."""
 
     private: Sequence[Variable] = ()
-    """The variables that differ among replicas, besides those of `replica_state`."""
+    """The variables that differ among replicas, in addition to `replica_state`."""
 
     are_apart: bool = False
     """Whether replicas have different weights now."""
 
     settles_skips: bool = False
-    """Whether it restores what a skipped update has changed on each replica."""
+    """Whether it restores the changes of a skipped update on each replica."""
 
     def check_outside(self, outer: Any) -> None:
-        """Raise ValueError if `outer`, an optimizer that scales losses, must not be around this one."""
+        """Raise ValueError if a loss-scaling optimizer `outer` must not wrap this one."""
 
     def before_look(self) -> None:
-        """Called by all processes before somebody reads or saves weights."""
+        """Prepare weights for reading or saving. All processes call it together."""
 
     def sent(self, collectives: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """Return the collectives of a report, and the number of updates that they serve."""
+        """Return the collectives for a traffic report, and the number of updates that share them."""
         return list(collectives), 1
 
     def save_state(self) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Updates in one pass over memory, where the backend has a way."""
+"""Updates in one pass over memory, on backends with fused kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.wrapping.chain import Wrapping, children
 
-# Where there are kernels that update in one pass.
+# Backends with kernels that update in one pass.
 _kernels = for_backend({"torch": "keras_shardopt.backends.torch.fused"})
 
 
 class FusedUpdate(Stage):
-    """Lets Keras' own optimizers inside update with PyTorch's kernels, or in pieces that stay in the CPU's cache.
+    """Runs Keras' built-in optimizers with PyTorch's fused kernels, or in pieces that fit into the CPU's cache.
 
     Args:
         context: the optimizer.
@@ -27,32 +27,32 @@ class FusedUpdate(Stage):
     def __init__(self, context: StageContext) -> None:
         self._context = context
         self._innermost: list[tuple[Any, bool]] = []
-        """The optimizers with an update rule, and whether to keep Keras' arithmetic, bit for bit."""
+        """Each optimizer with an update rule, and whether to reproduce Keras' arithmetic bit for bit."""
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """The stage, where there are kernels."""
+        """Return the stage if the backend has kernels."""
         return [] if _kernels is None else [cls(context)]
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Finds the optimizers with an update rule, once."""
-        # A kernel rounds the last elements of an array otherwise, and with slices those are others.
+        """Find the optimizers with an update rule, once."""
+        # A kernel rounds the last elements of an array differently, and slices end at other elements.
         optimizer = self._context.optimizer
         varies = optimizer.shard_state and any(extension.keeps_bits for extension in optimizer.extensions)
         self._innermost = [
             (leaf, exactly)
             for leaf, exactly in _leaves(optimizer, varies)
-            # One inside another wrapper also multiplies gradients for that one.
+            # Inside another wrapper, the kernel also applies that wrapper's factor of the gradients.
             if leaf is not optimizer.inner or (_kernels and _kernels.is_faster(leaf, exactly, variables))
         ]
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """The update, in one pass."""
+        """Run the rest of the update in one pass."""
         self.run(step.grads, proceed, step)
 
     def run(self, grads: Gradients, update: Callable[..., None], *args: Any) -> None:
-        """Calls `update(*args)`, which updates with these gradients, in one pass."""
-        # Where steps are traced, those that keep Keras' arithmetic have a way of their own.
+        """Call `update(*args)` so that its update with these gradients takes one pass."""
+        # In traced steps, optimizers that reproduce Keras' arithmetic run Keras' code.
         is_concrete = not self._innermost or runtime.is_concrete(grads)
         chosen = [(leaf, exactly) for leaf, exactly in self._innermost if is_concrete or not exactly]
         if _kernels is not None and any(_kernels.is_elementwise(leaf) for leaf, _ in chosen):
@@ -62,7 +62,7 @@ class FusedUpdate(Stage):
 
 
 def _leaves(optimizer: Any, exactly: bool) -> Iterator[tuple[Any, bool]]:
-    """Each optimizer with an update rule, and whether one around it, here or further out, has `fused=False`."""
+    """Yield each optimizer with an update rule, and whether a wrapper around it has `fused=False`."""
     exactly = exactly or (isinstance(optimizer, Wrapping) and getattr(optimizer, "fused", "auto") is False)
     inside = children(optimizer)
     if not inside:

@@ -1,4 +1,4 @@
-"""How noisy gradients are, measured on the replicas of each update by one more all-reduce, of three numbers."""
+"""The gradient noise scale, measured from the replicas of each update by one more all-reduce, of three numbers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class GradientNoise(Stage):
-    r"""Estimates the gradient noise scale, which says up to which batch size more replicas speed training up.
+    r"""Estimates the gradient noise scale: the batch size up to which more replicas speed up training.
 
-    With $b$ rows on each of $N$ replicas, $g_r$ the gradient of replica $r$ and $g$ their mean, unbiased estimates are
+    Let each of $N$ replicas have $b$ rows and the gradient $g_r$, with the mean $g$. Unbiased estimates are
     $|G|^2 = \frac{N |g|^2 - \overline{|g_r|^2}}{N - 1}$ and $S = \frac{N}{N - 1} (\overline{|g_r|^2} - |g|^2)$, the
-    latter in units of $b$ rows. Their averages over the updates in which replicas have equal rows make the noise scale.
-    On one replica the micro-batches of `gradient_accumulation_steps` stand for replicas.
-    `summaries=["gradient_noise_scale"]` puts this stage in by itself, while training is watched; see
+    latter in units of $b$ rows. The noise scale is the ratio $S / |G|^2$ of their moving averages. Updates with uneven
+    rows are left out. On a single replica, the micro-batches of `gradient_accumulation_steps` replace the replicas.
+    `summaries=["gradient_noise_scale"]` adds this stage automatically; see
     [choosing a batch size](../summaries.md#choosing-a-batch-size).
 
     Args:
-        momentum: float in [0, 1), 0.95 by default. How much of the averages so far is kept in each update.
+        momentum: float in [0, 1), 0.95 by default. Fraction of the moving averages kept in each update.
 
     Raises:
-        TypeError, ValueError: if `momentum` is no such number; by `CrossShard`, where the formulas do not hold.
+        TypeError, ValueError: if `momentum` is not such a number; by `CrossShard`, if its options break the formulas.
 
     Example:
         >>> import keras_shardopt as ks
@@ -46,24 +46,24 @@ class GradientNoise(Stage):
         self._averages = NoiseAverages(self.momentum)
 
     def check(self, optimizer: Any) -> None:
-        """Refuses what makes other numbers of gradients than those of the formulas."""
+        """Raise ValueError if the options of `optimizer` break the formulas."""
         self._averages.check(optimizer)
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Makes the averages."""
+        """Create the moving averages."""
         self._averages.build(add_variable)
 
     def _micro_batch(self, step: Step, starts: Any, comm: Communicator) -> None:
         self._averages.add_micro_batch(_squared_norm(step) if comm.num_replicas == 1 else 0.0, starts)
 
     def local(self, step: Step, comm: Communicator) -> Step:
-        """Squares the norm of this replica's own gradient, and averages the squares."""
+        """Average over replicas: squared norm of the gradient, whether rows are uneven (> 0), rows per part."""
         square, rows = self._averages.of_part(lambda: _squared_norm(step), comm.num_replicas)
         own = ops.stack([square, ops.cast(abs(step.weight * step.row_share - 1) > 1e-5, "float32"), rows])
         return step.replace(notes={**step.notes, "noise": comm.all_reduce([own], "mean")[0]})
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """Compares with the norm of the mean."""
+        """Update the averages with the squared norm of the mean gradient."""
         self._averages.update(ops.unstack(step.notes["noise"], 3), _squared_norm(step))
         proceed(step)
 

@@ -1,4 +1,4 @@
-"""How gradients arrive at an optimizer: found, or as it was told; and whether that is enough for what it does."""
+"""The state in which gradients arrive at an optimizer (detected or set), and checks that it suits the options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DIVIDED_BEFORE = (
 )
 
 
-# Where it is seen whether a step divides its losses.
+# Backends that detect whether a step divides its losses by the number of replicas.
 _losses = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
@@ -40,45 +40,45 @@ def _evidence_of(comm: Communicator, told: GradientState | None = None) -> Evide
 
 
 class GradientStateFinder:
-    """Finds in which state gradients arrive.
+    """Determines the state in which gradients arrive.
 
     Args:
-        options: those of the `CrossShard`.
-        accumulates: whether micro-batches are added up.
-        optimizer: the `CrossShard`, as warnings name it.
+        options: the options of the `CrossShard`.
+        accumulates: whether it accumulates gradients.
+        optimizer: the `CrossShard`, for warnings.
     """
 
     def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: Any) -> None:
         self._options = options
         self.needing = options.needing_local_gradients()
-        """What needs each replica's own gradients, as `name=value`."""
+        """The options that need each replica's gradients, as `name=value`."""
         self._accumulates = accumulates
         self._optimizer = optimizer
         self.told: GradientState | None = GRADIENT_STATES[options.gradients]
-        """How they arrive, where that was said."""
+        """The state set by `gradients` or `tell`; None to detect it."""
         self._last: GradientState | None = None
         self._warned: set[str] = set()
 
     @property
     def needs_local_gradients(self) -> bool:
-        """Whether each replica's own gradients are needed, before they are reduced."""
+        """Whether an option needs each replica's gradients before the reduction."""
         return bool(self.needing)
 
     @property
     def may_be_local(self) -> bool:
-        """Whether each replica may have its own gradients, undivided."""
+        """Whether gradients may arrive unreduced and undivided (`LOCAL`)."""
         return self._options.gradients in ("auto", "local") and self.told in (None, GradientState.LOCAL)
 
     def tell(self, state: GradientState | None) -> None:
-        """How gradients arrive in the steps that come, if the caller of the constructor has not said it."""
+        """Set the state of later gradients, unless the argument `gradients` has set it; None to detect it."""
         if self._options.gradients == "auto":
             self.told = state
 
     def classify(self, step: Step, comm: Communicator) -> Step:
-        """The step, with how its gradients arrive.
+        """Return the step with its `gradient_state`.
 
         Raises:
-            ValueError: where each replica's own gradients are needed, and these are reduced already.
+            ValueError: if an option needs each replica's gradients, and these are reduced already.
         """
         check_groups(self._options.group_assignment, comm)
         state = step.gradient_state or self.find(step, comm)
@@ -97,7 +97,7 @@ class GradientStateFinder:
         return step.replace(gradient_state=state)
 
     def find(self, step: Step, comm: Communicator) -> GradientState:
-        """How these gradients arrive: as was told, or as the replicas find it."""
+        """Return the state of these gradients: set, or detected by the backend."""
         if self.told is not None:
             for doubt in _evidence_of(comm, self.told).doubts if self._options.gradients != "auto" else ():
                 self._warn_once(doubt)
@@ -105,7 +105,7 @@ class GradientStateFinder:
         state = comm.gradient_state(step.grads, step.variables)
         is_of_this_step, doubts = _evidence_of(comm)
         if not is_of_this_step and self._last is GradientState.LOCAL_PRESCALED:
-            # Rather a function that was traced before, which is not seen again, than another kind of loss.
+            # A loss traced earlier is not detected again. Assume that it still divides.
             state, doubts = GradientState.LOCAL_PRESCALED, [_DIVIDED_BEFORE]
         self._last = state
         for doubt in doubts:
@@ -130,7 +130,7 @@ class GradientStateFinder:
 
 
 def refuse_local_gradients_inside(optimizer: Any) -> None:
-    """Refuses a `CrossShard` inside another one that would wait in vain for local gradients."""
+    """Raise ValueError if a `CrossShard` inside another one needs local gradients: it receives global ones."""
     if isinstance(getattr(optimizer, "state_finder", None), GradientStateFinder):
         if optimizer.accumulation is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Numbers in variables that Python has set, so it need not read them: a read from a GPU waits for the GPU."""
+"""A cache of values that Python has assigned to variables, because reading a variable waits for the GPU."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from keras_shardopt.numerics import Variable
 
 
 class Known:
-    """The value of one variable, read again after another assignment. For steps in which Python runs."""
+    """The cached value of one variable. It is read again after an assignment elsewhere. For untraced steps."""
 
     def __init__(self) -> None:
         self._value = np.zeros(())
         self._version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_version": None}  # versions of a copy's variable are others
+        return {**vars(self), "_version": None}  # the variable of a copy has other versions
 
     def of(self, variable: Variable) -> np.ndarray:
-        """The value."""
+        """Return the value, read from the variable only if its version has changed."""
         version = runtime.version(variable)
         if version != self._version:
             self.note(variable, ops.convert_to_numpy(variable))
         return self._value
 
     def note(self, variable: Variable, value: Any) -> None:
-        """Keeps the value that was assigned last."""
+        """Cache the value assigned last."""
         self._value, self._version = np.array(value), runtime.version(variable)

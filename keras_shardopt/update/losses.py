@@ -1,15 +1,15 @@
-"""The loss of the whole batch, from replicas that each see a part of it.
+"""The loss of the whole batch, computed on replicas that each have a part of it.
 
-Keras divides a loss by what its own replica has (rows, sum of weights, mask), and the mean of such means is not the
-mean over the whole batch as soon as parts differ. Inside `batch_shared()` the losses of `compile(loss=...)`, and
-every `keras.losses.Loss` called there, divide by what all replicas have together.
+Keras divides a loss by the local number of rows, sum of weights or mask. With uneven parts, the mean of these losses
+is not the mean over the batch. Inside `batch_shared()`, the losses of `compile(loss=...)`, and every
+`keras.losses.Loss`, divide by the total over all replicas.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.losses.loss.reduce_weighted_values` - what `Loss.__call__` makes a scalar of its values with.
-    `keras.src.losses.losses` - the module of Keras' own losses and of their functions.
+    `keras.src.losses.loss.reduce_weighted_values` - reduces the values of a loss to a scalar in `Loss.__call__`.
+    `keras.src.losses.losses` - the module of Keras' losses and their functions.
     `keras.src.losses.loss.squeeze_or_expand_to_same_rank`, `standardize_reduction` - its two helpers.
     `Trainer._loss_tracker`, `Trainer._compile_loss` - the metrics that hold mean losses.
-    `Trainer._aggregate_additional_loss` - what makes a scalar of a regulariser or an `add_loss`.
+    `Trainer._aggregate_additional_loss` - reduces the value of a regularizer or an `add_loss` to a scalar.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.numerics import Tensor, cast, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
-# Where it is seen whether a step divides its losses, of which these are.
+# Backends that record divided losses, such as those of this module, to detect the state of gradients.
 _dividing = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.losses"})
 
 
 def share_losses(model: Any) -> None:
-    """Lets `model` compute the loss of the whole batch wherever `batch_shared()` says what its part is.
+    """Make `model` compute the loss of the whole batch inside `batch_shared()`.
 
-    May be called again at any time, and must be once the model is compiled and its losses are built.
+    Call it once the model is compiled and its losses are built. Repeated calls are harmless.
     """
     share_loss_objects()
     for tracker in mean_losses(model):
@@ -49,13 +49,13 @@ def share_losses(model: Any) -> None:
 
 
 def share_loss_objects() -> None:
-    """Lets every `keras.losses.Loss` compute the loss of the whole batch inside `batch_shared()`."""
+    """Make every `keras.losses.Loss` compute the loss of the whole batch inside `batch_shared()`."""
     if keras_loss.reduce_weighted_values is _reduce_in_keras:
         keras_loss.reduce_weighted_values = _reduce_weighted_values
 
 
 def mean_losses(model: Any) -> list[Any]:
-    """The metrics of a model that hold mean losses: the total, and one for each of several outputs."""
+    """Return the metrics of a model that hold mean losses: the total, and one per output if it has several."""
     of_outputs = getattr(model._compile_loss, "metrics", None) or []
     return [tracker for tracker in [model._loss_tracker, *of_outputs] if tracker is not None]
 
@@ -70,7 +70,7 @@ def _reduce_weighted_values(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Tensor:
-    """Stands in for Keras' function of that name."""
+    """Replace Keras' function of that name."""
     part = current_share()
     reduction = keras_loss.standardize_reduction(reduction)
     if part is None or reduction in (None, "none"):
@@ -85,17 +85,17 @@ def _reduce_weighted_values(
                 f"for {part.global_batch_size} rows on {part.replicas.num_replicas} replicas. Leave out the mean over "
                 "rows, or use batches that divide."
             )
-        # The values are lost, so the mean over the rows of this part is the best guess at what it is.
+        # A scalar has no values per row, so assume the mean over the rows of this part.
         loss = _counted_by_rows(values, part) * ops.cast(_factor(part) / part.replicas.num_replicas, dtype_of(values))
     else:
-        # A loss that chooses its values has perhaps as many as there are rows on some replicas only.
+        # A custom loss may select values, so their count may equal the number of rows on some replicas only.
         is_by_row = _has_known_rows(values, part) and _is_of_keras(caller_instance())
         loss = _loss_of_whole_batch(values, sample_weight, mask, reduction, part, is_by_row)
     return _dividing.note_divided(loss, adds_up) if part.losses_are_divided and _dividing is not None else loss
 
 
 def _is_of_keras(loss: Any) -> bool:
-    """Whether a loss is one of Keras' own, which have as many values for each row on every replica."""
+    """Whether a loss is built into Keras. Those have the same number of values per row on every replica."""
     function = getattr(loss, "fn", None)
     return all(getattr(each, "__module__", None) == keras_losses.__name__ for each in (type(loss), function))
 
@@ -108,17 +108,17 @@ def _loss_of_whole_batch(
     part: BatchShare,
     is_by_row: bool,
 ) -> Tensor:
-    r"""The sum over this part, divided by what all parts have, so that parts add up to the loss of the whole.
+    r"""Return the sum over this part divided by the count of all parts: the parts sum to the loss of the whole batch.
 
-    With $v$ the values, $w$ the sample weights and $m$ the mask (1 where there is none), sums over this part and
-    $\Sigma$ over all parts, it is $F \sum v w m / d$, where $F$ undoes a later mean over replicas, and $d$ is
+    Let $v$ be the values, $w$ the sample weights, and $m$ the mask (1 without one). $\sum$ is over this part, $\Sigma$
+    over all parts. The result is $F \sum v w m / d$. $F$ (`_factor`) cancels a later mean over replicas, and $d$ is
 
     - 1 for "sum",
     - $\Sigma 1 \cdot \frac{\Sigma m}{\Sigma 1_m}$ for "sum_over_batch_size" and "mean" (the second factor is the part
       of the mask that is set),
     - $\Sigma w m$ for "mean_with_sample_weight".
 
-    Replicas exchange what they count, except $\Sigma 1$ where each row has equally many values (`is_by_row`).
+    Replicas exchange these counts, except $\Sigma 1$ if each row has the same number of values (`is_by_row`).
     """
     dtype = dtype_of(values)
     weight = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
@@ -148,12 +148,12 @@ def _loss_of_whole_batch(
         return cast(cast(total, wide) * _factor(part) / size, dtype)
     (counts,) = part.replicas.all_reduce([ops.stop_gradient(ops.stack(counts))], "sum")
     divisor = counts[0] if counts.shape[0] == 1 else counts[0] * ops.divide_no_nan(counts[1], counts[2])
-    # Multiplied after it was cast: a float16 may have no room for N times the sum.
+    # Cast before multiplying: N times the sum may overflow float16.
     return cast(ops.divide_no_nan(cast(total, wide) * _factor(part), divisor), dtype)
 
 
 def _rows_that_count(values: Tensor, part: BatchShare) -> Tensor:
-    """`values` with zeros in the rows that are there as padding only."""
+    """Return `values` with zeros in the padding rows."""
     if not part.ends_early:
         return values
     rows = ops.reshape(ops.arange(values.shape[0]), [-1] + [1] * (len(values.shape) - 1))
@@ -161,7 +161,7 @@ def _rows_that_count(values: Tensor, part: BatchShare) -> Tensor:
 
 
 def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
-    """How many elements of `values` count."""
+    """Return the number of elements of `values` without padding rows, as a scalar tensor."""
     shape = ops.shape(values)
     if part.ends_early:
         shape = (part.local_batch_size, *shape[1:])
@@ -169,41 +169,41 @@ def _size(values: Tensor, part: BatchShare, dtype: str) -> Tensor:
 
 
 def _has_known_rows(values: Tensor, part: BatchShare) -> bool:
-    """Whether it is known how many of the values each row has, if all rows have as many."""
+    """Whether the number of values per row is known, provided that all rows have the same number."""
     rows = part.rows_here
     return rows is not None and (not isinstance(rows, int) or rows == values.shape[0])
 
 
 def _size_of_batch(values: Tensor, part: BatchShare, dtype: str) -> Any:
-    """How many values all parts have together, where each row has as many."""
+    """Return the number of values of all parts, if each row has the same number."""
     if isinstance(part.rows_here, int):
         return part.global_batch_size * math.prod(values.shape[1:])
     return ops.cast(part.global_batch_size, dtype) * (_size(values, part, dtype) / ops.cast(part.rows_here, dtype))
 
 
 def _counted_by_rows(loss: Tensor, part: BatchShare) -> Tensor:
-    """A mean over the rows of this part as its share in the mean over all rows."""
+    """Weight a mean over the rows of this part by its `row_share`, for the mean over all rows."""
     share = ops.cast(part.row_share, dtype_of(loss))
-    # The mean over no rows may be NaN, of which a part without rows must not make the others' loss one.
+    # The mean over no rows may be NaN, and must not reach the loss of the other parts.
     return ops.where(share > 0, loss * share, ops.zeros_like(loss))
 
 
 def _factor(part: BatchShare) -> int:
-    """By what a loss is multiplied because the gradients of the replicas will be averaged."""
+    """Return the factor that cancels a later mean of the replicas' gradients."""
     return 1 if part.losses_are_divided else part.replicas.num_replicas
 
 
 def _update_mean_loss(tracker: Any, value: Tensor, sample_weight: Any = None) -> None:
-    """Stands in for `update_state` of a metric that holds a mean loss.
+    """Replace `update_state` of a metric that holds a mean loss.
 
-    The mean of the replicas' losses is the loss of the whole batch, so each counts for an equal part of its rows.
+    The mean of the replicas' losses is the loss of the whole batch, so each has the weight of `equal_part` rows.
     """
     part = current_share()
     if part is not None:
         if not part.losses_are_divided and _dividing is not None:
-            value = _dividing.divided(value)  # Keras has multiplied it, as it divides losses elsewhere
-        # On TensorFlow the losses of several outputs come without, from Keras 3.16 on where the number of rows is not
-        # known while a step is traced: then each batch counts once, however many rows it has.
+            value = _dividing.divided(value)  # Keras has multiplied it by N, because it divides losses elsewhere
+        # TensorFlow passes None for the losses of several outputs, since Keras 3.16 only if a trace has an unknown
+        # number of rows. Each batch then has weight 1 regardless of its rows.
         sample_weight = 1 / part.replicas.num_replicas if sample_weight is None else part.equal_part
     type(tracker).update_state(tracker, value, sample_weight=sample_weight)
 
@@ -215,9 +215,9 @@ _own_losses: contextvars.ContextVar[tuple[int, Iterator[Tensor]] | None] = conte
 
 @contextlib.contextmanager
 def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
-    """Makes these a model's additional losses for the block, whatever its layers hold by the time it asks them.
+    """Use these as a model's additional losses during the block, instead of those in its layers.
 
-    It may ask for all of them several times: a custom `compute_loss` may call Keras' twice.
+    The losses repeat in a cycle, because a custom `compute_loss` may call Keras' method twice.
     """
     token = _own_losses.set((len(losses), itertools.cycle(losses)))
     try:
@@ -227,7 +227,7 @@ def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
-    """Stands in for `_aggregate_additional_loss`: exact for weight penalties, and for means over rows."""
+    """Replace `_aggregate_additional_loss`. Exact for weight penalties and for means over rows."""
     part = current_share()
     _refuse_losses_of_padding(model, part)
     own = _own_losses.get()
@@ -247,12 +247,12 @@ def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
 
 
 def _has_padding(part: BatchShare) -> bool:
-    """Whether layers get padding among the rows."""
+    """Whether layers may process padding rows."""
     return part.ends_early and not isinstance(part.local_batch_size, int)
 
 
 def _refuse_losses_of_padding(model: Any, part: BatchShare | None) -> None:
-    """Refuses an `add_loss` that has seen rows which must not count."""
+    """Raise ValueError if an added loss includes padding rows."""
     if part is None or not _has_padding(part):
         return
     penalties = [v for v in model.trainable_variables if getattr(v, "regularizer", None) is not None]

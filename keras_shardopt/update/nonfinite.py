@@ -1,7 +1,7 @@
-"""Which replica had a gradient that is not finite, and of which variable: as numbers that add up in a reduction.
+"""The replica and the variable of a nonfinite gradient, encoded as numbers that survive a reduction.
 
-Each replica knows of its own gradients only. What it found travels with them as a few 0s and 1s, so that the sum, the
-mean and any dtype still show the state of all.
+Each replica checks only its gradients. It sends the position of the first nonfinite one along, as binary digits in
+slots reserved for it. So a sum or a mean in any dtype preserves the digits of all replicas.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from keras_shardopt.update.step import Proceed, Stage, Step, proceed_if
 
 
 class SkipNonFinite(Stage):
-    """Leaves out updates with a gradient that is NaN or infinite on any replica, and keeps whose that was.
+    """Skips updates with a NaN or infinite gradient on any replica, and records the replica and the variable.
 
     Args:
-        context: the optimizer, which is just being made: its counters can be read before `build`.
-        leaves_it_to_others: whether a loss scaling inside skips such updates by itself, and counts them.
-        sees_own: whether a stage looks at each replica's own gradients, so that they are looked at here, too.
+        context: the optimizer under construction. Creating the counters now makes them readable before `build`.
+        leaves_it_to_others: whether a loss scaling inside skips and counts such updates instead.
+        sees_own: whether a stage uses each replica's gradients, so this one must check them before the reduction.
     """
 
     needs_local_gradients = False
@@ -37,10 +37,10 @@ class SkipNonFinite(Stage):
     def __init__(self, context: StageContext, leaves_it_to_others: bool, sees_own: bool) -> None:
         optimizer = context.optimizer
         self.skipped = optimizer.add_variable((), "zeros", dtype="int", name="skipped_steps")
-        """How many updates were left out: a scalar variable."""
+        """The number of skipped updates: a scalar variable."""
         unknown = keras.initializers.Constant(UNKNOWN)
         self.source = optimizer.add_variable((2,), unknown, dtype="int32", name="last_nonfinite")
-        """Which replica, and which variable, had a gradient that is not finite: the last time."""
+        """The replica and the variable's position of the last nonfinite gradient; `UNKNOWN` for either."""
         self.leaves_it_to_others = leaves_it_to_others
         self._sees_own = sees_own
         self._context = context
@@ -48,25 +48,25 @@ class SkipNonFinite(Stage):
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """The stage, where the options ask for it."""
+        """Return the stage unless `on_nonfinite` is "ignore"."""
         if options.on_nonfinite == "ignore":
             return []
         return [cls(context, context.skips_inside, options.looks_at_own_gradients)]
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Looks at gradients that were reduced elsewhere, by somebody who did not."""
+        """Check gradients that were reduced elsewhere without a check."""
         if step.is_reduced and step.found_inf is None:
             step = step.replace(found_inf=check_reduced(step.grads, step.variables))
         proceed(step)
 
     def local(self, step: Step, comm: Communicator) -> Step:
-        """Looks before gradients are clipped, which makes all NaN where one is, and after they were transformed."""
+        """Check gradients after `replica_transform` and before `replica_clipnorm`, because clipping spreads a NaN."""
         if not (step.is_local or self._sees_own):
             return step
         return step.replace(found_inf=first_not_finite(step.grads, step.variables))
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """Skips, counts, and notes whose gradient it was."""
+        """Skip and count a nonfinite update, and record its source."""
         found_inf = step.found_inf
         assert found_inf is not None
         if isinstance(found_inf, tuple):  # `ALL_FINITE`
@@ -83,21 +83,21 @@ class SkipNonFinite(Stage):
         apart = self._context.updates_differ
         proceed_if(ops.logical_not(is_bad), proceed, step, self._context.written, apart)
 
-    # -- what is told of it ------------------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------------------------
 
     def last(self) -> tuple[int, int]:
-        """The last replica and variable; `UNKNOWN` for either."""
+        """Return the last replica and the variable's position; `UNKNOWN` for either."""
         replica, position = (int(i) for i in ops.convert_to_numpy(self.source))
         return replica, position
 
     def raise_if_more(self, before: Tensor, names: Sequence[str], after: Sequence[Variable]) -> None:
-        """Raises FloatingPointError if more were left out than `before`, once `after` are assigned."""
-        # Read when the update is over, or TensorFlow might stop in the middle of it.
+        """Raise FloatingPointError if more updates were skipped than `before`, once `after` are assigned."""
+        # Wait for the end of the update, or TensorFlow might stop in the middle of it.
         is_new = ops.convert_to_tensor(self.skipped) > before
         runtime.raise_if(is_new, ops.convert_to_tensor(self.source), names, _RAISES, after)
 
     def report(self, names: Sequence[str], from_now: bool) -> None:
-        """Raises FloatingPointError if more were left out than at the last call; never with `from_now`."""
+        """Raise FloatingPointError if more updates were skipped than at the last call; never with `from_now`."""
         num_skipped = int(ops.convert_to_numpy(self.skipped))
         is_new, self._num_reported = num_skipped > self._num_reported, num_skipped
         runtime.raise_if(is_new and not from_now, ops.convert_to_numpy(self.source), names, _RAISES)
@@ -107,9 +107,9 @@ _RAISES = 'With `on_nonfinite="raise"` all gradients must be finite.'
 
 
 def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """The position, counted from 1, of the first gradient that is not finite: a scalar int32; 0 if all are.
+    """Return the position, from 1, of the first nonfinite gradient, as a scalar int32; 0 if all are finite.
 
-    None entries are, and the next values of variables with `overwrite_with_gradient`.
+    None entries and the next values of variables with `overwrite_with_gradient` are ignored.
     """
     seen = [i for i, grad in enumerate(grads) if grad is not None and not overwrites_variable(variables[i])]
     if not seen:
@@ -122,12 +122,12 @@ def first_not_finite(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
 
 
 def num_flags(num_variables: int, num_replicas: int) -> int:
-    """How many numbers `flags` makes."""
+    """Return the length of `flags`."""
     return num_replicas * num_variables.bit_length()
 
 
 def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: int, dtype: str) -> Tensor:
-    """The binary digits of a position from `first_not_finite`, where this replica's are, and 0 elsewhere."""
+    """Encode a position from `first_not_finite` as binary digits in this replica's slots; 0 in all others."""
     places = ops.convert_to_tensor([2**i for i in range(num_variables.bit_length())], "int32")
     digits = ops.cast(ops.floor_divide(position, places) % 2, dtype)
     mine = ops.cast(ops.equal(ops.arange(num_replicas, dtype="int32"), ops.cast(replica_id, "int32")), dtype)
@@ -135,10 +135,10 @@ def flags(position: Tensor, replica_id: Any, num_variables: int, num_replicas: i
 
 
 def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """The first replica and position that reduced flags show.
+    """Decode the first replica with a nonfinite gradient, and its position, from reduced flags.
 
     Returns:
-        An int32 tensor of shape `[2]`: the replica, and the position counted from 0; (-1, -1) if there is none.
+        An int32 tensor of shape `[2]`: the replica and the position, from 0; (-1, -1) if all gradients are finite.
     """
     num_digits = num_variables.bit_length()
     digits = ops.cast(ops.reshape(flags, (num_replicas, num_digits)) > 0, "int32")
@@ -153,9 +153,9 @@ def nonfinite_source(flags: Tensor, num_variables: int, num_replicas: int) -> Te
 
 
 def found_inf_of(told: Tensor, position: Tensor, num_variables: int, num_replicas: int) -> Tensor:
-    """As `moved_and_checked` returns it, from reduced flags and from what is not finite in the sum (from 1; or 0).
+    """Return `Step.found_inf` from reduced flags and the first nonfinite position in the sums (from 1; or 0).
 
-    A sum may overflow where no term does.
+    A sum may overflow even if all terms are finite.
     """
     names = nonfinite_source(told, num_variables, num_replicas)
     is_named = names[1] >= 0
@@ -164,16 +164,16 @@ def found_inf_of(told: Tensor, position: Tensor, num_variables: int, num_replica
 
 
 def check_reduced(grads: Gradients, variables: Sequence[Variable]) -> Tensor:
-    """As `moved_and_checked`, of gradients that are global already."""
+    """Return `Step.found_inf` for gradients that are global already."""
     position = first_not_finite(grads, variables)
     return ops.stack([position, ops.full_like(position, UNKNOWN), position - 1])
 
 
 def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tuple[Tensor, Tensor]:
-    """What `check_grads` finds in the gradients of all replicas, from what it finds in those of each.
+    """Return the results of `check_grads` for all replicas, from those of each.
 
     Raises:
-        ValueError: on the other replicas, if some make the call `fail_among_all` instead.
+        ValueError: on the other replicas, if some call `fail_among_all` instead.
     """
     found = ops.stack([ops.cast(has_nan, "float32"), ops.where(has_nan, ops.zeros_like(amax), amax)])
     (found,) = replicas.all_reduce([found], "max")
@@ -183,28 +183,28 @@ def largest_of_all(has_nan: Tensor, amax: Tensor, replicas: Communicator) -> tup
 
 
 def fail_among_all(replicas: Communicator) -> None:
-    """Stands in for `largest_of_all` on replicas that raise an error."""
+    """Take part in `largest_of_all` on a replica that is about to raise an error."""
     replicas.all_reduce([ops.convert_to_tensor([_FAILS, 0.0], "float32")], "max")
 
 
 _FAILS = 2.0
-"""More than any bool."""
+"""Greater than any bool."""
 
 
 def moved_and_checked(
     reduction: Reduction, move: Callable[[Reduction], Moved], members: Communicator
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Moves gradients, and says whether they are finite, in the same reduction.
+    """Reduce gradients and check them in the same collective.
 
-    In a group there is one more, of a few numbers: groups have gradients of their own, but are to skip together.
+    With `group_assignment`, all groups run one more collective of a few numbers, because they must skip together.
 
     Args:
-        reduction: with `found`, perhaps from before gradients were clipped.
+        reduction: the contribution of this replica. Its `found` may precede clipping.
         move: reduces it.
-        members: the replicas.
+        members: the replicas of this replica's group.
 
     Returns:
-        The gradients; and an int32 tensor of shape `[3]`, equal on the replicas of all groups: greater than 0 if a
+        The gradients, and an int32 tensor of shape `[3]`, equal on the replicas of all groups: greater than 0 if a
         gradient is not finite, the replica, and the position of the variable (`UNKNOWN` for either).
     """
     world, variables, found = members.world, reduction.variables, reduction.found
@@ -219,7 +219,7 @@ def moved_and_checked(
     except ValueError as error:
         if not is_group or members.is_spmd:
             raise
-        failure, moved = error, Moved(list(reduction.grads), None)  # other groups wait below
+        failure, moved = error, Moved(list(reduction.grads), None)  # raised below: other groups wait there
     told, position = moved.numbers, first_not_finite(moved.grads, variables)
     if moved.in_slices:
         position = first_of_all(position, num_variables, members)
@@ -238,14 +238,14 @@ def moved_and_checked(
 
 
 def found_alone(position: Tensor, found: Tensor | None, num_replicas: int) -> Tensor:
-    """As `moved_and_checked` says it where nothing has travelled: of all gradients, and of this replica's own."""
+    """Return `Step.found_inf` without flags, from the position in the sums and in this replica's gradients."""
     known = position if found is None else ops.where(found > 0, found, position)
     who = ops.full_like(known, 0 if num_replicas == 1 else UNKNOWN)
     return ops.stack([position, ops.where(known > 0, who, ops.full_like(who, UNKNOWN)), known - 1])
 
 
 def first_of_all(position: Tensor, num_variables: int, replicas: Communicator) -> Tensor:
-    """The first position, from 1, that any replica has found in its slices; 0 if none has."""
+    """Return the first position, from 1, that any replica has found in its slices; 0 if none has."""
     last, none = num_variables + 1, ops.zeros_like(position)
     mine = ops.cast(ops.where(position > 0, last - position, none), "float32")
     (first,) = replicas.all_reduce([ops.reshape(mine, (1,))], "max")

@@ -1,7 +1,7 @@
 """The arguments of `CrossShard`, checked.
 
 Private names of Keras touched here (a test holds each of them):
-    `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, once somebody has named some.
+    `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, after `exclude_from_weight_decay`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from keras_shardopt.wrapping.stored_state import portable
 LocalTransform = Callable[[list[Any], list[Variable]], Sequence[Any]]
 """`(grads, variables) -> grads`, for the gradients of one replica."""
 
-# The names of `tf.compat.v1.losses.Reduction`, which CrossShardOptimizer took, mean the same here.
+# TF1's CrossShardOptimizer accepted the names of `tf.compat.v1.losses.Reduction`.
 _REDUCTIONS = {"mean": "mean", "sum": "sum", "weighted_mean": "mean", "weighted_sum": "sum"}
 
 _WARMUP_ROUNDS = 5
-"""How many rounds' updates come first with the gradients of all replicas, where an outer optimizer follows."""
+"""Default length of the synchronous warm-up with an outer optimizer, in units of `sync_every` updates."""
 
 GRADIENT_STATES = {"auto": None, **{state.value: state for state in GradientState}}
-"""By the argument `gradients`, how they are told to arrive; None to find out."""
+"""The state of the gradients for each value of the argument `gradients`; None to detect it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossShardOptions:
-    """The arguments of `CrossShard`, see there: checked, and in the form that files hold.
+    """The checked arguments of `CrossShard`, documented there.
 
     Raises:
-        TypeError: if one is of a wrong type.
-        ValueError: if one has a value that there is not, or two contradict each other.
+        TypeError: if an argument has a wrong type.
+        ValueError: if an argument has an invalid value, or two contradict each other.
     """
 
     reduction: Any = "mean"
@@ -125,7 +125,7 @@ class CrossShardOptions:
             object.__setattr__(self, name, value)
 
     def _check_rounds(self) -> None:
-        """Checks the arguments of replicas that train apart, and makes an optimizer of its name or config."""
+        """Check the arguments of local SGD, and create the outer optimizer from its name or config."""
         fix = "Give it in updates, or a function of the number of updates so far."
         if not callable(self.sync_every):
             object.__setattr__(self, "sync_every", check.integer("sync_every", self.sync_every, fix=fix))
@@ -175,32 +175,32 @@ class CrossShardOptions:
 
     @property
     def updates_per_round(self) -> Callable[[Any], Any]:
-        """How many updates the round takes that begins at a count of updates, a number or a tensor."""
+        """Function of the number of updates so far (int or tensor): the local updates until the next sync."""
         every = self.sync_every
         return every if callable(every) else lambda count: every
 
     @property
     def warmup_steps(self) -> int:
-        """How many updates come with the gradients of all replicas, before they train apart."""
+        """The number of initial synchronous updates of local SGD."""
         if self.sync_warmup is not None:
             return self.sync_warmup
         return 0 if self.outer_optimizer is None else _WARMUP_ROUNDS * int(self.updates_per_round(0))
 
     @property
     def looks_at_own_gradients(self) -> bool:
-        """Whether something looks at each replica's gradients by themselves."""
+        """Whether an argument or a stage uses each replica's gradients before the reduction."""
         asked = self.replica_clipnorm is not None or self.replica_transform is not None
         return asked or any(stage.needs_local_gradients for stage in self.stages)
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing looks at a replica's own gradients between backward pass and reduction."""
+        """Whether nothing processes a replica's gradients between backward pass and reduction."""
         others = (self.group_assignment, self.virtual_replicas, self.sync_every)
         looks = any(stage._overrides("collect", "local") for stage in self.stages)
         return all(value is None for value in others) and not self.looks_at_own_gradients and not looks
 
     def needing_local_gradients(self) -> list[str]:
-        """The arguments for which each replica's own gradients are needed, as `name=value`."""
+        """Return the arguments that need each replica's gradients, as `name=value`."""
         names = ["sync_every", "replica_clipnorm", "replica_transform", "compression"]
         names = ["group_assignment", *names] if len(self.group_assignment or ()) > 1 else names
         given = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None]
@@ -208,7 +208,7 @@ class CrossShardOptions:
         return [*given, *([f"stages={needing!r}"] if needing else [])]
 
     def config(self) -> dict[str, Any]:
-        """The arguments, as files hold them."""
+        """Return the serialized arguments, for files."""
         config = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         config["replica_transform"] = keras.saving.serialize_keras_object(self.replica_transform)
         config["group_assignment"] = self.group_assignment and [list(group) for group in self.group_assignment]
@@ -229,7 +229,7 @@ class CrossShardOptions:
 
     @staticmethod
     def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None) -> dict[str, Any]:
-        """The arguments that `config` has written, with functions and stages in place of their descriptions."""
+        """Return the arguments from a `config`, with functions and stages deserialized."""
 
         def made(value: Any) -> Any:
             if not isinstance(value, dict):
@@ -241,7 +241,7 @@ class CrossShardOptions:
         return {**config, **found, "stages": [made(stage) for stage in config.get("stages", ())]}
 
     def shown(self) -> str:
-        """The arguments that differ from their defaults, and `reduction`, as `repr` shows them."""
+        """Return `reduction` and the arguments that differ from their defaults, for `repr`."""
         given = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -262,7 +262,7 @@ def _option(name: str, doc: str) -> Any:
 
 
 class HasOptions:
-    """The options of an optimizer, as attributes that cannot be set."""
+    """The options of an optimizer as read-only attributes."""
 
     _options: CrossShardOptions
     reduction: str = _option("reduction", '"mean" or "sum".')
@@ -293,10 +293,10 @@ def _one_of(name: str, value: Any, known: Any, rule: str) -> None:
 
 
 def group_assignment_of(groups: Any) -> list[list[int]] | None:
-    """The groups as lists of ints, or None where there are none (None or an empty list).
+    """Return the groups as lists of ints, or None for None or an empty list.
 
     Raises:
-        ValueError: if they are not lists of equal length in a list, in which each of the ids 0, 1, ... stands once.
+        ValueError: unless `groups` is a list of equal-length lists that together contain each id 0, 1, ... once.
     """
     if groups is None or (isinstance(groups, (list, tuple)) and not groups):
         return None
@@ -327,10 +327,10 @@ def group_assignment_of(groups: Any) -> list[list[int]] | None:
 
 
 def check_virtual_replicas(options: CrossShardOptions, groups: Groups | None) -> int | None:
-    """The number of virtual replicas, or None.
+    """Return the number of virtual replicas, or None.
 
     Raises:
-        ValueError: if batches cannot be cut into so many parts, or if something needs more than the sum over them.
+        ValueError: unless it is a power of two, or if another argument needs more than the sum over the parts.
     """
     if options.virtual_replicas is None:
         return None
@@ -362,7 +362,7 @@ def check_virtual_replicas(options: CrossShardOptions, groups: Groups | None) ->
 
 
 def check_groups(groups: Groups | None, replicas: Communicator) -> None:
-    """Raises ValueError unless the groups are those of as many replicas as there are."""
+    """Raise ValueError unless the groups contain every replica."""
     num_named = 0 if groups is None else sum(map(len, groups))
     if groups is not None and num_named != replicas.num_replicas:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Communicators for parts of a batch that a program goes through one by one, or in branches of their own."""
+"""Communicators for the parts of a batch that a program processes one after another, or in separate branches."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
 class PartOfBatch(Communicator):
-    """The communicator of losses and stages that get one part of a batch. It exchanges nothing.
+    """The communicator of losses and stages that process one part of a batch. It communicates only through `others`.
 
-    Losses that divide by a mask, or by a sum of weights, ask for what all parts have of it. So a trainer goes through
-    the parts once before (`CountingPart`), adds up what they count, and says it to each part; except where each replica
-    has one part, and they can wait for one another.
+    Losses that divide by a mask, or by a sum of weights, need its sum over all parts. So a trainer first runs all parts
+    with `CountingPart`, sums their counts, and passes the sums as `counted`. If each replica has exactly one part, it
+    can pass `others` instead.
 
     Args:
-        replica_id: which part of the batch this is.
-        num_replicas: how many parts there are.
-        is_first: whether it is the first one on its replica.
-        is_last: whether it is the last one.
-        counted: what all parts have together, in the order in which losses ask for it.
-        others: adds up what all parts count, where each replica has one part.
+        replica_id: the index of this part.
+        num_replicas: the number of parts.
+        is_first: whether it is the first part on its replica.
+        is_last: whether it is the last part on its replica.
+        counted: the sums over all parts, in the order in which losses reduce them.
+        others: the replicas, if each has one part.
     """
 
     _refusal = (
@@ -47,14 +47,14 @@ class PartOfBatch(Communicator):
         self._others = others
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """Its own."""
+        """Return `LOCAL`."""
         return GradientState.LOCAL
 
     def _refuse(self) -> NoReturn:
         raise NotCountedError(self._refusal)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """What all parts have of these, if it was counted before or can be now; else raises ValueError."""
+        """Return the sums over all parts, counted before or reduced now. Raise ValueError if neither is possible."""
         if op == "sum" and self._others is not None:
             return self._others.all_reduce(tensors, op)
         if op != "sum" or len(self._counted) < len(tensors):
@@ -63,24 +63,24 @@ class PartOfBatch(Communicator):
         return found
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Raises ValueError."""
+        """Raise ValueError: parts cannot be gathered."""
         self._refuse()
 
 
 class NotCountedError(ValueError):
-    """Raised where a loss asks for what all parts have of something that was not counted before."""
+    """The error for a reduction over all parts that was not counted before."""
 
 
 class CountingPart(PartOfBatch):
-    """A part that is gone through for what its losses count, and for nothing else."""
+    """A part that is processed only to record the counts of its losses."""
 
     def __init__(self, replica_id: Any, num_replicas: int, is_first: bool, is_last: bool) -> None:
         super().__init__(replica_id, num_replicas, is_first, is_last)
         self.counts: list[Tensor] = []
-        """What was to be added up, in its order."""
+        """The tensors to sum over all parts, in the order of the calls."""
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Notes them, and returns them as they are."""
+        """Record the tensors, and return them unchanged."""
         if op != "sum":
             self._refuse()
         self.counts += tensors

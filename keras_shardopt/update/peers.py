@@ -1,4 +1,4 @@
-"""The replicas that train the same: whether they do, and that they start equal."""
+"""The checks before the first update: same model and optimizer on all processes, equal weights and state."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from keras_shardopt.wrapping.chain import base_optimizers
 
 
 class Peers:
-    """What an optimizer finds out about its replicas before the first update, once.
+    """The replicas of one optimizer, checked and synchronized once before the first update.
 
     Args:
-        optimizer: a `CrossShard` that is just being made.
-        members: of replicas those that this one averages with.
+        optimizer: a `CrossShard` under construction.
+        members: returns, from all replicas, those that this one averages with.
     """
 
     def __init__(self, optimizer: Any, members: Callable[[Communicator], Communicator]) -> None:
         self._optimizer = optimizer
         self._members = members
         self.started: Communicator | None = None
-        """The replicas that have started with equal weights, on PyTorch."""
+        """PyTorch: the ranks that have started with equal weights; None before."""
         self.is_loaded = False
-        """Whether the optimizer comes from a file, and has not been used yet."""
-        # What it was built as, in words, and whether all processes have found that they have the same.
+        """Whether the optimizer comes from a file and has not been used yet."""
+        # The description of `agreement.py` at `build`, and whether all processes have compared it successfully.
         self._described: Any = None
         self._agree = False
         self._leaves: list[Any] = []
 
     def before_build(self, variables: Sequence[Variable]) -> None:
-        """Called before the optimizer makes its variables."""
+        """Check and describe the variables before the optimizer is built."""
         self._leaves = base_optimizers(self._optimizer)
         outers = [outer for extension in self._optimizer.extensions for outer in extension.optimizers]
         placement.before_build(variables, self._optimizer, [*self._leaves, *outers], self._optimizer.shard_state)
         if processes.process()[0] > 1:
-            # Not later: callbacks change the rate, and a step that is being traced cannot read it.
+            # Describe it now: callbacks change the learning rate later, and a traced step cannot read it.
             self._described = described(self._optimizer, variables)
             if processes.creates_variables_collectively():
                 self._compare(variables)
 
     def ready(self, variables: Sequence[Variable], comm: Communicator) -> float:
-        """Makes sure that these replicas may train, and start with equal weights and state.
+        """Check that these replicas can train together, and give them equal weights and state before the first update.
 
         Returns:
-            The factor for this replica's gradients, as `Placement.broadcast_state` returns it.
+            The factor for this replica's gradients, from `Placement.broadcast_state`.
 
         Raises:
-            ValueError: on every replica, if they do not have the same optimizer and variables.
+            ValueError: on every replica, if their optimizers or variables differ.
         """
         optimizer = self._optimizer
         is_loaded, self.is_loaded = self.is_loaded, False
@@ -72,19 +72,19 @@ class Peers:
         return factor
 
     def still_there(self) -> Communicator | None:
-        """The replicas that have started together, if they are those around the caller."""
+        """Return the ranks of `started` if their process group is still the current one; None otherwise."""
         if self.started is None:
             return None
         try:
             return self.started if runtime.communicator(self._optimizer.axis_name) is self.started else None
-        except ValueError:  # of ranks whose group is closed
+        except ValueError:  # the process group is closed
             return None
 
     def check(self, comm: Communicator | None = None) -> None:
-        """Makes sure, once, that the processes train the same with the same optimizer. All must call it together.
+        """Check, once, that all processes train the same model with the same optimizer. All must call it together.
 
         Raises:
-            ValueError: on every process, if they do not. It names what differs.
+            ValueError: on every process, if they do not. It names the difference.
         """
         comm = runtime.communicator(self._optimizer.axis_name) if comm is None else comm
         if self._agree or not comm.is_multi_process:
@@ -96,9 +96,9 @@ class Peers:
         runtime.no_compile(self._compare, self._optimizer._trainable_variables)
 
     def check_parts(self) -> None:
-        """Makes sure, where state is divided, that its parts still belong together. All processes call it together.
+        """Check that the shards of divided state belong to the same update. All processes call it together.
 
-        For what gives all processes the first one's values: parts of the state cannot come from there.
+        Call it before giving all processes the values of process 0: shards cannot be copied from there.
 
         Raises:
             ValueError: on every process, if they do not.
@@ -117,7 +117,7 @@ class Peers:
             shards.check_start(int(ops.convert_to_numpy(self._optimizer.iterations)))
 
     def _warn_of_sums(self, num_replicas: int) -> None:
-        """Warns of a loss that is a sum over its replica's rows, where nobody computes that of the whole batch."""
+        """Warn of a loss summed over a replica's rows, unless a prepared trainer computes that of the whole batch."""
         if self._optimizer.reduction == "sum" or current_share() is not None:
             return
         for loss in losses_that_add_up(self._optimizer, self._optimizer._trainable_variables)[:1]:

@@ -1,4 +1,4 @@
-"""The way of gradients through one update: stages around one reduction."""
+"""The order of one update: stages around one reduction."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.transport import Transport
 
 _NOTHING_KNOWN = Step((), ())
-# Each replica's own: those of TensorFlow are threads that take turns in the middle of an update.
+# A context variable, because TensorFlow's replicas are threads that alternate within one update.
 _resumed: contextvars.ContextVar[Step] = contextvars.ContextVar("resumed", default=_NOTHING_KNOWN)
 _resumed_lock = threading.Lock()
 
 
 class Reducer(Protocol):
-    """Makes each replica's own gradients global: by an all-reduce, a reduce-scatter, or while they are computed."""
+    """Turns each replica's gradients into global ones: by all-reduce, reduce-scatter, or during the backward pass."""
 
     transport: Transport
-    """What takes gradients to other replicas."""
+    """The transport of gradients between replicas."""
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Called with each loss before it is differentiated."""
+        """Receive each loss, and this replica's `Step.row_share`, before differentiation."""
 
     @property
     def has_finished(self) -> bool:
-        """Whether the gradients of this step are global already, as it has reduced them in the backward pass."""
+        """Whether the last backward pass has already reduced the gradients of this step."""
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """The step with gradients that were, or now are, reduced in a way that no stage sees; None where not."""
+        """Return the step reduced in buckets, without `Stage.local`; None if the reducer does not send early."""
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
-        """The step with global gradients: all of them, or those of this replica's slices."""
+        """Return the step with global gradients: whole, or this replica's slices."""
 
     def own_part(self, step: Step) -> Step:
-        """Of a step that was reduced elsewhere, what this replica updates with."""
+        """Return the part of an already reduced step that this replica updates with."""
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Along which dimension of each gradient `reduce` can leave slices, if `Step.axes` asks for them."""
+        """Return the dimension of each gradient along which `reduce` can leave slices, for `Step.axes`."""
 
     def finish(self, comm: Communicator) -> None:
-        """Tells the other replicas that this one has ended training, so that none waits for it."""
+        """Notify the other replicas that this one has ended training, so none waits for it."""
 
 
 class Pipeline:
-    """Takes steps through `collect` of all stages, the reduction, and `commit` of all stages, to the update.
+    """Runs `collect` of all stages, `local` of all stages, the reduction, `commit` of all stages, and the update.
 
     Args:
-        stages: from the outside in.
-        reducer: makes gradients global.
-        update: gets the step in the end.
-        axis_name: of the mapped axis of replicas on JAX.
-        classify: fills in how gradients arrive.
+        stages: from the outermost to the innermost.
+        reducer: turns gradients into global ones.
+        update: receives the final step.
+        axis_name: str. JAX: the mapped axis of the replicas.
+        classify: returns the step with its `gradient_state`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Pipeline:
     ) -> None:
         self.change(stages, reducer)
         self.end_watch: Callable[[], None] | None = None
-        """Ends what `watch_noise` has begun."""
+        """The function that removes the stage of `watch_noise`, or None."""
         self._update = update
         self._axis_name = axis_name
         self._classify = classify
@@ -86,58 +86,58 @@ class Pipeline:
         self._num_resumed = 0
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Builds the stages, and then the transport."""
+        """Build the stages, then the transport."""
         for stage in self.stages:
             stage.build(variables, add_variable)
         self.transport.build(variables, add_variable)
 
     @property
     def transport(self) -> Transport:
-        """What takes gradients to other replicas."""
+        """The transport of gradients between replicas."""
         return self.reducer.transport
 
     def change(self, stages: Sequence[Stage], reducer: Reducer) -> None:
-        """Goes on with other stages, between two steps. A compiled step must be compiled anew."""
+        """Replace the stages and the reducer between two steps. Recompile compiled steps afterwards."""
         self.stages, self.reducer = list(stages), reducer
         self._collect: Proceed | None = None
         self._fused = next((stage for stage in stages if isinstance(stage, FusedUpdate)), None)
         self.is_idle = all(stage is self._fused for stage in stages)
-        """Whether no stage looks at the gradients, nor changes them."""
+        """Whether no stage reads or changes the gradients."""
 
     def micro_batch(self, step: Step, starts: Any) -> None:
-        """Shows the gradients of a micro-batch to the stages that look at them."""
+        """Pass the gradients of a micro-batch to the stages that use them."""
         for stage in self.stages:
             if stage._looks_at_micro_batches:
                 stage._micro_batch(step, starts, runtime.communicator(self._axis_name))
 
     def reset(self) -> None:
-        """Lets all stages begin anew: state was loaded."""
+        """Reset all stages and the transport: state was loaded."""
         for stage in self.stages:
             stage.reset()
         self.transport.reset()
 
     def before_look(self) -> None:
-        """Tell extensions that somebody reads or saves weights. All processes call it together."""
+        """Notify extensions that weights are about to be read or saved. All processes call it together."""
         for stage in self.stages:
             if isinstance(stage, Extension):
                 stage.before_look()
 
     def run(self, step: Step) -> None:
-        """One call of `apply`."""
+        """Run one call of `apply`."""
         if self._collect is None:
             self._collect = self._through("collect", self._reduce_and_commit)
             self._commit = self._through("commit", self._update)
         self._collect(step)
 
     def run_idle(self, update: Callable[..., None], grads: Gradients, variables: Sequence[Variable]) -> None:
-        """The same by `update(grads, variables)`, where the pipeline `is_idle` and there is nothing to reduce."""
+        """Run `update(grads, variables)` directly, if the pipeline `is_idle` and nothing needs a reduction."""
         if self._fused is None:
             update(grads, variables)
         else:
             self._fused.run(grads, update, grads, variables)
 
     def reduce(self, step: Step) -> Step:
-        """What happens up to the update, on one replica; perhaps inside a `shard_map`."""
+        """Run `local` of all stages and the reduction on one replica, possibly inside a `shard_map`."""
         comm = runtime.communicator(self._axis_name)
         with recording() as self._reducing:
             early = self.reducer.reduced_early(step, comm)
@@ -150,22 +150,22 @@ class Pipeline:
 
     @property
     def collectives(self) -> list[Collective]:
-        """Those of the last update, or of its last trace."""
+        """The collectives of the last update, or of its last trace."""
         return [*self._reducing, *self._committing]
 
     @property
     def carried(self) -> list[Variable]:
-        """The variables that each reduction reads and leaves, with another value on each replica."""
+        """The variables that each reduction reads and assigns, with a different value on each replica."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     @property
     def replica_state(self) -> list[Variable]:
-        """The variables of stages and transport that hold another value on each replica."""
+        """The variables of stages and transport with a different value on each replica."""
         return [*[variable for stage in self.stages for variable in stage.replica_state], *self.carried]
 
     @contextlib.contextmanager
     def resuming(self, step: Step) -> Iterator[None]:
-        """For trainers: the gradients that come during the block are of this step, which `reduce` has returned."""
+        """Mark gradients applied during the block as those of this step, returned by `reduce`. For trainers."""
         self._count_resumed(1)
         token = _resumed.set(step)
         try:
@@ -180,12 +180,12 @@ class Pipeline:
 
     @property
     def resumed(self) -> Step:
-        """What is known of gradients that come reduced."""
-        # Not asked for nothing: torch.compile breaks a step apart at every look into a context variable.
+        """The step of `resuming`, or an empty one."""
+        # The count avoids reading the context variable: each read splits the graph of torch.compile.
         return _resumed.get() if self._num_resumed else _NOTHING_KNOWN
 
     def carried_in(self, variables: Sequence[Variable], values: Sequence[Tensor]) -> list[Tensor]:
-        """Of the values of an optimizer's variables, those of `carried`."""
+        """Return the values of `carried` among the values of an optimizer's variables."""
         by_id = {id(variable): value for variable, value in zip(variables, values)}
         return [by_id[id(variable)] for variable in self.carried]
 

@@ -22,19 +22,19 @@ class Plug:
 
 
 class Place(enum.IntEnum):
-    """The places of stages, from the outside in. Extensions come after the core's stages of the same place."""
+    """The places of stages, outermost first. Extensions come after the core's stages of the same place."""
 
     OUTERMOST = 0
-    WINDOW = 1
-    LOCAL = 2
-    BEFORE_SENDING = 3
+    WINDOW = 1  # gradient accumulation, local SGD
+    LOCAL = 2  # transforms and checks of local gradients, users' stages
+    BEFORE_SENDING = 3  # clipping, after the checks
     UPDATE = 4
 
 
 _plugs: dict[str, Plug] = {}
 _packages_of_steps: list[str] = []
 stages: list[tuple[Place, Any]] = []
-"""The kinds of stages of extensions, and their places."""
+"""The stage classes of extensions, and their places."""
 
 
 def register_stage(place: Place, kind: Any) -> None:

@@ -1,6 +1,6 @@
-"""Where the gradients of all replicas arrive: everywhere, in slices, or before the backward pass is over.
+"""The reducers: all-reduce, reduce-scatter, and either of them overlapped with the backward pass.
 
-A reducer is handed the transport that takes them there.
+A reducer decides where sums arrive and when; its transport decides how gradients are encoded.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from keras_shardopt.update.scattered import AlongAxes
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transfer, Transport, transport_of
 
-# Where gradients can be reduced while the others are computed.
+# Backends that can reduce gradients during the backward pass.
 _overlap = for_backend({"torch": "keras_shardopt.backends.torch.overlap"})
 
 
 class AllReduce:
-    """Every replica gets the mean, or the sum, of all gradients (of its group).
+    """Gives every replica the mean, or the sum, of all gradients (of its group).
 
     Args:
         context: the optimizer.
         options: its options.
-        transport: takes gradients there.
+        transport: sends the gradients.
     """
 
     def __init__(self, context: StageContext, options: CrossShardOptions, transport: Transport) -> None:
@@ -46,24 +46,24 @@ class AllReduce:
         self._decides_with_all = context.decides_with_all
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Nothing is sent before all gradients are there."""
+        """Do nothing: this reducer sends after the backward pass."""
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """Nothing is."""
+        """Return None."""
         return None
 
     @property
     def has_finished(self) -> bool:
-        """Whether the backward pass that is over has left global gradients."""
+        """Whether the last backward pass has left global gradients: never."""
         return False
 
     def members(self, comm: Communicator) -> Communicator:
-        """The replicas that this one averages with; the groups are checked by then."""
+        """Return the replicas that this one averages with. `check_groups` has run before."""
         groups = self._options.group_assignment
         return comm if groups is None else comm.split(groups)
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
-        """Weighs them by the replica's rows, and sends them."""
+        """Weight the gradients by the replica's rows, and reduce them."""
         members = self.members(comm)
         if not step.is_local:
             return self.own_part(self._as_told(step, members))
@@ -78,11 +78,11 @@ class AllReduce:
         return self._arrived(reduction.unpack(grads, found_inf, step))
 
     def own_part(self, step: Step) -> Step:
-        """All of it."""
+        """Return the step unchanged."""
         return step
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Those along which a layout divides state; none of gradients that are reduced already, or not divided so."""
+        """Return the dimensions along which a layout divides the state; None for gradients to keep whole."""
         if not self._leaves_slices:
             return [None for _ in variables]
         axes = placement.dividing_axes(variables)
@@ -94,9 +94,9 @@ class AllReduce:
         return self._context.lays_out_state and is_local and self.transport.divides_along_axes
 
     def finish(self, comm: Communicator) -> None:
-        """Sends zeros, and that there are no more gradients, as if it were one more update."""
+        """Reduce zeros once more, with a flag that this replica has ended training."""
         members, variables = self.members(comm), self._context.trainable
-        # Next values travel by themselves, and only some of them, so that another replica may be somewhere else.
+        # Next values (`overwrite_with_gradient`) use another collective; this replica cannot match those of the others.
         if members.is_spmd or any(overwrites_variable(v) for v in variables):
             return
         flags = num_flags(len(variables), comm.num_replicas) if self._checks_finite and members.world is members else 0
@@ -135,13 +135,13 @@ class AllReduce:
 
 
 class ReduceScatter(AllReduce):
-    """Every replica gets its slices of the global gradients, because it has state for these only.
+    """Gives every replica its slices of the global gradients, because it holds state for these only.
 
     Args:
         context: the optimizer.
         options: its options.
-        transport: takes gradients there.
-        shards: who owns what, a `FlatShards`, `PaddedShards` or `PaddedLayout`.
+        transport: sends the gradients.
+        shards: the slices of each replica: a `FlatShards`, `PaddedShards` or `PaddedLayout`.
     """
 
     def __init__(self, context: StageContext, options: CrossShardOptions, transport: Transport, shards: Any) -> None:
@@ -149,11 +149,11 @@ class ReduceScatter(AllReduce):
         self._shards = shards
 
     def own_part(self, step: Step) -> Step:
-        """This replica's slices."""
+        """Return the step with this replica's slices."""
         return step.replace(grads=self._shards.slices_of(step.grads, step.variables))
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """As `AllReduce.dividing_axes`; padded gradients are divided by rows."""
+        """Return the dimensions as `AllReduce.dividing_axes` does, but 0 for padded gradients."""
         axes = super().dividing_axes(variables)
         return self._shards.axes_inside(variables, axes) if self._leaves_slices else axes
 
@@ -170,18 +170,18 @@ class ReduceScatter(AllReduce):
         return step if self._shards.reduces_in_slices or self._arrives_in_slices(step) else self.own_part(step)
 
     def _arrives_in_slices(self, step: Step) -> bool:
-        """Whether a layout leaves slices of this step's gradients."""
+        """Whether the reduction of this step leaves slices along `Step.axes`."""
         return step.axes is not None and self._leaves_slices and not self._shards.reduces_in_slices
 
 
 class Overlapped:
-    """On PyTorch sends gradients while the backward pass computes others; elsewhere as another reducer does.
+    """Sends gradients during the backward pass on PyTorch; delegates to another reducer otherwise.
 
     Args:
-        at_the_end: the other one.
+        at_the_end: the other reducer.
         context: the optimizer.
         options: its options.
-        shards: of a `ReduceScatter`, who owns what.
+        shards: the slices of each replica, if the other reducer is a `ReduceScatter`.
     """
 
     def __init__(
@@ -195,11 +195,11 @@ class Overlapped:
         self.reduce, self.own_part, self.members = at_the_end.reduce, at_the_end.own_part, at_the_end.members
         self.dividing_axes = at_the_end.dividing_axes
         self.buckets: Any = None
-        """What is sent together, where gradients are sent early."""
+        """The buckets of gradients; None if gradients are not sent early."""
         self._among: Communicator | None = None
 
     def watch(self, loss: Tensor, row_share: Any) -> None:
-        """Sends gradients while this loss is differentiated, if it is that of a step of Keras' trainer."""
+        """Send gradients during the backward pass of this loss, if Keras' trainer runs the step."""
         if self.buckets is None or not runtime.is_concrete(loss):
             return
         window = self._context.window
@@ -209,7 +209,7 @@ class Overlapped:
             self.buckets.follow(loss, self._context.optimizer, True, window.mean_with(bool(row_share)))
 
     def reduced_early(self, step: Step, comm: Communicator) -> Step | None:
-        """With the gradients that the buckets have, or now get."""
+        """Return the step with the gradients that the buckets have reduced, or reduce now."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             return None
@@ -227,11 +227,11 @@ class Overlapped:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the backward pass that is over has left global gradients."""
+        """Whether the last backward pass has left global gradients."""
         return self.buckets is not None and bool(self.buckets.has_finished)
 
     def finish(self, comm: Communicator) -> None:
-        """See `AllReduce.finish`; in buckets, where gradients are."""
+        """See `AllReduce.finish`; uses the buckets if they exist."""
         buckets = self.buckets_among(comm)
         if buckets is None:
             self._at_the_end.finish(comm)
@@ -239,7 +239,7 @@ class Overlapped:
             buckets.join_uneven_inputs()
 
     def buckets_among(self, comm: Communicator) -> Any:
-        """The buckets of these replicas, made when they are first asked for; None where nothing is sent early."""
+        """Return the buckets of these replicas, created at the first call; None if gradients are not sent early."""
         if self._among is not comm:
             if self._context.started is not comm or not self._context.may_be_local:
                 return None
@@ -262,7 +262,7 @@ class Overlapped:
 def reducer_of(
     context: StageContext, options: CrossShardOptions, transport: Transport | None = None, shards: Any = None
 ) -> AllReduce | Overlapped:
-    """The reducer that the options of a `CrossShard` ask for; with `shards` each replica gets its slices."""
+    """Return the reducer for these options; with `shards`, one that leaves slices."""
     if transport is None:
         transport = transport_of(options.compression, context)
         transport.check()
@@ -277,5 +277,5 @@ def reducer_of(
 
 
 def whole_reducer_of(reducer: Any) -> Any:
-    """The reducer that takes the place of one, where each replica's gradients are looked at before they are sent."""
+    """Return the reducer that sends after the backward pass, for stages that need local gradients."""
     return reducer._at_the_end if isinstance(reducer, Overlapped) else reducer

@@ -1,6 +1,6 @@
-"""The contribution of one replica to the reduction of an update: packed once, moved once, unpacked once.
+"""One replica's contribution to the reduction of an update: packed once, moved once, unpacked once.
 
-It chooses the collective and the factor for each state of the gradients.
+The state of the gradients determines the collective and the factor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reduction:
     """This replica's gradients, one tensor or None per variable; next values of `overwrite_with_gradient` variables."""
 
     variables: Sequence[Variable]
-    """Their variables. Processes list the same ones, those of frozen layers included."""
+    """The variables of `grads`, the same on all processes. These include variables of frozen layers."""
 
     places: Sequence[int]
     """The positions of these variables in the optimizer."""
@@ -48,13 +48,13 @@ class Reduction:
     """Whether the gradients are those of a mean loss, and not yet divided by the number of replicas."""
 
     trained: Sequence[bool] | None = None
-    """For each variable whether this replica trains it; None means all."""
+    """Whether this replica trains each variable; None means all."""
 
     trains: bool = True
     """False if this replica has ended its training."""
 
     numbers: Callable[[str], Tensor] | None = None
-    """Makes the numbers that travel with the gradients, in a given dtype."""
+    """Returns the numbers that travel with the gradients, in a given dtype."""
 
     found: Tensor | None = None
     """The position, from 1, of the first nonfinite gradient here, or 0; None if unknown."""
@@ -72,7 +72,7 @@ class Reduction:
         every, trained = context.trainable, None
         places = context.places(variables)
         if not members.is_spmd and len(places) < len(every):
-            # All ranks send the same, also where some have frozen layers, so that they can notice.
+            # All ranks send the same variables, even with frozen layers, so the reduction can detect a difference.
             given = dict(zip(places, grads))
             if found is not None:
                 found = ops.take(ops.convert_to_tensor([0, *[i + 1 for i in places]], "int32"), found, axis=0)
@@ -94,7 +94,7 @@ class Reduction:
 
     @classmethod
     def of_nothing(cls, variables: Sequence[Variable], num_numbers: int = 0) -> Reduction:
-        """Pack the announcement that this replica has ended its training: an update of zeros."""
+        """Pack zeros with a flag that this replica has ended its training."""
         numbers = (lambda dtype: ops.zeros((num_numbers,), dtype)) if num_numbers else None
         nothing = [None] * len(variables)
         return cls(nothing, variables, range(len(variables)), "sum", trains=False, numbers=numbers)
@@ -126,7 +126,7 @@ def collective(gradient_state: GradientState, kind: Kind) -> ReduceOp:
 
 def rescaling(kind: Kind, replicas: Communicator) -> float:
     """Return the factor of the sum of prescaled gradients."""
-    # Each is divided by the number of all replicas, also where only those of a group are added.
+    # Each is divided by the number of all replicas, even if the sum is over one group.
     return replicas.world.num_replicas / (1 if kind == "sum" else replicas.num_replicas)
 
 
@@ -140,5 +140,5 @@ def as_told(step: Step, kind: Kind, num_replicas: int) -> list[Tensor | None]:
 
 
 def scaled(grad: Tensor, factor: float) -> Tensor:
-    """Return a gradient times a number, or the same object for 1: a single replica costs nothing."""
+    """Return a gradient times a number, or the same object for 1, so a single replica costs nothing."""
     return grad if factor == 1 else map_values(lambda value: ops.multiply(value, factor), grad)

@@ -1,4 +1,4 @@
-"""Transforms and clips one replica's own gradients, before the reduction."""
+"""Transform and clip one replica's gradients, before the reduction."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from keras_shardopt.update.step import Stage, Step
 
 
 class _OwnGradients(Stage):
-    """Changes each replica's own gradients, in units of its mean loss, as one option says.
+    """Base class: applies the option `_option` to each replica's gradients, in units of its mean loss.
 
     Args:
-        value: of the option.
-        context: the optimizer, which knows by what the loss is scaled.
+        value: the value of the option.
+        context: the optimizer, for its loss scale.
     """
 
     _option: str
@@ -43,13 +43,13 @@ class _OwnGradients(Stage):
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """The stage, where the option is given."""
+        """Return the stage unless the option is None."""
         value = getattr(options, cls._option)
         return [] if value is None else [cls(value, context)]
 
     def local(self, step: Step, comm: Communicator) -> Step:
         """See `transformed_gradients`."""
-        # There is no mean loss of no rows; what a transform makes of them counts for nothing in the reduction.
+        # A replica without rows has no mean loss. The reduction discards its gradients, so any unit will do.
         rows = 1.0 if isinstance(step.row_share, float) and not step.row_share else step.row_share
         unit = (self._context.loss_scale if step.loss_scale is None else step.loss_scale) * rows
         assert step.gradient_state is not None
@@ -59,13 +59,13 @@ class _OwnGradients(Stage):
 
 
 class ReplicaTransform(_OwnGradients):
-    """Changes them by a function."""
+    """Applies `replica_transform` to each replica's gradients."""
 
     _option = "replica_transform"
 
 
 class ReplicaClip(_OwnGradients):
-    """Clips them by their global norm."""
+    """Clips each replica's gradients by their global norm."""
 
     _option = "replica_clipnorm"
 
@@ -79,29 +79,27 @@ def transformed_gradients(
     clipnorm: float | None = None,
     transform: LocalTransform | None = None,
 ) -> list[Tensor | None]:
-    r"""Changes this replica's gradients by themselves: first by `transform`, then clipped by their own global norm.
+    r"""Return this replica's gradients, changed by `transform` and then clipped by their global norm.
 
-    Both are in units of the replica's own mean loss. With $s$ the loss scale, and $u = s / N$ where gradients arrive
-    prescaled and $u = s$ elsewhere, a gradient arrives as $u \, g_r$. `transform` sees $g_r$ (of half precision in
-    float32), and the clipping makes it $g_r \min(1, c / \lVert g_r \rVert)$. The result has the units and dtypes in
-    which the gradients arrived.
+    Both work in units of the replica's mean loss. Let $s$ be the loss scale, and $u = s / N$ for prescaled gradients,
+    otherwise $u = s$. A gradient arrives as $u \, g_r$. `transform` receives $g_r$ (half precision as float32), and
+    clipping returns $g_r \min(1, c / \lVert g_r \rVert)$. The result has the units and dtypes of arriving gradients.
 
     Args:
-        grads: one tensor or None per variable: this replica's own, so `gradient_state` is local or
-            prescaled unless there is one replica only.
+        grads: one tensor or None per variable, of this replica: local or prescaled, unless it is the only one.
         variables: the variables of `grads`. The next values of those with `overwrite_with_gradient` are left unchanged.
-        num_replicas: the $N$ that prescaled gradients are divided by.
-        gradient_state: how the gradients arrive.
-        loss_scale: a number or scalar tensor, by which the loss was multiplied.
-        clipnorm: float or None. The largest global norm.
-        transform: a function or None.
+        num_replicas: int. The divisor $N$ of prescaled gradients.
+        gradient_state: the state in which the gradients arrive.
+        loss_scale: number or scalar tensor, 1.0 by default. The factor $s$ of the loss.
+        clipnorm: float or None. The largest global norm $c$.
+        transform: `(grads, variables) -> grads`, or None.
 
     Raises:
-        ValueError: if `transform` returns another number of gradients, or one of another shape than its variable.
+        ValueError: if `transform` returns a different number of gradients, or one with a different shape.
     """
     result = list(grads)
     plain = [i for i, variable in enumerate(variables) if not overwrites_variable(variable)]
-    # As numbers where they are known: a factor of 1 then costs nothing and changes no bit.
+    # Keep Python numbers: a factor of 1 is then free, and bitwise exact.
     unit = (
         loss_scale / num_replicas
         if gradient_state is GradientState.LOCAL_PRESCALED and num_replicas > 1
@@ -115,7 +113,7 @@ def transformed_gradients(
             dtype = dtype_of(variables[i] if grads[i] is None else grads[i])
             result[i] = None if grad is None else map_values(functools.partial(_arriving, unit=unit, dtype=dtype), grad)
     if clipnorm is not None:
-        # The limit in the units of the gradients, not the other way round: within it they keep every bit.
+        # Scale the limit instead of the gradients: those within it stay bitwise unchanged.
         own = [result[i] for i in plain]
         for i, grad in zip(plain, clipped_to(own, clipnorm * unit, global_norm(own))):
             result[i] = grad
@@ -133,7 +131,7 @@ def _in_units(value: Tensor, unit: Any) -> Tensor:
 
 
 def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None]:
-    """What a transform has returned, if that can be gradients of `variables`."""
+    """Return the result of a transform as a list, or raise ValueError unless it fits `variables`."""
     rule = "`replica_transform` must return a list with one gradient, or None, for each that it is given."
     if not isinstance(returned, (list, tuple)):
         raise ValueError(f"{rule} Received: {returned!r} (of type {type(returned).__name__})")
@@ -150,7 +148,7 @@ def _checked(returned: Any, variables: Sequence[Variable]) -> list[Tensor | None
 
 
 def unscaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale: Any) -> list[Tensor | None]:
-    """Gradients of a scaled loss as those of the loss itself. Where it is scaled, half precision becomes float32."""
+    """Divide gradients by the loss scale. Half precision becomes float32, unless the scale is 1."""
     if is_one(loss_scale):
         return list(grads)
     return [
@@ -160,7 +158,7 @@ def unscaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_sca
 
 
 def scaled_gradients(grads: Gradients, variables: Sequence[Variable], loss_scale: Any) -> list[Tensor | None]:
-    """The reverse of `unscaled_gradients`; each gradient then has the dtype of its variable."""
+    """Multiply gradients by the loss scale, in the dtype of each variable. Reverse of `unscaled_gradients`."""
     if is_one(loss_scale):
         return list(grads)
     return [
@@ -177,5 +175,5 @@ def _unscaled(value: Tensor, loss_scale: Any) -> Tensor:
 
 
 def is_one(factor: Any) -> bool:
-    """Whether a factor is known to be 1."""
+    """Whether a factor is a Python number equal to 1."""
     return isinstance(factor, (int, float)) and factor == 1

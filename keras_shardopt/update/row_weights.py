@@ -1,4 +1,4 @@
-"""Weights a replica's gradients by its rows, or the sum of their sample weights."""
+"""Weight a replica's gradients by its rows, or the sum of their sample weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_shardopt.update.step import Step
 
 
 def weighted_by_rows(step: Step) -> Step:
-    """The step with its gradients times its weight, zeros where it has no rows; then nothing in them is bad either."""
+    """Return the step with its gradients times its weight; with no rows, zeros and a `found_inf` of 0."""
     weight = step.weight
     if not isinstance(step.row_share, float):
         weight = ops.where(step.row_share > 0, weight, 0.0)
@@ -32,9 +32,9 @@ def _weighted(grad: Any, variable: Variable, weight: Any) -> Any:
         return grad
 
     def times(value: Tensor) -> Tensor:
-        # Not times zero: a gradient of no rows, or of foreign weights, may hold anything, also NaN.
+        # Replace instead of multiplying by zero: without rows, or before weights are equal, gradients may be NaN.
         if isinstance(weight, (int, float)):
-            # Cast, or a scalar of half precision becomes a float32 on PyTorch, and on some replicas only.
+            # Cast, because a half-precision scalar would become float32 on PyTorch, on some replicas only.
             return ops.zeros_like(value) if weight == 0 else ops.multiply(value, ops.cast(weight, dtype_of(value)))
         product = ops.multiply(value, ops.cast(weight, dtype_of(value)))
         return ops.where(ops.equal(weight, 0), ops.zeros_like(value), product)

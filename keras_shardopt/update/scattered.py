@@ -1,6 +1,6 @@
-"""A transfer of which each replica gets its slice along a dimension, where state is laid out so.
+"""A transfer that leaves each replica its slice along a dimension, for state in such a layout.
 
-Hides that a `Communicator` reduces flat tensors only in slices.
+Hides that `Communicator.reduce_scatter` slices only along the first dimension.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from keras_shardopt.update.transport import Transfer
 
 
 class AlongAxes(Transfer):
-    """Another transfer, of which each replica gets its slices of the gradients, and all of everything else.
+    """Reduces some gradients to slices along a dimension, and everything else whole.
 
     Args:
-        transfer: the other one.
-        axes: by the position of a variable, along which dimension its gradient is divided.
+        transfer: the transfer of the whole reduction, used for `left` and its communicator.
+        axes: for the position of each divided variable, the dimension along which its gradient is divided.
     """
 
     def __init__(self, transfer: Transfer, axes: Mapping[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""What travels through one update, and what may be done to it on the way."""
+"""The data of one update (`Step`), and the base class of the features that process it (`Stage`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from keras_shardopt.numerics import Gradients, Tensor, Variable
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Gradients on their way through one update, and what is known of them.
+    """The gradients of one update, with their state and weights.
 
-    Tensors in it may be traced, and belong to one replica: a stage closes over none of another's.
+    Its tensors belong to one replica and may be traced, so a stage must not store them.
 
     Example:
         >>> from keras_shardopt.update.step import Step
@@ -29,60 +29,60 @@ class Step:
     """One tensor or None per variable."""
 
     variables: Sequence[Variable]
-    """The trainable variables of `grads`, in the same order."""
+    """The trainable variables, in the order of `grads`."""
 
     gradient_state: GradientState | None = None
-    """How the gradients arrive; None until the replicas are asked."""
+    """The state in which the gradients arrive; None until `Pipeline` classifies them."""
 
     is_reduced: bool = False
-    """Whether an outer `CrossShard`, or the trainer, has reduced them."""
+    """Whether an outer `CrossShard` or the trainer has already reduced the gradients."""
 
     weight: Any = 1.0
-    """How much this replica counts in the mean. With 0 nothing counts, not even a NaN."""
+    """The factor of this replica's gradients in the reduction. 0 discards them, NaN included."""
 
     row_share: Any = 1.0
-    """This replica's rows in units of an equal part, which is the unit of its mean loss; 0: no rows."""
+    """This replica's number of rows divided by the mean number per replica; 0 without rows."""
 
     loss_scale: Any = None
-    """By what the loss was multiplied; None where the optimizer itself knows."""
+    """The factor of the loss; None for the optimizer's `loss_scale`."""
 
     found_inf: Tensor | tuple[int, int, int] | None = None
-    """Before the reduction the position, from 1, of this replica's first gradient that is not finite, or 0.
+    """Before the reduction: the position, from 1, of this replica's first nonfinite gradient, or 0.
 
-    After it three ints, equal on all replicas: greater than 0 if a gradient is not finite; the replica; the position
-    of the variable, from 0. `ALL_FINITE` of `nonfinite.py` where that is known without waiting for a device.
+    After it: three ints, equal on all replicas. The first is greater than 0 if a gradient is not finite. The others are
+    the replica and the position of the variable, from 0. `numerics.ALL_FINITE` if the host already has that result.
     """
 
     replica_axis: str | None = None
-    """JAX: the mesh axis along which gradients of all replicas are stacked, one row each."""
+    """JAX: the mesh axis of gradients stacked along their first dimension, one entry per replica; None if unstacked."""
 
     axes: Sequence[int | None] | None = None
-    """Along which dimension each gradient is to be divided among the replicas when it is reduced; None: not at all."""
+    """The dimension along which the reduction divides each gradient among the replicas; None to keep it whole."""
 
     own: Sequence[Tensor] | None = None
-    """The values of `Pipeline.carried` on this replica, where they do not come from, or go to, variables themselves."""
+    """This replica's values of `Pipeline.carried`: input inside `shard_map` (None: read the variables), then result."""
 
     notes: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    """What stages hand on from `local` to `commit`: tensors that are equal on all replicas."""
+    """Tensors that stages pass from `local` to `commit`, equal on all replicas."""
 
     def replace(self, **changes: Any) -> Step:
-        """The same step with other values in some fields."""
-        return Step(**{**vars(self), **changes})  # `dataclasses.replace` takes twice as long, in each update
+        """Return a copy with other values in some fields."""
+        return Step(**{**vars(self), **changes})  # half the time of `dataclasses.replace`, in each update
 
     @property
     def is_local(self) -> bool:
-        """Whether the gradients are this replica's own, so that there is something to reduce."""
+        """Whether the gradients are this replica's, not yet reduced."""
         return self.gradient_state in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED)
 
 
 Proceed = Callable[[Step], None]
-"""The rest of the way."""
+"""The rest of the update after a stage."""
 
 
 class Stage:
-    """One feature of an update. A stage that overrides nothing does nothing.
+    """Base class of one feature of an update. All hooks do nothing by default.
 
-    Every replica runs the same stages in the same order, so a stage may exchange tensors through `comm`.
+    Every replica runs the same stages in the same order, so a stage may run collectives of `comm`.
 
     Example:
         >>> import keras, keras_shardopt as ks
@@ -97,20 +97,20 @@ class Stage:
     """
 
     takes_slices: bool = False
-    """Whether `commit` treats each element by itself, so that `shard_state=True` may give it slices of gradients."""
+    """Whether `commit` is element-wise, so it may receive slices of gradients (`shard_state=True`)."""
 
     @property
     def needs_local_gradients(self) -> bool:
-        """Whether it must see each replica's own gradients, so that reduced ones are refused."""
+        """Whether it needs each replica's gradients; `CrossShard` then raises ValueError for reduced ones."""
         return self._overrides("local")
 
     @property
     def replica_state(self) -> Sequence[Variable]:
-        """Which of its variables hold another value on each replica."""
+        """The variables with a different value on each replica."""
         return ()
 
     def _overrides(self, *hooks: str) -> bool:
-        """Whether its class has a method of its own for one of these hooks."""
+        """Whether its class overrides one of these hooks."""
         return any(getattr(type(self), hook) is not getattr(Stage, hook) for hook in hooks)
 
     @property
@@ -118,10 +118,10 @@ class Stage:
         return self._overrides("_micro_batch")
 
     def check(self, optimizer: Any) -> None:
-        """Called by the constructor of the `CrossShard`; raises ValueError if the stage cannot work in it."""
+        """Raise ValueError if `optimizer`, a `CrossShard` under construction, does not support the stage."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Makes its variables, when the optimizer is built on these trainable variables.
+        """Create its variables when the optimizer is built.
 
         Args:
             variables: the trainable variables.
@@ -129,32 +129,32 @@ class Stage:
         """
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Before the reduction: each `apply`, with accumulation each window. It may hold gradients back for good.
+        """Process a step before the reduction: one per `apply`, or per accumulation window. Skip it by not proceeding.
 
-        Under JAX's prepared `fit` they may be reduced already, or stacked: it is for counting and deciding.
+        Use it to count and to decide: in a prepared `fit` on JAX, the gradients may be reduced already, or stacked.
         """
         proceed(step)
 
     def _micro_batch(self, step: Step, starts: Any, comm: Communicator) -> None:
-        """With accumulation: this replica's gradients of each micro-batch, and whether it is the first."""
+        """Process this replica's gradients of one micro-batch; `starts` is true for the first of its window."""
 
     def local(self, step: Step, comm: Communicator) -> Step:
-        """What becomes of this replica's own gradients, just before they are reduced."""
+        """Return the step with this replica's gradients changed, just before the reduction."""
         del comm
         return step
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """The reduced gradients, just before they update. It may leave the update out, and then does not proceed."""
+        """Process the reduced gradients just before the update. Skip the update by not proceeding."""
         proceed(step)
 
     def reset(self) -> None:
-        """Called when state was loaded, or training goes on from elsewhere."""
+        """Discard unfinished work: state was loaded, or training resumes from another point."""
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments of its constructor, for files.
+        """Return the arguments of its constructor, for files.
 
         Raises:
-            NotImplementedError: if there are arguments, and the class does not override this.
+            NotImplementedError: if the constructor has arguments and the class does not override this.
         """
         if inspect.signature(type(self)).parameters:
             name = type(self).__name__
@@ -170,21 +170,21 @@ class Stage:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Stage:
-        """The reverse of `get_config`."""
+        """Create a stage from `get_config`."""
         return cls(**config)
 
 
 def proceed_if(
     condition: Tensor, proceed: Proceed, step: Step, variables: Sequence[Variable], apart: bool = False
 ) -> None:
-    """Proceeds where a scalar bool tensor, equal on all replicas and mostly true, is true.
+    """Proceed if a scalar bool tensor, equal on all replicas and mostly true, is true.
 
     Args:
         condition: the scalar.
-        proceed: the rest of the way.
-        step: what goes on; its gradients and notes go through the branch as operands.
-        variables: all that the rest of the way reads or assigns.
-        apart: whether the scalar is this replica's own, and nothing further on reduces.
+        proceed: the rest of the update.
+        step: the step to proceed with. Its gradients and notes are operands of the branch.
+        variables: all variables that the rest of the update reads or assigns.
+        apart: whether the scalar may differ among replicas; then `proceed` must not reduce.
     """
     count, names = len(step.grads), list(step.notes)
 

@@ -1,4 +1,4 @@
-"""What the optimizer learns from a trainer about the batch: this replica's rows, and who ends training."""
+"""Context that a trainer sets for the optimizer: this replica's rows, and whether the trainer ends training jointly."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from keras_shardopt.backends.communicator import Communicator
 
 @dataclasses.dataclass(frozen=True)
 class BatchShare:
-    """This replica's part of the global batch of the step that is running."""
+    """This replica's part of the global batch in the running step."""
 
     local_batch_size: Any
-    """How many rows of the batch here count: an int, or a scalar tensor where it differs within one program."""
+    """Number of rows here without padding: an int, or a scalar tensor if replicas of one program differ."""
 
     all_rows: Any
-    """How many rows the replicas' parts have together, or a function that waits until that is known."""
+    """Number of rows on all replicas, or a function that waits for it and returns it."""
 
     replicas: Communicator
-    """With whom the batch is shared."""
+    """The replicas that share the batch."""
 
     losses_are_divided: bool = False
     """Whether the gradients of the replicas are summed (`GradientState.LOCAL_PRESCALED`) rather than averaged."""
 
     ends_early: bool = False
-    """Whether rows beyond `local_batch_size` may be there too, as padding that must not count."""
+    """Whether rows after the first `local_batch_size` may exist; these are padding."""
 
     rows_here: Any = None
-    """How many rows the batch here has, with padding: an int, a scalar tensor, or None where that is not known."""
+    """Number of rows here including padding: an int, a scalar tensor, or None if unknown."""
 
     @property
     def global_batch_size(self) -> Any:
-        """How many rows the replicas' parts have together."""
+        """Number of rows on all replicas."""
         return self.all_rows() if callable(self.all_rows) else self.all_rows
 
     @property
     def equal_part(self) -> Any:
-        """How many rows each replica would have if all had as many."""
+        """The mean number of rows per replica."""
         all_rows = self.global_batch_size
         if isinstance(all_rows, int):
             return all_rows / self.replicas.num_replicas
@@ -51,7 +51,7 @@ class BatchShare:
 
     @property
     def row_share(self) -> Any:
-        """The rows here in units of an equal part: 1 where all replicas have as many, 0 where there are none."""
+        """The rows here divided by `equal_part`: 1 if all replicas have the same number, 0 without rows."""
         if isinstance(self.local_batch_size, int) and isinstance(self.global_batch_size, int):
             return self.local_batch_size / self.equal_part
         return ops.cast(self.local_batch_size, "float32") / self.equal_part
@@ -64,7 +64,7 @@ _parts_lock = threading.Lock()
 
 @contextlib.contextmanager
 def batch_shared(part: BatchShare) -> Iterator[None]:
-    """Says, for the time of the block, which part of the global batch this replica works on."""
+    """Set this replica's part of the global batch during the block."""
     _count_parts(1)
     token = _part.set(part)
     try:
@@ -81,8 +81,8 @@ def _count_parts(change: int) -> None:
 
 
 def current_share() -> BatchShare | None:
-    """What `batch_shared` said last, or None where nobody knows."""
-    # Not asked for nothing: torch.compile breaks a step apart at every look into a context variable.
+    """Return the part of the innermost `batch_shared`, or None outside one."""
+    # The count avoids reading the context variable: each read splits the graph of torch.compile.
     return _part.get() if _num_parts_open else None
 
 
@@ -91,7 +91,7 @@ _joins_uneven_inputs: contextvars.ContextVar[bool] = contextvars.ContextVar("joi
 
 @contextlib.contextmanager
 def joining_uneven_inputs() -> Iterator[None]:
-    """Says, for the time of the block, that somebody else sees to it that all replicas end training together."""
+    """Mark the block as one in which a trainer makes all replicas end training together."""
     token = _joins_uneven_inputs.set(True)
     try:
         yield
@@ -100,11 +100,11 @@ def joining_uneven_inputs() -> Iterator[None]:
 
 
 def joins_uneven_inputs() -> bool:
-    """Whether somebody else sees to it that all replicas end training together."""
+    """Whether a trainer makes all replicas end training together."""
     return _joins_uneven_inputs.get()
 
 
 def row_share() -> Any:
-    """This replica's rows in units of an equal part of the batch."""
+    """Return `BatchShare.row_share` of the current part; 1.0 outside `batch_shared`."""
     part = current_share()
     return 1.0 if part is None else part.row_share

@@ -19,7 +19,7 @@ from keras_shardopt.update.reduction import Reduction
 from keras_shardopt.update.step import Step
 
 Rows = Sequence[Sequence[tuple[int, int, Tensor]]]
-"""Per replica its slices: position of the variable, first element, this replica's gradient."""
+"""The slices of each replica: position of the variable, first element, this replica's gradient."""
 
 
 class Transfer:
@@ -42,7 +42,7 @@ class Transfer:
 
         Args:
             places: the positions of their variables among those of the optimizer.
-            tensors: this replica's.
+            tensors: this replica's gradients.
             along: a flat tensor to reduce with them, or None.
             op: "sum" or "mean".
         """
@@ -58,8 +58,8 @@ class Transfer:
 
         Args:
             rows: the slices of each replica.
-            length: how many elements the longest row has.
-            along: as of `all_reduce`.
+            length: int. Number of elements of the longest row.
+            along: see `all_reduce`.
             op: "sum" or "mean".
             dtype: the dtype of the padding of shorter rows.
         """
@@ -90,30 +90,30 @@ class Transport:
     """The dtype that sums float32 and float64 gradients, if the transport does nothing else; None otherwise."""
 
     divides_along_axes: bool = True
-    """Whether a reduction can leave slices along a dimension."""
+    """Whether a reduction can leave slices along a dimension (`Step.axes`)."""
 
     early_in_slices: bool = True
     """Whether slices can be sent during the backward pass."""
 
     buckets: Callable[..., Any] | None = None
-    """Makes the buckets that PyTorch sends during the backward pass; None for the usual ones."""
+    """Creates the buckets that PyTorch sends during the backward pass; None for the usual ones."""
 
     @property
     def carried(self) -> Mapping[str, Sequence[Variable]]:
-        """Variables that each reduction reads and assigns, different on each replica, by name in backups."""
+        """The variables that each reduction reads and assigns, different on each replica, by their name in backups."""
         return {}
 
     def check(self) -> None:
-        """Warn if the inner optimizers do not suit gradients that travel so."""
+        """Warn if the inner optimizers do not suit this transport."""
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Make its variables, once."""
+        """Create its variables, once."""
 
     def reset(self) -> None:
-        """Forget carried values: state was loaded."""
+        """Discard carried values: state was loaded."""
 
     def stack(self) -> None:
-        """Store the carried values of all replicas in one program, along a first dimension."""
+        """Store the carried values of all replicas along a first dimension of each variable, for one program."""
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
         """Begin one reduction among these replicas.
@@ -125,7 +125,7 @@ class Transport:
         return Transfer(comm)
 
     def keep(self, step: Step) -> Step:
-        """Assign the values that a transfer has left: outside of `shard_map`, inside the branch of a window."""
+        """Assign the values that a transfer has left. Runs outside `shard_map`, inside the branch of a window."""
         return step
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
@@ -133,8 +133,8 @@ class Transport:
 
         Args:
             comm: the replicas.
-            places: the positions of the variables that they belong to.
-            tensors: this replica's.
+            places: the positions of the variables of these tensors.
+            tensors: this replica's tensors.
             update: the number of updates so far.
         """
         del places, update
@@ -152,7 +152,7 @@ class InHalf(Transport):
         self.narrow = dtype
 
     def begin(self, comm: Communicator, reduction: Reduction) -> Transfer:
-        """See `Transport.begin`. A sum of whole gradients may overflow, so it divides them first."""
+        """See `Transport.begin`. Divides undivided gradients first, because their sum may overflow."""
         return Transfer(Compressed(comm, str(self.narrow), divides=reduction.is_whole))
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A stage that a user has written, among those of the package: it sees the same units everywhere, and is checked."""
+"""The wrapper of user-written stages: it converts gradients to consistent units, and checks the returned steps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 
 
 class UserStage(Stage):
-    """Runs a stage of a user, and refuses steps that no replica could go on with.
+    """Runs a user's stage, and raises an error for steps that replicas cannot continue with.
 
-    It sees gradients of the replica's mean loss (`local`) and of that of all rows (`commit`), by whatever the loss was
-    multiplied or divided. Only shapes and dtypes are looked at, so that nobody waits for a device.
+    `local` receives gradients of the replica's mean loss, and `commit` those of the mean loss over all rows. Factors of
+    loss scaling and of replicas are removed. The checks read shapes and dtypes only, so they never wait for a device.
 
     Args:
-        stage: the user's.
+        stage: the user's stage.
         context: the optimizer.
     """
 
@@ -37,7 +37,7 @@ class UserStage(Stage):
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Those that the options name."""
+        """Return a wrapper for each stage of the argument `stages`."""
         in_slices = options.shard_state and placement.state_sharding != "layout"
         whole = [stage for stage in options.stages if stage._overrides("commit") and not stage.takes_slices]
         if in_slices and whole:
@@ -53,8 +53,8 @@ class UserStage(Stage):
         return self._stage._looks_at_micro_batches
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Builds it. From now on it belongs to this optimizer."""
-        # By numbers: a copy of the stage takes them along, and belongs to nobody.
+        """Build the stage, and assign it to this optimizer."""
+        # Store ids instead of objects: a copied stage has another id than its `_owner`, so it is free again.
         mine = (id(self._stage), id(self))
         owner = vars(self._stage).get("_owner", mine)
         if owner[0] == mine[0] and owner != mine:
@@ -72,13 +72,13 @@ class UserStage(Stage):
         self._check_variables([*variables, *self._variables])
 
     def _check_variables(self, known: Sequence[Variable]) -> None:
-        """Refuses variables of which the optimizer, and so a compiled step, knows nothing."""
+        """Raise ValueError for variables that are not the optimizer's: compiled steps would lose their values."""
         found: list[Any] = []
         for value in vars(self._stage).values():
             found += (
                 value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
             )
-        if runtime.updates_are_stateless:  # elsewhere they draw anew in each step
+        if runtime.updates_are_stateless:  # on other backends, seed generators work in compiled steps
             found = [each.state if isinstance(each, keras.random.SeedGenerator) else each for each in found]
         others = [v for v in found if isinstance(v, keras.Variable) and not any(v is each for each in known)]
         if others:
@@ -100,7 +100,7 @@ class UserStage(Stage):
             after = self._stage.local(own, comm)
         self._check(after, own, "local", "It must return the step: end it with `return step.replace(grads=...)`.")
         after = _scaled(after, own, step, unit)
-        # In the dtypes in which other replicas send theirs, and zeros in place of None.
+        # Restore the dtypes that other replicas send, and replace None by zeros.
         if all(_has_dtype_of(grad, old) for grad, old in zip(after.grads, step.grads)):
             return after
         return after.replace(grads=[like_variable(g, v) for g, v in zip(after.grads, step.variables)])
@@ -110,14 +110,14 @@ class UserStage(Stage):
         self._stage._micro_batch(step.replace(grads=grads), starts, comm)
 
     def _unit(self, step: Step, comm: Communicator) -> Any:
-        """By what this replica's own gradients were multiplied. There is no mean loss of no rows."""
+        """Return the factor of this replica's gradients. Without rows, `row_share` counts as 1."""
         share = step.row_share
         rows = share or 1.0 if isinstance(share, float) else ops.where(share > 0, share, 1.0)
         unit = rows * (self._context.loss_scale if step.loss_scale is None else step.loss_scale)
         return unit / comm.num_replicas if step.gradient_state is GradientState.LOCAL_PRESCALED else unit
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """See `Stage.commit`. Where a loss scaling inside is to see an overflow, the stage's state stays as it was."""
+        """See `Stage.commit`. If a loss scaling inside skips the update, the stage's variables keep their values."""
         if not self._stage._overrides("commit"):
             proceed(step)
             return
@@ -155,7 +155,7 @@ class UserStage(Stage):
             )
 
     def _check(self, after: Any, before: Step, hook: str, fix: str) -> None:
-        """Raises an error unless `after` can take the place of `before`."""
+        """Raise an error unless `after` can replace `before`."""
         if after is before:
             return
         rule = f"`{self._called(hook)}` must hand on"
@@ -185,7 +185,7 @@ class UserStage(Stage):
         if not (ops.is_tensor(grad) or is_sparse(grad)):
             fix = "Use `keras.ops.convert_to_tensor`."
             raise TypeError(f"{rule} tensors, or None, as `grads`. Received: {_shown(grad)} for {name}. {fix}")
-        # Reduced gradients may be slices, of other shapes than their variables.
+        # Reduced gradients may be slices, with other shapes than their variables.
         like = variable if is_local or is_sparse(old) else old
         if like is not None and not is_sparse(grad) and not _may_be_equal(grad.shape, like.shape):
             raise ValueError(
@@ -195,7 +195,7 @@ class UserStage(Stage):
 
 
 def _scaled(after: Step, own: Step, step: Step, unit: Any) -> Step:
-    """What became of `own`, in the units of `step`."""
+    """Return `after` in the units of `step`; `own` is the step before the stage, unscaled."""
     is_same = after.grads is own.grads
     return after.replace(grads=step.grads if is_same else scaled_gradients(after.grads, after.variables, unit))
 
@@ -209,7 +209,7 @@ def _has_dtype_of(grad: Any, old: Any) -> bool:
 
 
 def _may_be_equal(shape: Any, other: Any) -> bool:
-    """Whether two shapes can be equal. In a `tf.function` some lengths, or all, are not known."""
+    """Whether two shapes can be equal. In a `tf.function` some or all lengths may be unknown."""
     if None in (getattr(shape, "rank", 0), getattr(other, "rank", 0)):
         return True
     return len(shape) == len(other) and all(a == b or None in (a, b) for a, b in zip(shape, other))

@@ -1,7 +1,6 @@
-"""Gradients that are sent coded: in 8 bits, in 4, or as matrices of low rank, with error feedback.
+"""Gradient compression: 8-bit and 4-bit integers, half precision, or low-rank matrices, with error feedback.
 
-`codecs` hides the bytes, `transport` what is kept from one update to the next, `torch` how they are sent while other
-gradients are computed.
+`codecs` hides the encoding, `transport` the state between updates, and `torch` the sending during the backward pass.
 """
 
 from keras_shardopt.extensions.coding import codecs

@@ -1,9 +1,9 @@
-"""How gradients become smaller on their way between replicas: codecs, and the reductions that use them.
+"""Gradient codecs, and the reductions that use them.
 
-Hides the bytes. A reduction of coded gradients has two legs: each replica sends every other one its part, coded; each
-adds up its part in float32, codes the sum, and sends it to all. So bytes per replica do not grow with their number, and
-all replicas decode the same bytes. What rounding leaves over, in both legs, goes to the caller, who adds it to the next
-gradients: *error feedback* (Seide et al. 2014; Karimireddy et al. 2019).
+A reduction of coded gradients has two legs. First, an all-to-all sends each replica its coded part of all gradients,
+and it sums them in float32. Second, an all-gather sends each coded sum to all replicas. So the bytes per replica do not
+grow with the number of replicas, and all replicas decode the same bytes. The rounding errors of both legs return to the
+caller and are added to the next gradients: *error feedback* (Seide et al. 2014; Karimireddy et al. 2019).
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ def __dir__() -> list[str]:
 
 
 class Reduced(NamedTuple):
-    """What a coded reduction returns."""
+    """The result of a coded reduction."""
 
     sums: list[Tensor]
-    """Over replicas, equal on all of them to the bit."""
+    """The sums over replicas, bitwise equal on all of them."""
 
     along: list[Tensor]
-    """The sums of what was sent as it is."""
+    """The sums of the uncoded tensors."""
 
     unsent: list[Tensor]
-    """What of this replica's tensors is not in the sums. Those of all replicas add up to what is missing there."""
+    """This replica's coding errors. Their sum over replicas is the exact sum minus `sums`."""
 
     factors: list[Tensor]
-    """What the next reduction starts from, equal on all replicas."""
+    """The initial factors of the next reduction, equal on all replicas."""
 
 
 Legs = Generator["tuple[Kind, Sequence[Tensor]]", "list[Tensor]", Reduced]
-"""A reduction that yields each collective that it needs, a sum where it is an all-reduce, and gets what comes of it."""
+"""A reduction that yields each collective (kind, tensors) and receives its result. All-reduces are sums."""
 
 
 class Compression:
-    """Base class: what is done to gradients so that replicas send fewer bytes.
+    """Base class of gradient codecs.
 
     Args:
-        error_feedback: bool. Whether each replica keeps what it could not send, and adds it to its next gradients.
+        error_feedback: bool, True by default. Whether each replica adds its coding errors to its next gradients.
     """
 
     sum_dtype: str | None = None
-    """The dtype in which gradients are added up on their way, where that is all there is to it."""
+    """The dtype of the all-reduce, if the codec does nothing else; None otherwise."""
 
     def __init__(self, error_feedback: bool = True) -> None:
         self.error_feedback = check.flag("error_feedback", error_feedback)
 
     def start(self, variable: Variable, position: int) -> np.ndarray | None:
-        """What is kept for this trainable variable from one reduction to the next, equal on all replicas."""
+        """Return the initial factor of this trainable variable, equal on all replicas; None if it keeps none."""
         del variable, position
         return None
 
@@ -76,15 +76,15 @@ class Compression:
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Legs:
-        """Adds up float32 tensors over replicas, coded, whoever runs the collectives.
+        """Sum float32 tensors over replicas, coded. The caller runs the collectives.
 
         Args:
-            tensors: of this replica.
-            along: tensors that are sent as they are.
-            num_replicas: how many replicas there are.
-            replica_id: which of them this is.
-            update: how many updates there were: an int or an integer tensor.
-            factors: what the last reduction has left for each tensor, or `start`.
+            tensors: this replica's tensors.
+            along: tensors to sum uncoded.
+            num_replicas: the number of replicas.
+            replica_id: the id of this replica.
+            update: the number of updates so far: an int or an integer tensor.
+            factors: for each tensor, its factor from the last reduction, or from `start`.
         """
         raise NotImplementedError
 
@@ -96,7 +96,7 @@ class Compression:
         update: Any,
         factors: Sequence[Tensor | None],
     ) -> Reduced:
-        """As `legs`, with the collectives of `comm`, one after the other."""
+        """Run `legs` with the collectives of `comm`, one after the other."""
         legs = self.legs(tensors, along, comm.num_replicas, comm.replica_id, update, factors)
         found: Any = None
         while True:
@@ -108,12 +108,12 @@ class Compression:
             found = comm.all_reduce(sent, "sum") if kind == "all_reduce" else getattr(comm, kind)(sent)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments of its constructor, for files."""
+        """Return the arguments of its constructor, for files."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Compression:
-        """The reverse of `get_config`."""
+        """Create a codec from `get_config`."""
         return cls(**config)
 
     def __repr__(self) -> str:
@@ -129,16 +129,16 @@ class Compression:
 
 
 class CodedInTwoLegs(Compression):
-    """Codes float32 vectors, blocks of whose elements are coded together."""
+    """Base class: codes float32 vectors in blocks of elements, summed in the two legs described above."""
 
     block: int = 1
 
     def encode(self, values: Tensor, key: Sequence[Any] = ()) -> list[Tensor]:
-        """What is sent for a vector of whole blocks. The `key` of ints makes random numbers."""
+        """Return the codes of a vector of whole blocks. The ints of `key` seed stochastic rounding."""
         raise NotImplementedError
 
     def decode(self, sent: Sequence[Tensor]) -> Tensor:
-        """The vector, or several one after another, as a receiver has it in float32."""
+        """Return the float32 vector of these codes, or several concatenated ones."""
         raise NotImplementedError
 
     def legs(
@@ -159,7 +159,7 @@ class CodedInTwoLegs(Compression):
         again = self.encode(total, (update, me, 1))
         result = self.decode((yield "all_gather", again))
         unsent = ops.reshape(flat - self.decode(sent), (size, -1))
-        # What the second leg leaves over is this replica's, as if it had not sent it in the first.
+        # Add the error of this replica's second leg to that of its part in the first.
         mine = ops.equal(ops.arange(size, dtype="int32"), ops.cast(me, "int32"))[:, None]
         unsent = ops.where(mine, unsent + (total - self.decode(again))[None], unsent)
         sums = (yield "all_reduce", along) if along else []
@@ -185,11 +185,11 @@ class _Half(CodedInTwoLegs):
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class Float16(_Half):
-    """Two bytes for each element, with 11 significant bits, up to 65504.
+    """Sends two bytes per element, with 11 significant bits, up to 65504.
 
     Args:
-        error_feedback: bool, False by default: gradients are then added up in float16 on their way, as with
-            `compression="float16"`. With True each replica keeps what it could not send, and sums are in float32.
+        error_feedback: bool, False by default: an all-reduce sums in float16, like `compression="float16"`. True: sums
+            are in float32, and each replica adds its rounding errors to its next gradients.
 
     Example:
         >>> import keras_shardopt as ks
@@ -203,11 +203,11 @@ class Float16(_Half):
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class BFloat16(_Half):
-    """Two bytes for each element, with 8 significant bits and the range of float32.
+    """Sends two bytes per element, with 8 significant bits and the range of float32.
 
     Args:
-        error_feedback: bool, False by default: gradients are then added up in bfloat16 on their way, as with
-            `compression="bfloat16"`. With True each replica keeps what it could not send, and sums are in float32.
+        error_feedback: bool, False by default: an all-reduce sums in bfloat16, like `compression="bfloat16"`. True:
+            sums are in float32, and each replica adds its rounding errors to its next gradients.
 
     Example:
         >>> import keras_shardopt as ks
@@ -220,7 +220,7 @@ class BFloat16(_Half):
 
 
 class _Quantized(CodedInTwoLegs):
-    """Integers from `-largest` to `largest`, and one scale for each block."""
+    """Base class: integers from `-largest` to `largest`, and one scale per block."""
 
     largest: int
 
@@ -233,15 +233,15 @@ class _Quantized(CodedInTwoLegs):
         self.seed = check.integer("seed", seed, at_least=0)
 
     def quantized(self, values: Tensor, key: Sequence[Any] = ()) -> tuple[Tensor, Tensor]:
-        """The integers as float32 of shape `[blocks, block]`, and the scales in bfloat16.
+        """Return the integers as float32 of shape `[blocks, block]`, and the scales in bfloat16.
 
-        NaN or infinity in a block makes its scale NaN.
+        The scale of a block with NaN or infinity is NaN.
         """
         rows = ops.reshape(values, (-1, self.block))
         sizes = ops.abs(rows)
-        # A maximum may pass over a NaN, and a sum does not.
+        # The sum propagates NaN; a maximum may ignore it.
         total = ops.sum(sizes, axis=1)
-        # A little larger, so that rounding does not make it too small for the largest element.
+        # The factor 1 + 2**-8 prevents a scale rounded down from being too small for the largest element.
         scales = ops.max(sizes, axis=1) * ((1 + 2.0**-8) / self.largest)
         scales = ops.cast(scales + 0.0 * total, "bfloat16")
         wide = ops.cast(scales, "float32")[:, None]
@@ -254,19 +254,19 @@ class _Quantized(CodedInTwoLegs):
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class Int8(_Quantized):
-    r"""One byte for each element: an integer from -127 to 127 times a scale that a block of elements has in common.
+    r"""Sends one byte per element: an integer from -127 to 127 times the scale of its block.
 
-    The scale of a block is $1.004 \max \lvert x \rvert / 127$ in bfloat16, whose range is that of float32.
+    The scale of a block is $1.004 \max \lvert x \rvert / 127$ in bfloat16, with the range of float32.
 
     Args:
-        block: int, a multiple of 8. How many elements have one scale. 256 by default: 1.008 bytes for each element.
-        rounding: "nearest" (default), or "stochastic": up or down at random, so that the mean is exact.
-        seed: int >= 0. Of stochastic rounding. The same seed gives the same numbers, on every backend.
-        error_feedback: bool, True by default: each replica adds what it could not send to its next gradients.
+        block: int, a multiple of 8. Number of elements per scale. 256 by default: 1.008 bytes per element.
+        rounding: "nearest" (default), or "stochastic": up or down at random, with the exact value as mean.
+        seed: int >= 0, 0 by default. Seed of stochastic rounding, with the same random numbers on every backend.
+        error_feedback: bool, True by default: each replica adds its rounding errors to its next gradients.
 
     Raises:
         TypeError: if an argument has a wrong type.
-        ValueError: if one has a wrong value.
+        ValueError: if an argument has an invalid value.
 
     Example:
         >>> import keras_shardopt as ks
@@ -305,18 +305,18 @@ class Int8(_Quantized):
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class Int4(_Quantized):
-    """Half a byte for each element: an integer from -7 to 7 times a scale that a block of elements has in common.
+    """Sends half a byte per element: an integer from -7 to 7 times the scale of its block.
 
     Args:
-        block: int, a multiple of 8. How many elements have one scale. 64 by default: 0.531 bytes for each element. With
-            256 it is 0.508, and a language model lost five times as much.
-        rounding: "nearest" (default), or "stochastic": up or down at random, so that the mean is exact.
-        seed: int >= 0. Of stochastic rounding. The same seed gives the same numbers, on every backend.
-        error_feedback: bool, True by default: each replica adds what it could not send to its next gradients.
+        block: int, a multiple of 8. Number of elements per scale. 64 by default: 0.531 bytes per element. With 256 it
+            is 0.508, but the loss of a language model increased five times as much.
+        rounding: "nearest" (default), or "stochastic": up or down at random, with the exact value as mean.
+        seed: int >= 0, 0 by default. Seed of stochastic rounding, with the same random numbers on every backend.
+        error_feedback: bool, True by default: each replica adds its rounding errors to its next gradients.
 
     Raises:
         TypeError: if an argument has a wrong type.
-        ValueError: if one has a wrong value.
+        ValueError: if an argument has an invalid value.
 
     Example:
         >>> import keras_shardopt as ks
@@ -339,7 +339,7 @@ class Int4(_Quantized):
         """See `CodedInTwoLegs.encode`."""
         steps, scales = self.quantized(values, key)
         half = self.block // 2
-        # Of a NaN nothing is known, and its scale is NaN anyway.
+        # A nonfinite value needs no code, because the scale of its block is NaN.
         steps = ops.where(ops.isfinite(steps), steps, ops.zeros_like(steps))
         pairs = (steps[:, :half] + 8) + 16 * (steps[:, half:] + 8)
         return [ops.cast(ops.reshape(pairs, (-1,)), "uint8"), scales]
@@ -354,22 +354,22 @@ class Int4(_Quantized):
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
 class PowerSGD(Compression):
-    r"""Two thin matrices for each gradient that is a matrix: its best approximation of a low rank, nearly.
+    r"""Sends each gradient matrix as two thin matrices: a low-rank approximation, close to the best one.
 
-    With $M$ the sum over replicas of gradients, of shape $n \times m$ (all dimensions but the last are one), and $Q$ of
-    the update before, $P = M Q$ and $Q' = M^\top \hat P$ are added up over replicas, where $\hat P$ has orthonormal
-    columns, and $\hat P Q'^\top$ takes the place of $M$. Tensors that this would not make smaller are sent whole. It is
-    made for SGD with momentum. Next to Adam a language model lost 17 % of its loss, and a warning says so.
+    Let $M$ be the sum of a gradient over replicas, as an $n \times m$ matrix (all dimensions but the last flattened).
+    Replicas sum $P = M Q$, with $Q$ of the previous update, and orthonormalize its columns to $\hat P$. Then they sum
+    $Q' = M^\top \hat P$, and $\hat P Q'^\top$ replaces $M$. Tensors that this would not shrink are sent whole. Use it
+    with SGD and momentum: with Adam, a language model's loss was 17 % higher, so `CrossShard` warns.
 
     Args:
-        rank: int >= 1. How many columns $P$ and $Q$ have.
-        warmup_steps: int >= 0. For how many updates everything is sent whole at first. On TensorFlow it must be 0.
-        seed: int >= 0. Of the first $Q$.
-        error_feedback: bool, True by default: each replica adds what it could not send to its next gradients.
+        rank: int >= 1, 4 by default. Number of columns of $P$ and $Q$.
+        warmup_steps: int >= 0, 1000 by default. Number of initial updates that send all whole. Must be 0 on TensorFlow.
+        seed: int >= 0, 0 by default. Seed of the first $Q$.
+        error_feedback: bool, True by default: each replica adds its approximation errors to its next gradients.
 
     Raises:
         TypeError: if an argument has a wrong type.
-        ValueError: if one has a wrong value.
+        ValueError: if an argument has an invalid value.
 
     Example:
         >>> import keras_shardopt as ks
@@ -388,7 +388,7 @@ class PowerSGD(Compression):
         self.seed = check.integer("seed", seed, at_least=0)
 
     def start(self, variable: Variable, position: int) -> np.ndarray | None:
-        """The first $Q$; None for what is sent whole."""
+        """Return the first $Q$; None for tensors that are sent whole."""
         shape = tuple(variable.shape)
         if len(shape) < 2:
             return None
@@ -456,13 +456,13 @@ _SHORT = {"float16": Float16, "bfloat16": BFloat16, "int8": Int8, "int4": Int4, 
 
 
 def get(identifier: Any) -> Compression | None:
-    """The `Compression` that a value of the argument `compression` stands for; None for None.
+    """Resolve a value of the argument `compression` to a `Compression`, or None.
 
     Args:
         identifier: None, a `Compression`, or "float16", "bfloat16", "int8", "int4" or "powersgd".
 
     Raises:
-        ValueError: if it is something else.
+        ValueError: if it is anything else.
 
     Example:
         >>> import keras_shardopt as ks
@@ -481,14 +481,14 @@ def get(identifier: Any) -> Compression | None:
 
 
 def joined(tensors: Sequence[Tensor], unit: int) -> Tensor:
-    """The elements of all tensors in one vector, with zeros at its end up to a multiple of `unit`."""
+    """Flatten and concatenate tensors, padded with zeros to a multiple of `unit` elements."""
     flat = [ops.reshape(tensor, (-1,)) for tensor in tensors]
     missing = -sum(int(np.prod(tensor.shape)) for tensor in tensors) % unit
     return ops.concatenate([*flat, ops.zeros((missing,), "float32")] if missing or not flat else flat)
 
 
 def parted(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The reverse of `joined`."""
+    """Split a vector into the shapes of these tensors: the reverse of `joined`."""
     parts, start = [], 0
     for tensor in tensors:
         stop = start + int(np.prod(tensor.shape))
@@ -498,9 +498,9 @@ def parted(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def random_numbers(count: int, key: Sequence[Any]) -> Tensor:
-    """Numbers from 0 to below 1, the same for the same ints on every backend: hashes of their places.
+    """Return `count` numbers in [0, 1), hashes of their positions and of the ints of `key`, equal on all backends.
 
-    Keras' own random numbers differ between backends, and take no seed that is a tensor.
+    Keras' random numbers differ between backends, and do not accept a tensor as a seed.
     """
     seed = ops.zeros((), "int32")
     for part in key:
@@ -510,7 +510,7 @@ def random_numbers(count: int, key: Sequence[Any]) -> Tensor:
 
 
 def _hashed(words: Tensor) -> Tensor:
-    # The last steps of MurmurHash3. A shift of signed numbers repeats the sign, which the mask takes away.
+    # The finalizer of MurmurHash3. The mask removes the sign bits that a right shift of signed ints repeats.
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         shifted = ops.bitwise_and(ops.bitwise_right_shift(words, _int32(shift)), _int32((1 << (32 - shift)) - 1))
         words = ops.bitwise_xor(words, shifted) * _int32(factor)

@@ -1,8 +1,8 @@
-"""Gradients that are sent coded, several at a time, in reductions of more than one collective.
+"""Buckets of coded gradients, sent during the backward pass in several collectives each.
 
-One bucket is under way while the next one is filled. When that is full, the second collective of the one before begins,
-and then its own first; what is left begins when the backward pass is over. So all ranks begin the same collectives in
-the same order, whenever each of them does.
+One bucket is in flight while the next one fills. When that is full, the second collective of the bucket in flight
+starts, then the first one of the full bucket. All remaining collectives start after the backward pass. So all ranks
+start the same collectives in the same order, independently of their timing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from keras_shardopt.numerics import ReduceOp, Tensor
 
 
 class CodedBucket:
-    """What is reduced at one time.
+    """One bucket of gradients.
 
     Args:
         ranks: a `TorchProcessGroup`.
-        number: which of the buckets it is.
-        places: which variables' gradients.
+        number: int. The index of this bucket.
+        places: the positions of the variables of its gradients.
         op: "sum" or "mean".
-        flags: what is sent along as it is; after the reduction its sum.
-        under_way: for each bucket that is sent what to wait for.
+        flags: a tensor to sum uncoded; after the reduction, the sum.
+        under_way: the pending work of each sent bucket.
     """
 
     can_resend = True
@@ -48,28 +48,28 @@ class CodedBucket:
         self._op: ReduceOp = op
         self.num_missing = 0
         self.failure = ""
-        """What has failed, after which other ranks wait for what was to be sent."""
+        """Description of an encoding error that leaves other ranks waiting; empty without one."""
         self.transfer: Any = None
-        """Codes the gradients of this step: `legs_of(places, grads, along, op)` yields collectives."""
+        """The `Coded` transfer of this step: its `legs_of(places, grads, along, op)` yields collectives."""
         self.sent: list[tuple[Kind, Sequence[Tensor]]] = []
-        """The collectives of the last reduction, and what they were given, until `release`."""
+        """The collectives of the last reduction and their tensors, until `release`."""
         self.results: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
         self._legs: Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]] | None = None
-        self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the collective that is to begin
+        self._next: tuple[Kind, Sequence[Tensor]] | None = None  # the next collective to start
         self._come: Callable[[], list[Tensor]] | None = None  # holds no collective, or connections stay open
 
     def open(self) -> None:
-        """It has no memory."""
+        """Do nothing: this bucket has no buffer."""
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Takes this variable's gradient; what is not sent of it yet waits where it is None."""
+        """Store this variable's gradient. With None, its residual waits for a later step."""
         self._grads.pop(i, None)
         if grad is not None:
             self._grads[i] = grad if weight == 1 else grad * weight
 
     def encode(self) -> None:
-        """Codes the gradients. What is raised here is no failure of a collective."""
+        """Encode the gradients. Separate from `send`, so an error here is not reported as a failed collective."""
         grads, self._grads = [self._grads.get(i) for i in self.places], {}
         self.sent = []
         along = [self.flags] if self.flags.numel() else []
@@ -77,7 +77,7 @@ class CodedBucket:
         self._code(None)
 
     def send(self) -> Any:
-        """Begins the reduction, and returns what to wait for."""
+        """Start the next collective, and return its pending work."""
         assert self._next is not None
         (kind, tensors), self._next = self._next, None
         self.sent.append((kind, tensors))
@@ -85,19 +85,19 @@ class CodedBucket:
         return work
 
     def receive(self, adds: bool = False) -> None:
-        """Begins the next collective, now that the first one has ended."""
+        """Start the next collective after the previous one has finished."""
         del adds
         self._go_on()
 
     def finish(self) -> None:
-        """Begins those that are left, and fills `results` and `flags`."""
+        """Run the remaining collectives, and fill `results` and `flags`."""
         while self._come is not None:
             with explaining_failures(self._under_way, CALL):
                 wait_for(self._under_way[self._number])
             self._go_on()
 
     def release(self) -> None:
-        """Lets go of what the last reduction has left here."""
+        """Free the tensors of the last reduction."""
         self.sent, self.results, self._grads = [], {}, {}
         self.transfer = self._legs = self._next = self._come = None
 
@@ -109,7 +109,7 @@ class CodedBucket:
                 self._under_way[self._number] = self.send()
 
     def _code(self, come: Any) -> None:
-        """Makes what the next collective sends, or the results, of what has come of the last one."""
+        """Compute the tensors of the next collective, or the results, from the result of the last one."""
         assert self._legs is not None
         try:
             self._next = self._legs.send(come)
@@ -124,20 +124,20 @@ class CodedBucket:
             raise
 
     def own_not_finite(self) -> list[int]:
-        """Nothing is noted of gradients that are still there."""
+        """Return no positions: the gradients still exist and can be checked directly."""
         return []
 
     def is_finite(self) -> Tensor:
-        """Whether the sums of squares of `results` are: a scalar bool tensor."""
+        """Return whether all sums of squares of `results` are finite, as a scalar bool tensor."""
         return torch.stack([is_sum_finite(result) for result in self.results.values()]).all()
 
 
 def coded(
     ranks: Any, tensors: Sequence[Tensor], bucket_bytes: float, op: ReduceOp, num_flags: int, under_way: list[Any]
 ) -> list[CodedBucket]:
-    """Buckets for the gradients of these tensors; along with the last one some flags are sent."""
+    """Return buckets for the gradients of these tensors. The last one also sends `num_flags` flags."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
-    # The one that is full last goes last, as the others may not overtake it.
+    # The bucket that fills last comes last, because buckets are sent in this order.
     groups = sorted(alike_in_buckets(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     made = []
     for number, places in enumerate(groups):

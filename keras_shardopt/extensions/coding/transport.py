@@ -1,4 +1,4 @@
-"""What is kept of coded gradients from one update to the next, and the transfer that sends them coded."""
+"""The transport of coded gradients: its state between updates (`CodedTransport`), and one reduction (`Coded`)."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from keras_shardopt.update.transport import InHalf, Rows, Transfer, Transport
 from keras_shardopt.wrapping.chain import base_optimizers
 
 _FACTOR = "compression_factor_"
-"""What notes of a step with `Reduced.factors` are called, before the position of the variable."""
+"""The prefix of `Step.notes` with `Reduced.factors`, before the position of the variable."""
 
-# Where replicas cannot exchange anything inside a condition.
+# Backends on which replicas cannot communicate inside a condition.
 _strategies = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
-# Where gradients are sent while others are computed.
+# Backends that can send gradients during the backward pass.
 _early = for_backend({"torch": "keras_shardopt.extensions.coding.torch"})
 
 
 def transport_of(codec: Compression, context: StageContext) -> Transport:
-    """What sends gradients as a codec says."""
+    """Return the transport for a codec."""
     if codec.sum_dtype is not None:
         return InHalf(codec.sum_dtype)
     return CodedTransport(codec, context)
 
 
 class CodedTransport(Transport):
-    """Keeps what each replica could not send, and what the next reduction starts from.
+    """Stores the residuals of error feedback, and the initial factors of the next reduction.
 
     Args:
-        codec: codes gradients.
+        codec: the gradient codec.
         context: the optimizer.
     """
 
@@ -55,9 +55,9 @@ class CodedTransport(Transport):
     def __init__(self, codec: Compression, context: StageContext) -> None:
         self.codec = codec
         self.residuals: list[Variable] = []
-        """What this replica has not sent yet of each trainable variable's gradients, in units of its unscaled loss."""
+        """This replica's coding errors per trainable variable, in units of its unscaled loss."""
         self.factors: dict[int, Variable] = {}
-        """By the position of a variable, what the next reduction starts from."""
+        """The initial factors of the next reduction, by the position of the variable."""
         self._context = context
         self._is_stacked = False
 
@@ -68,11 +68,11 @@ class CodedTransport(Transport):
 
     @property
     def carried(self) -> Mapping[str, Sequence[Variable]]:
-        """The residuals."""
+        """The residuals, as "residual"."""
         return {"residual": self.residuals}
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Makes the residuals, once."""
+        """Create the residuals and the factors, once."""
         if self.residuals or self.factors:
             return
         for i, variable in enumerate(variables):
@@ -88,18 +88,18 @@ class CodedTransport(Transport):
             placement.place(self.residuals, "per_replica")
 
     def stack(self) -> None:
-        """From now on one program keeps the residuals of all replicas, along a first dimension."""
+        """See `Transport.stack`."""
         if not self._is_stacked and self.residuals:
             placement.place(self.residuals, "per_replica")
         self._is_stacked = True
 
     def reset(self) -> None:
-        """Forgets what was not sent."""
+        """Set the residuals to zero."""
         for residual in self.residuals:
             residual.assign(ops.zeros_like(ops.convert_to_tensor(residual)))
 
     def keep(self, step: Step) -> Step:
-        """Keeps what a reduction has left for the next one."""
+        """Assign the residuals and factors that a reduction has left for the next one."""
         for residual, value in zip(self.residuals, step.own or ()):
             residual.assign(value)
         for i, factor in self.factors.items():
@@ -114,16 +114,16 @@ class CodedTransport(Transport):
         return Coded(comm, self, reduction, self._context)
 
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
-        """The means over replicas of tensors that are no gradients of a step, coded; what is left over is kept.
+        """See `Transport.means`. Sends the tensors coded, and stores the coding errors.
 
         Args:
             comm: the replicas.
-            places: of which variables, by their positions, they are.
-            tensors: of this replica.
-            update: how many updates there were.
+            places: the positions of the variables of these tensors.
+            tensors: this replica's tensors.
+            update: the number of updates so far.
 
         Raises:
-            ValueError: where these replicas cannot.
+            ValueError: if these replicas do not support the codec.
         """
         self._check()
         kept = [self.residuals[i] for i in places] if self.codec.error_feedback else []
@@ -136,7 +136,7 @@ class CodedTransport(Transport):
         started = [factor for factor in factors if factor is not None]
         for variable, value in [*zip(kept, reduced.unsent), *zip(started, reduced.factors)]:
             variable.assign(ops.where(is_good, value, ops.convert_to_tensor(variable)))
-        # As in a step, divided before it is cast.
+        # Divide before casting, as for gradients.
         return [cast(total / comm.num_replicas, dtype_of(like)) for total, like in zip(reduced.sums, tensors)]
 
     def _check(self) -> None:
@@ -149,12 +149,12 @@ class CodedTransport(Transport):
 
 
 class Coded(Transfer):
-    """Sends the gradients of one reduction coded.
+    """One reduction of coded gradients.
 
     Args:
         comm: the replicas.
-        kept: what the last reduction has left.
-        reduction: whose gradients these are.
+        kept: the transport with the residuals and factors of the last reduction.
+        reduction: the contribution of this replica.
         context: the optimizer.
     """
 
@@ -164,9 +164,9 @@ class Coded(Transfer):
         self._context = context
         self.scatters = isinstance(kept.codec, CodedInTwoLegs)
         self._variables = dict(zip(reduction.places, reduction.variables))
-        # Where this replica has no gradient, what is left over waits for one: it may be that no replica has.
+        # The residuals of missing gradients wait: possibly no replica has a gradient of that variable.
         self._waits = {place for place, grad in zip(reduction.places, reduction.grads) if grad is None}
-        # By what the loss is multiplied, in which what is left over is not.
+        # The factor of the loss. Residuals are stored without it.
         self._unit = context.loss_scale if reduction.loss_scale is None else reduction.loss_scale
         before = kept.residuals if reduction.own is None else reduction.own
         self._before = [ops.convert_to_tensor(residual) for residual in before]
@@ -177,7 +177,7 @@ class Coded(Transfer):
 
     @property
     def codec(self) -> Compression:
-        """What codes gradients."""
+        """The gradient codec."""
         return self._kept.codec
 
     def all_reduce(
@@ -195,12 +195,12 @@ class Coded(Transfer):
     def legs_of(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Sequence[Tensor], op: ReduceOp
     ) -> Generator[tuple[Kind, Sequence[Tensor]], list[Tensor], list[Tensor]]:
-        """As `all_reduce`, for whoever runs the collectives; of `along` come the sums.
+        """Reduce like `all_reduce`, but yield the collectives to the caller. The results of `along` are sums.
 
         Args:
-            places: positions of variables.
-            tensors: their gradients; None where this replica has none.
-            along: tensors that are sent as they are.
+            places: the positions of the variables.
+            tensors: their gradients; None if this replica has none.
+            along: tensors to sum uncoded.
             op: "sum" or "mean".
         """
         lacking = {place for place, tensor in zip(places, tensors) if tensor is None}
@@ -216,7 +216,7 @@ class Coded(Transfer):
         return [*self._results(sums[:count], like, op), *sums[count:]]
 
     def _given(self, places: Sequence[int], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What is coded of these gradients, and from what the reduction starts."""
+        """Return the tensors to code (gradients plus residuals), and the initial factors."""
         before = [self._kept.factors.get(place) for place in places]
         factors = [None if factor is None else ops.convert_to_tensor(factor) for factor in before]
         return [self._with_residual(place, tensor) for place, tensor in zip(places, tensors)], factors
@@ -225,7 +225,7 @@ class Coded(Transfer):
         return ops.convert_to_tensor(self._context.updates)
 
     def _taken(self, places: Sequence[int], factors: Sequence[Tensor | None], reduced: Reduced) -> list[Tensor]:
-        """The sums, of gradients and of what was sent along; the rest is noted."""
+        """Return the sums of gradients and of uncoded tensors. Store errors, factors and finiteness for `left`."""
         self._is_finite += [ops.isfinite(ops.sum(total)) for total in reduced.sums]
         kept = [place for place, factor in zip(places, factors) if factor is not None]
         self._factors |= dict(zip(kept, reduced.factors))
@@ -251,7 +251,7 @@ class Coded(Transfer):
         for r, (each, row) in enumerate(zip(slices, filled)):
             for (i, start, _), left in zip(each, parted(unsent[r], row)):
                 self._pieces.setdefault(i, []).append((start, left))
-        # Each replica sees its own slices of the sum only, and all of its own gradient.
+        # A replica has only its slices of the sum, so each checks its whole gradient.
         is_bad = ops.cast(ops.logical_not(ops.isfinite(ops.sum(flat))), "float32")
         *sums, num_bad = self.comm.all_reduce([*more, ops.reshape(is_bad, (1,))], "sum")
         self._is_finite.append(num_bad[0] < 0.5)
@@ -261,12 +261,12 @@ class Coded(Transfer):
         return own, None if along is None else sums[0]
 
     def _results(self, sums: Sequence[Tensor], like: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-        # A mean is divided before it is cast: it may fit into half precision where the sum does not.
+        # Divide before casting: the sum may overflow half precision even if the mean does not.
         results = [total / self.comm.num_replicas for total in sums] if op == "mean" else sums
         return [cast(result, dtype_of(tensor)) for result, tensor in zip(results, like)]
 
     def _with_residual(self, place: int, tensor: Tensor, start: int | None = None) -> Tensor:
-        """A gradient, or a slice of it, in float32, and what is left over from the last ones."""
+        """Return a gradient, or a slice of it from `start`, in float32 plus its residual."""
         value = dense(tensor, self._variables[place])
         value = cast(value.to_dense() if getattr(value, "is_sparse", False) is True else value, "float32")
         if not self.codec.error_feedback or place in self._waits:
@@ -277,10 +277,10 @@ class Coded(Transfer):
         return value + (left if is_one(self._unit) else left * ops.cast(self._unit, "float32"))
 
     def left(self, step: Step, all_decide: bool) -> Step:
-        """The reduced step, with what is left over; or what was left before, if the update is to be skipped.
+        """Return the reduced step with the new residuals, or with the old ones if the update is skipped.
 
         Args:
-            step: reduced by this transfer.
+            step: the step that this transfer has reduced.
             all_decide: bool. Whether the replicas of all groups skip an update together.
         """
         if not self._is_finite:

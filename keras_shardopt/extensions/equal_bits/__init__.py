@@ -1,4 +1,4 @@
-"""Batches in a fixed number of parts: equal bits on any number of replicas."""
+"""Batches in a fixed number of parts: bitwise identical results on any number of replicas."""
 
 from keras_shardopt.extensions.equal_bits.stage import VirtualReplicas
 from keras_shardopt.update.plugs import Place, register_stage, register_steps

@@ -1,13 +1,13 @@
-"""A step on several parts of a batch, one after another, as `CrossShard(virtual_replicas=...)` asks for.
+"""The JAX step of `CrossShard(virtual_replicas=...)`: it computes a replica's parts of a batch one after another.
 
-XLA gives the same operations other last digits in other surroundings, because it fuses across whatever it can. So each
-replica computes its parts in a loop, the body of which has equal shapes for any number of replicas and is compiled by
-itself. What parts do to moving statistics is added up in the tree in which gradients are.
+XLA fuses operations with their surroundings, so equal operations round differently in different programs. Therefore
+each replica computes its parts in a loop. The loop body has equal shapes for any number of replicas and is compiled
+separately. Changes of moving statistics are summed in the same binary tree as gradients.
 
-For several devices XLA has a pass more: when it has cut the program it drops what is computed twice. What is simplified
-next depends on how often a value is used: a softmax and its gradient divide by one sum, which stays a division where
-they share the sum's broadcast, and is a product with 1/sum where each has its own. So these steps are compiled without
-that pass (`compiled_alike`), and one device has the bits of several.
+For several devices, XLA runs one more pass: after partitioning it removes duplicate computations (CSE). The next
+simplification depends on the number of uses of a value. A softmax and its gradient divide by one sum: a division if
+they share its broadcast, otherwise a product with 1/sum. So these steps are compiled without that pass
+(`compiled_alike`), and results on one device are bitwise identical to results on several.
 
 Private names of Keras touched here (a test holds each of them):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
@@ -57,10 +57,10 @@ from keras_shardopt.update.trainer_context import batch_shared, row_share
 
 @contextlib.contextmanager
 def compiled_alike(model: Any, num_parts: int) -> Iterator[None]:
-    """Within it Keras makes steps that XLA compiles alike for one device and for several.
+    """Make XLA compile Keras' steps in the same way for one device and several.
 
     Raises:
-        ValueError: where steps are not compiled at all.
+        ValueError: if steps are not compiled.
     """
     if model.run_eagerly or not model.jit_compile:
         received = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
@@ -74,17 +74,17 @@ def compiled_alike(model: Any, num_parts: int) -> Iterator[None]:
 
 
 def _passes_left_out() -> str:
-    """Also those that the environment leaves out, as the option takes the place of what is said there."""
+    """Return the XLA passes to disable: CSE, and those of `XLA_FLAGS`, because the option replaces that flag."""
     theirs = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
     return ",".join([*theirs[-1:], "cse"])
 
 
 def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
-    """Forward and backward passes of each replica on its parts of a batch.
+    """Run the forward and backward passes of each replica on its parts of a batch.
 
     Returns:
-        The gradients of all parts together, what is found in them and notes; the loss of the whole batch; the
-        predictions of all rows; the variables that are not trained; and those of metrics.
+        The gradients of all parts together, their `found_inf` and notes; the loss of the whole batch; the predictions
+        of all rows; and the values of the non-trainable and the metric variables.
     """
     cut = _Cut(model, distribution, data, num_parts)
     stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, VirtualReplicas))
@@ -96,7 +96,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
     def local(weights: Any, kept: Any, optimizer_state: Any, data: Any) -> Any:
         optimizer_state = with_zeros(model.optimizer.variables, optimizer_state)
         replicas = MappedAxis(cut.axis)
-        # A number that XLA does not know, or it would write few rounds one after another, and fuse them.
+        # Traced, not constant: otherwise XLA would unroll a short loop and fuse its iterations.
         num_rounds = jax.numpy.where(optimizer_state[iterations] >= 0, cut.each, 0)
         arguments = {"training": True, "optimizer_variables": optimizer_state}
         counted = cut.counted(replicas, weights, kept, data, num_rounds, arguments)
@@ -135,10 +135,10 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
 
 
 def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:
-    """Forward passes of each replica on its parts of a batch.
+    """Run the forward passes of each replica on its parts of a batch.
 
     Returns:
-        What `in_parts` does, but gradients; of the predictions their masks, too.
+        The results of `in_parts` without gradients. The predictions come with their masks.
     """
     cut = _Cut(model, distribution, data, num_parts)
     weights, others, metrics = state
@@ -156,7 +156,7 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
                     weights, *cut.starts(index, kept), *own, **arguments
                 )
             sums, last = cut.ends(index, num_rows, kept, changed)
-            masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]  # which metrics look at
+            masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(y_pred)]  # metrics use them
             return [loss, *sums], None, last, (y_pred, masks)
 
         (loss, *sums), _, last, outputs = cut.over_parts(of_part, replicas, data, num_rounds)
@@ -167,33 +167,33 @@ def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num
 
 
 class _Cut:
-    """How a batch is cut into parts, and what is made of the variables that they change: of metrics, and others.
+    """A batch in parts, and rules that combine the variables (of metrics and layers) that the parts change.
 
-    Of metrics that count, each part counts from zero, and the sum is added; moving statistics change by the mean over
-    parts that have rows; seeds and the like are those of any part.
+    Metric variables with `aggregation="sum"` count from zero in each part, and the total is added. Moving statistics
+    add the mean change of the parts with rows. Seeds and other variables take the value of the last part.
 
     Args:
         model: the model.
-        distribution: the devices; None for one.
+        distribution: the devices; None for one device.
         data: the batch.
-        num_parts: how many parts it has.
+        num_parts: the number of parts.
     """
 
     def __init__(self, model: Any, distribution: Any, data: Any, num_parts: int) -> None:
-        if distribution is None:  # any device will do; JAX 0.12 makes axes explicit unless told otherwise
+        if distribution is None:  # any device; axes are explicit by default in JAX 0.12
             self.axis, self._mesh = "batch", AbstractMesh((1,), ("batch",), (AxisType.Auto,))
         else:
             self.axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
         self._model, self._num_parts = model, num_parts
         self._all_rows = num_rows(data)
-        self._rows = -(-self._all_rows // num_parts)  # of each part, those at the end with the first row as padding
+        self._rows = -(-self._all_rows // num_parts)  # per part; parts at the end are padded with the first row
         self._num_missing = self._rows * num_parts - self._all_rows
         self.each = parts_of_each(num_parts, batch_size_of(distribution))
         others, metrics = model.non_trainable_variables, model.metrics_variables
         self._num_others = len(others)
         self._is_seed = [v.name == "seed_generator_state" for v in [*others, *metrics]]
         self._is_sum = [False] * len(others) + [v.aggregation == "sum" for v in metrics]
-        # Mean losses count an equal part of the rows for each part, also for one that has none.
+        # Trackers of mean losses count an equal share of the rows for each part, even without rows.
         always = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in always for v in [*others, *metrics]]
         self._is_moving = [
@@ -202,11 +202,11 @@ class _Cut:
         ]
 
     def shared(self, part: PartOfBatch, num_rows: int) -> contextlib.AbstractContextManager[None]:
-        """Within it losses are those of this part, which has so many rows."""
+        """Set the share of this part, so losses are divided by the counts of the whole batch."""
         return batch_shared(share_of_part(num_rows, self._all_rows, part))
 
     def starts(self, index: Tensor, kept: Any) -> tuple[Any, Any]:
-        """The variables with which a part begins: those that are not trained, and those of metrics."""
+        """Return the initial values of a part's non-trainable and metric variables."""
         begun = [
             value + seed_offset(index) if seed else jax.numpy.zeros_like(value) if adds else value
             for value, seed, adds in zip(kept, self._is_seed, self._is_sum)
@@ -214,7 +214,7 @@ class _Cut:
         return begun[: self._num_others], begun[self._num_others :]
 
     def ends(self, index: Tensor, num_rows: int, kept: Any, changed: Any) -> tuple[Any, Any]:
-        """What is added up of the variables that a part has changed, and what is taken as it is; None: unchanged."""
+        """Return a part's addends for counts and statistics, and its final values (None: unchanged variable)."""
         after = [value for values in changed for value in values]
         sums = []
         for i, (old, new) in enumerate(zip(kept, after)):
@@ -223,11 +223,11 @@ class _Cut:
             elif self._is_moving[i] and new is not old:
                 sums.append(new - old if num_rows else jax.numpy.zeros_like(new))
         last = [new - seed_offset(index) if seed else new for new, seed in zip(after, self._is_seed)]
-        # Frozen weights and the like stay as they are.
+        # For example, frozen weights are unchanged.
         return sums, [None if new is old else value for old, new, value in zip(kept, after, last)]
 
     def joined(self, replicas: MappedAxis, kept: Any, loss: Tensor, sums: Any, last: Any) -> list[Tensor]:
-        """The loss of the batch, and the variables after it."""
+        """Return the loss of the batch, and the values of the variables after it."""
         loss, *totals = Tree(replicas, self._num_parts).all_reduce([loss, *sums], "sum")
         num_counting = -(-self._all_rows // self._rows)
         left, after = iter(totals), [loss / self._num_parts]
@@ -241,7 +241,7 @@ class _Cut:
     def counted(
         self, replicas: MappedAxis, weights: Any, kept: Any, data: Any, num_rounds: Tensor, arguments: dict[str, Any]
     ) -> list[Tensor]:
-        """What all parts have of what losses divide by. XLA leaves out what of the model that does not need."""
+        """Return the counts of all parts that losses divide by. XLA removes computations that they do not need."""
 
         def of_part(index: Tensor, num_rows: int, own: Any) -> Any:
             part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
@@ -262,14 +262,14 @@ class _Cut:
         )
 
     def over_parts(self, of_part: Any, replicas: MappedAxis, data: Any, num_rounds: Tensor) -> tuple[Any, ...]:
-        """What a replica's parts make, one after another.
+        """Run `of_part` on a replica's parts one after another, and combine its results.
 
         Args:
-            of_part: returns for a part, its number of rows, and these rows what is added up, where it found a gradient
-                that is not finite, what is taken as it is, and the rows of outputs.
+            of_part: takes the index of a part, its number of rows, and these rows. Returns tensors to sum, the position
+                of a non-finite gradient (0: none), values to keep from the last part, and rows of outputs.
             replicas: the devices.
             data: the replica's rows.
-            num_rounds: how many parts it has.
+            num_rounds: the number of its parts.
         """
         each, rows = self.each, self._rows
         first = replicas.replica_id * each
@@ -278,7 +278,7 @@ class _Cut:
             levels, found_before, _, outputs = carry
             own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i * rows, rows), data)
             total, found, last, y_pred = of_rows(first + i, own)
-            level = jax.lax.population_count(i ^ (i + 1)) - 1  # how many digits 1 the number of parts so far ends with
+            level = jax.lax.population_count(i ^ (i + 1)) - 1  # the number of trailing 1 bits of i
             total = jax.lax.fori_loop(
                 0, level, lambda j, total: [sums[j] + more for sums, more in zip(levels, total)], total
             )
@@ -293,8 +293,8 @@ class _Cut:
         of_rows = in_layout_of_kernels(
             lambda index, own: without_padding(functools.partial(of_part, index), index, *number, own, shapes)
         )
-        # Two levels and two parts at least: XLA would see that a single part is the same in every round, and move what
-        # only depends on it out of the loop.
+        # At least two levels and two parts: a single part is loop-invariant, and XLA would move computations that
+        # depend only on it out of the loop.
         num_levels = max(2, each.bit_length())
         if each == 1:
             data = jax.tree.map(lambda leaf: jax.numpy.concatenate([leaf, leaf]), data)
@@ -308,13 +308,13 @@ class _Cut:
         return [sums[each.bit_length() - 1] for sums in levels], found, last, y_pred
 
     def run(self, local: Any, state: tuple[Any, ...], data: Any, returned: tuple[bool, ...]) -> Any:
-        """Runs `local` on each device.
+        """Run `local` on each device.
 
         Args:
-            local: takes the state, and a device's rows of the batch.
-            state: which all devices have.
+            local: takes the state and a device's rows of the batch.
+            state: the arguments replicated over devices.
             data: the batch.
-            returned: for each thing that is returned, whether all devices have it; else it has a device's rows.
+            returned: one bool per result: True if it is equal on all devices, False if it has a device's rows.
         """
         whole, divided = PartitionSpec(), PartitionSpec(self.axis)
         run = jax.shard_map(
@@ -332,16 +332,16 @@ class _Cut:
 
 
 def _by_itself(values: Any, num_rounds: Tensor) -> Any:
-    """These values, which XLA fuses with nothing that is made of them: it does not know that the loop has one round.
+    """Return the values through a loop of one iteration (unknown to XLA), so XLA cannot fuse them with later code.
 
-    How they are added up depends on the number of devices, and a norm of what it has just sliced has other last digits.
+    Their reduction depends on the number of devices, and XLA would round a norm fused with it differently.
     """
     empty = jax.tree.map(jax.numpy.zeros_like, values)
     return jax.lax.fori_loop(0, jax.numpy.minimum(num_rounds, 1), lambda *_: values, empty)
 
 
 class PartsStep(TrainStep):
-    """A step on each replica's parts of a batch.
+    """The step on each replica's parts of a batch.
 
     Args:
         model: the model.
@@ -360,11 +360,11 @@ class PartsStep(TrainStep):
         return compiled_alike(self.model, self._num_parts)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Also on one device."""
+        """Return True, also on one device."""
         return True
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """See `TrainStep.computed`: metrics add up in one order on any number of devices."""
+        """See `TrainStep.computed`. Metrics sum rows in the same order on any number of devices."""
         arguments = (self.model, self.reducers[0], distribution, state, data, self._num_parts)
         grads, loss, y_pred, others, metrics = in_parts(*arguments)
         x, y, sample_weight = data
@@ -372,7 +372,7 @@ class PartsStep(TrainStep):
         return Computed(grads, loss, y_pred, others, metrics, (x, y, sample_weight))
 
     def test(self, real: Any, state: Any, data: Any) -> Any:
-        """By parts where training is, so that its logs have the same bits."""
+        """Run a step of `evaluate` in parts, as in training, so its logs do not depend on the number of devices."""
         model, distribution = self.model, keras.distribution.distribution()
         if type(model).test_step is not keras.Model.test_step:
             return real(state, data)

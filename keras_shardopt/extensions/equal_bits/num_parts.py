@@ -1,4 +1,4 @@
-"""What trainers need of `CrossShard(virtual_replicas=...)`: into how many parts batches are cut, if they can be."""
+"""The number of parts per batch for `CrossShard(virtual_replicas=...)`, and checks that the model supports it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def are_cut(reducers: Iterable[Any]) -> bool:
 
 
 def num_parts_of(model: Any, reducers_of: Callable[[Any], list[Any]]) -> int:
-    """`virtual_replicas` of the optimizer that a prepared model is trained with, which has some.
+    """Return `virtual_replicas` of a prepared model's optimizer. One of its `CrossShard`s must have it set.
 
     Raises:
-        ValueError: where parts of a batch cannot be computed one after another.
+        ValueError: if the parts of a batch cannot be computed one after another.
     """
     reducers = reducers_in(model, reducers_of)
     cutting = [reducer for reducer in reducers if reducer.virtual_replicas is not None]

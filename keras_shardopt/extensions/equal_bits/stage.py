@@ -1,18 +1,18 @@
-"""Equal bits on any number of replicas: each batch is cut into parts, which are added up in an order of their own.
+"""Bitwise identical results on any number of replicas (`virtual_replicas`): batches in parts, summed in a fixed order.
 
-The number of replicas changes the last bits of a gradient in two ways: kernels add up the rows of a batch in an order
-that depends on how many there are, and an all-reduce adds up replicas in an order that depends on how many these are.
-So every batch is cut into `virtual_replicas` parts, whatever there is to work on them; a replica computes its parts one
-after another, each with the kernels of its shape; and parts are added up in one fixed binary tree: what a replica has
-of it by itself, the rest after an exchange in which each replica gets a slice of all sums, as in a reduce-scatter, and
-from each slice's replica its total (`Tree`). That takes as many bytes as a ring.
+The number of replicas changes the rounding of a gradient in two ways. The order in which kernels sum rows depends on
+the number of rows, and the order in which an all-reduce sums replicas depends on their number. So every batch is cut
+into `virtual_replicas` parts, regardless of the number of replicas. A replica computes its parts one after another,
+each with equal shapes, and all parts are summed in one fixed binary tree. A replica sums its subtree locally. Then an
+all-to-all gives each replica a slice of all sums, and an all-gather returns the totals of the slices (`Tree`). That
+sends the same number of bytes as a ring.
 
-A tree, and not an exact sum of integers with a shared exponent, of which the order would not matter at all: a tree
-rounds as floating-point sums do, lets NaN and infinity through, keeps the range of the dtype, and needs no reduction
-to agree on exponents first. Its price is that there are powers of two of both.
+The alternative is an exact sum of integers with a shared exponent, independent of the order. But a tree rounds like
+other floating-point sums, propagates NaN and infinity, keeps the range of the dtype, and needs no reduction for the
+exponents first. In return, the numbers of parts and of replicas must be powers of two.
 
-A trainer says by `batch_shared` which part it works on (`PartOfBatch`), and calls `apply` for each. To everything else
-parts are micro-batches of which the last one brings the reduced gradients of all.
+A trainer declares its current part (`PartOfBatch`) with `batch_shared`, and calls `apply` for each part. For all other
+code, parts are micro-batches, and the last one brings the reduced gradients of all parts.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from keras_shardopt.update.transport import Transport
 from keras_shardopt.wrapping.chain import descendants
 
 _SMALL = 2**14
-"""How many elements are sent whole to every replica, which adds them up by itself: one exchange in place of two."""
+"""Up to this number of elements, every replica gathers all sums and adds them: one exchange instead of two."""
 
 
-# Where replicas are devices of one process, whose gradients are added up without an exchange of flat ones.
+# Replicas that are devices of one process: it sums their gradients without exchanging flat tensors.
 _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
@@ -56,35 +56,35 @@ _REFUSAL = (
 
 
 class VirtualReplica(PartOfBatch):
-    """A part of a batch on its replica."""
+    """A part of a batch, as the communicator of its losses and stages."""
 
     _refusal = _REFUSAL
 
 
 class CountingReplica(CountingPart):
-    """A part of a batch whose losses are only counted."""
+    """A part of a batch in the counting pass: it collects the counts that losses divide by."""
 
     _refusal = _REFUSAL
 
 
 def current_part() -> PartOfBatch | None:
-    """The virtual replica whose part of a batch the trainer works on, or None."""
+    """Return the part of a batch that the trainer is computing, or None."""
     share = current_share()
     part = None if share is None else share.replicas
     return part if isinstance(part, PartOfBatch) else None
 
 
 def own_parts(num_parts: int, replicas: Communicator) -> range:
-    """Which parts of every batch this replica works on."""
+    """Return the indices of this replica's parts of every batch."""
     number = parts_of_each(num_parts, replicas.num_replicas)
     return range(replicas.replica_id * number, (replicas.replica_id + 1) * number)
 
 
 def parts_of_each(num_parts: int, num_replicas: int) -> int:
-    """How many parts of every batch each replica works on.
+    """Return the number of parts of every batch per replica.
 
     Raises:
-        ValueError: if they cannot have equally many.
+        ValueError: if `num_parts` is not a multiple of `num_replicas`.
     """
     if num_parts % num_replicas:
         raise ValueError(
@@ -96,16 +96,16 @@ def parts_of_each(num_parts: int, num_replicas: int) -> int:
 
 
 class Subtrees:
-    """Adds up the parts of one replica in their order, as the nodes of a binary tree over all parts.
+    """The sum of one replica's parts, added in their order as nodes of the binary tree over all parts.
 
-    It holds as many sums as the number of parts so far has binary digits that are 1.
+    It holds one partial sum per 1 in the binary form of the number of parts so far.
     """
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, list[Tensor | None]]] = []
 
     def add(self, tensors: Sequence[Tensor | None]) -> None:
-        """Adds those of the next part, None for what it does not have."""
+        """Add the tensors of the next part. None counts as zero."""
         size, total = 1, list(tensors)
         while self._sums and self._sums[-1][0] == size:
             total = [_sum(a, b) for a, b in zip(self._sums.pop()[1], total)]
@@ -113,7 +113,7 @@ class Subtrees:
         self._sums.append((size, total))
 
     def take(self) -> list[Tensor | None]:
-        """The sum over all parts, which are a power of two. It is forgotten here."""
+        """Return the sum over all parts (a power of two), and forget it."""
         ((_, total),) = self._sums
         self._sums = []
         return total
@@ -126,11 +126,11 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class Tree(Communicator):
-    """Replicas whose sums, each of equally many parts, are added up in a binary tree.
+    """A communicator that sums replicas' tensors, each the sum of an equal number of parts, in a binary tree.
 
     Args:
         replicas: the replicas.
-        num_parts: how many parts they have together, which a mean divides by.
+        num_parts: the number of parts on all replicas together. A mean divides by it.
     """
 
     def __init__(self, replicas: Communicator, num_parts: int) -> None:
@@ -142,7 +142,7 @@ class Tree(Communicator):
         self.is_multi_process = replicas.is_multi_process
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        """Of each replica its own."""
+        """Return `LOCAL`: gradients are per replica."""
         return GradientState.LOCAL
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -153,7 +153,7 @@ class Tree(Communicator):
         """See `Communicator.all_reduce`."""
         if op == "max":
             return self._replicas.all_reduce(tensors, op)
-        factor = 1 / self._num_parts if op == "mean" else 1  # exact, as it is a power of two
+        factor = 1 / self._num_parts if op == "mean" else 1  # exact: a power of two
         if _devices is not None and isinstance(self._replicas, _devices.ReplicaContext):
             totals: list[Tensor] = self._replicas.all_reduce_in_tree(tensors, factor)
             return totals
@@ -173,7 +173,7 @@ class Tree(Communicator):
         return result
 
     def _total(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The total of these tensors, flat and one after another."""
+        """Return the totals of these tensors over replicas, flattened and concatenated."""
         flat = ops.concatenate([_reshaped(tensor, (-1,)) for tensor in tensors])
         size, length = self.num_replicas, flat.shape[0]
         if size == 1:
@@ -189,22 +189,22 @@ class Tree(Communicator):
 
 
 def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """As `ops.reshape`, which takes longer on PyTorch than a small sum."""
+    """Reshape a tensor. On PyTorch, `ops.reshape` takes longer than a small sum."""
     return tensor.reshape(shape) if hasattr(tensor, "reshape") else ops.reshape(tensor, shape)
 
 
 def _added_up(rows: Tensor) -> Tensor:
-    """The sum of rows, of which there are a power of two, in a binary tree."""
+    """Return the sum of rows (their number is a power of two) in a binary tree."""
     while rows.shape[0] > 1:
         rows = ops.add(rows[::2], rows[1::2])
     return rows[0]
 
 
 class VirtualReplicas(Extension):
-    """Adds up the gradients of this replica's parts of a batch, and lets the total of all replicas proceed.
+    """A stage that sums the gradients of this replica's parts of a batch, then proceeds with the total of all replicas.
 
     Args:
-        num_parts: how many parts a batch has.
+        num_parts: the number of parts of a batch, a power of two.
         optimizer: the `CrossShard`.
     """
 
@@ -220,7 +220,7 @@ class VirtualReplicas(Extension):
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """The stage, where the options ask for it."""
+        """Return the stage if `virtual_replicas` is set."""
         optimizer = context.optimizer
         if options.virtual_replicas is None:
             return []
@@ -236,7 +236,7 @@ class VirtualReplicas(Extension):
         return [cls(options.virtual_replicas, optimizer)]
 
     def check_outside(self, outer: Any) -> None:
-        """See `Extension.check_outside`: a loss scaling must be inside."""
+        """See `Extension.check_outside`: loss scaling must be inside."""
         name = type(outer).__name__
         raise ValueError(
             f"`{name}` must be inside a `CrossShard` with `virtual_replicas`, not around it: outside it sees the "
@@ -246,8 +246,8 @@ class VirtualReplicas(Extension):
         )
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Adds up, and proceeds with the last part of this replica."""
-        if self._optimizer.pipeline.resumed.is_reduced:  # a trainer has called `reduced` by itself
+        """Sum the gradients of a part. Proceed only with the last part of this replica."""
+        if self._optimizer.pipeline.resumed.is_reduced:  # a trainer has already called `reduced`
             proceed(step)
         else:
             runtime.no_compile(self._collect, step, proceed)
@@ -270,7 +270,7 @@ class VirtualReplicas(Extension):
                 f"Received: several updates, or none, in part {self._next} of a batch. Leave `virtual_replicas` out."
             )
         self._next += 1
-        # Of the parts of a single replica everything is its own.
+        # On a single replica, gradients of a part are always local.
         state = self._optimizer.state_finder.find(step, part if comm.num_replicas == 1 else comm)
         if state is not GradientState.LOCAL:
             raise ValueError(
@@ -283,7 +283,7 @@ class VirtualReplicas(Extension):
             proceed(self.reduced(step.replace(grads=self._subtrees.take(), found_inf=found), comm))
 
     def add(self, step: Step, part: PartOfBatch) -> None:
-        """Adds the gradients of the next part to those of the others on this replica."""
+        """Add the gradients of the next part to the sum of this replica's parts."""
         if part.is_first:
             self._subtrees, self._found = Subtrees(), None
         grads, found = self.of_part(step, part)
@@ -292,26 +292,26 @@ class VirtualReplicas(Extension):
         self._subtrees.add(grads)
 
     def of_part(self, step: Step, part: PartOfBatch) -> tuple[list[Tensor | None], Tensor | None]:
-        """The gradients of a part as they are added up, and what was found in them."""
+        """Return the gradients of a part, weighted for the sum, and their `found_inf`."""
         return self.weighted(self.seen(step, part))
 
     def seen(self, step: Step, part: PartOfBatch) -> Step:
-        """The step of a part when all stages that look at a replica's own gradients have."""
+        """Return the step of a part after `local` of all stages."""
         step = step.replace(gradient_state=GradientState.LOCAL)
         for stage in self._optimizer.pipeline.stages:
             step = stage.local(step, part)
         return step
 
     def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
-        """See `of_part`, of a step that stages have seen."""
+        """Return the result of `of_part` for a step that is the result of `seen`."""
         step = weighted_by_rows(step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 
     def reduced(self, step: Step, comm: Communicator) -> Step:
-        """The step of the last part with the gradients of all parts of all replicas.
+        """Return the step of the last part with the gradients of all parts of all replicas.
 
         Args:
-            step: with the sums over the parts of this replica.
+            step: a step with the sums over this replica's parts.
             comm: all replicas.
         """
         if self._reducer is None:
@@ -320,7 +320,7 @@ class VirtualReplicas(Extension):
         return self._reducer.reduce(whole, Tree(comm, self._num_parts)).replace(is_reduced=True)
 
     def reset(self) -> None:
-        """Forgets the parts of a batch that was not finished."""
+        """Forget the parts of an unfinished batch."""
         self._next = None
 
 
@@ -334,5 +334,5 @@ def _dense(grad: Tensor | None, variable: Variable) -> Tensor | None:
 
 
 def first_found(found: Tensor, next_one: Tensor) -> Tensor:
-    """The position of the first gradient that is not finite, in the first part that has one."""
+    """Return `found`, or `next_one` if `found` is 0: the first non-finite gradient in the first part that has one."""
     return ops.where(found > 0, found, next_one)

@@ -1,10 +1,10 @@
-"""A step on several parts of a batch, one after another, as `CrossShard(virtual_replicas=...)` asks for.
+"""The PyTorch step of `CrossShard(virtual_replicas=...)`: it computes a rank's parts of a batch one after another.
 
-Each part is a step of Keras that begins with the state with which the batch began. What parts do to it is added up in
-the tree in which gradients are, so that after each batch all ranks have the same bits, however many there are: of
-metrics what each has counted, from zero; of moving statistics the mean of the changes of the parts that have rows. Seed
-generators advance once for each batch. Where losses divide by what all parts have (of a mask, say), each part goes
-forward once before, to count it; unless each rank has one part, and its loss can wait for the others.
+Each part is a Keras step that starts from the state before the batch. Changes of state are summed in the same binary
+tree as gradients. After each batch, state is bitwise identical on any number of ranks. Metrics add the sum of all
+parts' counts. Moving statistics add the mean of the changes of the parts with rows. Seed generators advance once per
+batch. If losses divide by a count over all parts (of a mask, for example), a counting pass runs each part forward
+first. If each rank has one part, the losses of all ranks exchange the counts instead.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 from keras_shardopt.wrapping.rollback import before_more, watching_layers
 
 
-# What is compiled for one shape may have been made for another one before, with other last digits; and parts are told
-# apart by what a compiler would take for constants.
+# Not compiled: a compiler may reuse code of another shape, with other rounding, and would treat the values that
+# distinguish parts as constants.
 @torch.compiler.disable
 def in_parts(
     session: Session, cut: CutBatches, real: Callable[[Any], Any], data: Any, num_parts: int, trains: bool
 ) -> Any:
-    """The logs of a batch of which this rank has the rows of its parts."""
+    """Run the step on this rank's parts of a batch. `data` has their rows. Return the logs of the batch."""
     model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
     given = int(num_rows(data))
     mine, session.mine = (given if ranks is None else session.mine or 0), None
@@ -69,7 +69,7 @@ def in_parts(
         def step(i: int, here: PartOfBatch) -> Any:
             begin(own[i], batch)
             state.begin()
-            # A step without rows needs some to go through the model with.
+            # A step without rows runs the model on one row that is not counted.
             part_data = _copied(part_of_batch(data, rows if mine else [1, given - 1], i if mine else 0))
             share = BatchShare(rows[i], all_rows, here, ends_early=not rows[i], rows_here=rows[i] or 1)
             with batch_shared(share), before_more(not here.is_last):
@@ -102,7 +102,7 @@ def in_parts(
         cut.changed_weights, cut.sees_loss = state.changed_weights, None
     session.last_rows = mine
     session.confirm()
-    session.shares_logs = False  # they are those of all ranks in any case
+    session.shares_logs = False  # `logs` already covers all ranks
     everyones = [given] if ranks is None else session.rows()
     counted = [count for rank in everyones for count in rows_of_parts(rank, len(own))]
     is_skipped = trains and _is_skipped(reducer, updates)
@@ -122,16 +122,16 @@ class _Counted(Exception):
 
 
 def _count(real: Callable[[Any], Any], data: Any) -> None:
-    """Goes through a step as far as its loss."""
+    """Run a step up to its loss."""
     with contextlib.suppress(_Counted), torch.no_grad():
         real(data)
 
 
 class PartsStep(TrainStep):
-    """A step on each of this rank's parts of a batch.
+    """The step on each of this rank's parts of a batch.
 
     Args:
-        session: what the ranks have agreed on for the model.
+        session: the `Session` of the model.
     """
 
     logs_are_global = True
@@ -144,7 +144,7 @@ class PartsStep(TrainStep):
 
     @property
     def num_parts(self) -> int:
-        """The number of parts of each batch, which is checked once in a call."""
+        """The number of parts of each batch, checked once per call."""
         if self._number is None:
             self._number = num_parts_of(self._session.model, self._session._reducers_of)
         return self._number
@@ -164,7 +164,7 @@ class PartsStep(TrainStep):
         return self.num_parts
 
     def rows_of(self, num: int, num_ranks: int) -> list[int]:
-        """See `TrainStep.rows_of`: whole parts."""
+        """See `TrainStep.rows_of`. Each rank gets whole parts."""
         each, rows = parts_of_each(self.num_parts, num_ranks), rows_of_parts(num, self.num_parts)
         return [sum(rows[start : start + each]) for start in range(0, self.num_parts, each)]
 
@@ -177,7 +177,7 @@ class PartsStep(TrainStep):
         return in_parts(session, self._cut, real, data, self.num_parts, trains)
 
     def after_loss(self) -> None:
-        """Where a loss is computed to be counted, this is the end of the step."""
+        """Call `sees_loss` once. End the step here in a counting pass."""
         if self._cut.sees_loss is not None:
             self._cut.sees_loss()
             self._cut.sees_loss = None
@@ -193,24 +193,24 @@ register(_made)
 
 
 def _is_skipped(reducer: Any, updates: int | None) -> bool:
-    """Whether the batch should have led to an update and has not. What it has changed is put back by then."""
+    """Whether the update of this batch was skipped. Its changes of state have been restored by then."""
     window = reducer.accumulation
     return runtime.version(reducer.iterations) == updates and (window is None or bool(window.is_complete))
 
 
 def _copied(data: Any) -> Any:
-    """Rows in memory of their own: kernels may add up in another order where memory is not aligned."""
+    """Copy rows to new memory, because kernels may sum unaligned memory in another order."""
     return keras.tree.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
 class _State:
-    """What steps change besides weights; and weights that layers change by themselves, in the same way in each part.
+    """The state that parts change: metrics, moving statistics, seeds; and weights that layers change in their call.
 
     Args:
         model: the model.
         trains: whether these are training steps.
-        state: what layers change in training besides weights.
-        weights: the weights that its layers change when they are called, frozen ones too; None for any.
+        state: the non-weight variables that layers change in training.
+        weights: the weights, also frozen ones, that layers change in their call; None if not known: all are kept.
     """
 
     def __init__(self, model: Any, trains: bool, state: Sequence[Any], weights: Sequence[Any] | None) -> None:
@@ -223,11 +223,11 @@ class _State:
         self._model, self._trains = model, trains
         self.changed_weights = list(weights) if trains else []
         self._weights = [v.value.clone() for v in self.changed_weights]
-        # As variables: a module may put another tensor in the place of a buffer.
+        # Variables, not tensors, because a module may replace the tensor of a buffer.
         others = [*state, *[v for v in metrics if id(v) not in counted], global_seed_state()]
         self._moving = [v for v in others if v.value.is_floating_point()]
         self._same = [v for v in others if not v.value.is_floating_point()]
-        # Mean losses count an equal part of the rows for each part, also for one that has none.
+        # Trackers of mean losses count an equal share of the rows for each part, even without rows.
         shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
         self._always = [id(v) in shared for v in self._sums]
         self._start = [v.value.clone() for v in [*self._sums, *self._moving, *self._same]]
@@ -236,7 +236,7 @@ class _State:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Gives a part the state with which the batch began, and metrics that have counted nothing."""
+        """Reset to the state before the batch, and counts of metrics to 0. Called before each part."""
         size = len(self._sums)
         for variable, start in zip(self.changed_weights, self._weights):
             variable.value.copy_(start)
@@ -247,7 +247,7 @@ class _State:
 
     @torch.no_grad()
     def note_changed(self) -> None:
-        """Finds the weights that the forward pass has changed, as `SpectralNormalization` does."""
+        """Keep only the weights that the forward pass has changed (for example in `SpectralNormalization`)."""
         pairs = list(zip(self.changed_weights, self._weights))
         self._known -= {id(variable) for variable, _ in pairs}
         pairs = [(variable, start) for variable, start in pairs if not torch.equal(variable.value, start)]
@@ -256,7 +256,7 @@ class _State:
 
     @torch.no_grad()
     def note_assigned(self, variable: Any) -> None:
-        """Keeps the value of a weight before a layer assigns it for the first time in this `fit`."""
+        """Save the value of a weight before a layer first assigns it in this `fit`."""
         if id(variable) in self._known:
             return
         self._known.add(id(variable))
@@ -266,22 +266,22 @@ class _State:
 
     @torch.no_grad()
     def end(self, counts: bool) -> None:
-        """Takes what a part has made of it."""
+        """Add the counts and changes of a part; without rows (not `counts`), only those of mean losses."""
         counted = [v.value for v in self._sums]
         sums = [t.clone() if counts or always else torch.zeros_like(t) for t, always in zip(counted, self._always)]
         pairs = [(v.value, start) for v, start in zip(self._moving, self._start[len(sums) :])]
-        # A mask of infinities minus itself is no number.
+        # Infinity minus itself (of an infinite mask) would be NaN.
         changes = [torch.where(t == start, 0, t - start) if counts else torch.zeros_like(t) for t, start in pairs]
         self._changes.add([*sums, *changes])
 
     @torch.no_grad()
     def settle(self, tree: Tree, num_counting: int, is_skipped: bool) -> None:
-        """Gives all ranks the state that all parts have made together.
+        """Set the state after all parts of all ranks.
 
         Args:
             tree: the ranks.
-            num_counting: how many parts have rows.
-            is_skipped: whether moving statistics have been put back.
+            num_counting: the number of parts with rows.
+            is_skipped: whether the update was skipped and moving statistics were restored.
         """
         changes: Any = self._changes.take()
         totals = tree.all_reduce(changes, "sum")
@@ -302,7 +302,7 @@ class _Logs:
 
     @torch.no_grad()
     def add(self, logs: Any, num_rows: int) -> None:
-        """Takes those of the next part."""
+        """Add the logs of the next part, weighted by its rows."""
         self._last = logs
         numbers = {name: value for name, value in logs.items() if _is_number(value)} if isinstance(logs, dict) else {}
         self._names = list(numbers)
@@ -310,7 +310,7 @@ class _Logs:
         self._values.add([value * num_rows if num_rows else torch.zeros_like(value) for value in values])
 
     def settle(self, model: Any, tree: Tree, num_rows: int) -> Any:
-        """Those of the batch: metrics of all ranks, and of other numbers the mean over rows."""
+        """Return the logs of the batch: metrics of all ranks, and means over rows of other numbers."""
         metrics = model.get_metrics_result()
         if not isinstance(self._last, dict):
             return self._last

@@ -1,7 +1,6 @@
-"""What a prepared model remembers from one batch that is cut into parts to the next.
+"""Values that a prepared model on PyTorch keeps from one batch in parts to the next.
 
-To go through all layers of a model takes as long as a small layer, so it is done once in each call of `fit` or
-`evaluate`.
+Iterating over all layers of a model takes as long as a small layer, so it does not run for every batch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from keras_shardopt.wrapping.rollback import changed_by_forward_passes
 
 
 class CutBatches:
-    """What is known of the batches of one model.
+    """Values kept between the batches of one model.
 
     Args:
         model: the model.
@@ -23,22 +22,22 @@ class CutBatches:
     def __init__(self, model: Any) -> None:
         self._model = model
         self.counts_first = False
-        """Whether losses divide by what parts of a batch must count before."""
+        """Whether losses divide by counts over all parts, so a counting pass must come first."""
         self.changed_weights: list[Any] | None = None
-        """The weights that layers change when they are called; None until a batch of parts has shown them."""
-        self.sees_loss: Callable[[], None] | None = None  # once, after the next loss
+        """The weights that layers change in their call; None until a first batch has found them."""
+        self.sees_loss: Callable[[], None] | None = None  # called once, after the next loss
         self.has_warned = False
-        """Whether it was said that their steps are not compiled."""
+        """Whether the model has warned that its steps are not compiled."""
         self._state: list[Variable] = []
         self._num_trained = 0
 
     def begin_call(self) -> None:
-        """Lets go of what may be other in another call."""
+        """Forget values that may differ in another call."""
         self._num_trained = 0
 
     def state(self, is_in_call: bool) -> list[Variable]:
-        """What layers change besides weights. It is asked before each training step."""
-        # What layers make in the first step, being called in training only, is found before the second one.
+        """Return the non-weight variables that layers change. Called before each training step."""
+        # Search again before the second step: layers called only in training create variables in the first one.
         if not is_in_call or self._num_trained < 2:
             self._state = changed_by_forward_passes([self._model])
             self._num_trained += 1

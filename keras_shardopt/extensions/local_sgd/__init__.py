@@ -1,4 +1,4 @@
-"""Replicas that train apart for some updates."""
+"""Local SGD: replicas update independently and average their weights every `sync_every` updates."""
 
 from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
 from keras_shardopt.update.plugs import Place, register_stage, register_steps

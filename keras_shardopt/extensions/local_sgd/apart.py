@@ -1,6 +1,6 @@
-"""What is seen of the weights of replicas that train apart: their mean, between any two updates.
+"""The mean weights that readers get between local updates, and the storage of per-replica values.
 
-Hides where replicas have weights and state of their own: in copies of each variable, or in rows of further variables.
+`Copies` is for replicas with a copy of each variable; `Rows` adds variables with a row per replica.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 
 
 class Copies:
-    """Each replica has a copy of each variable, in a process of its own or not.
+    """Per-replica values in copies of each variable (processes, or devices of a TensorFlow strategy).
 
     Args:
         stage: the `LocalUpdates`.
@@ -31,16 +31,16 @@ class Copies:
         self._stage = stage
         self._optimizer = optimizer
         self.stacked: list[Variable] = []
-        self._shown: list[tuple[Variable, list[np.ndarray], np.ndarray]] = []  # the copies, and the mean
-        self._count = 0  # of updates then
+        self._shown: list[tuple[Variable, list[np.ndarray], np.ndarray]] = []  # variable, its copies, their mean
+        self._count = 0  # the number of updates when shown
 
     @property
     def is_shown(self) -> bool:
-        """Whether the mean is in place of the weights; no longer after an update, of a custom training loop perhaps."""
+        """Whether the mean is in place of the weights. False after an update (a custom loop may not call `resume`)."""
         return bool(self._shown) and self._count == self._stage.num_updates
 
     def show(self) -> None:
-        """Puts the mean in place of all copies of what is apart."""
+        """Replace the copies of all differing variables by their mean."""
         if self.is_shown:
             return
         positions = self._stage.apart()
@@ -53,7 +53,7 @@ class Copies:
         own = [placement.replica_values(variable) for variable in variables]
         means = self._means(variables, own) if variables else []
         for i, mean in zip(positions, list(means)):
-            if trained[i] is not weights[i]:  # the mean, rounded, and not the mean of rounded ones
+            if trained[i] is not weights[i]:  # round the mean of master weights, instead of averaging rounded ones
                 variables.append(trained[i])
                 own.append(placement.replica_values(trained[i]))
                 means.append(mean.astype(own[-1][0].dtype))
@@ -66,18 +66,18 @@ class Copies:
 
     def _means(self, variables: Sequence[Variable], own: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
         if replicas_are_processes():
-            processes.gather_objects(len(variables))  # ranks that do something else learn of it
+            processes.gather_objects(len(variables))  # raises if another rank makes another call
             values = [ops.convert_to_tensor(variable) for variable in variables]
             means = runtime.communicator(self._optimizer.axis_name).all_reduce(values, "mean")
             return [ops.convert_to_numpy(mean) for mean in means]
         return [_mean(np.stack(copies)) for copies in own]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Puts the copies back, unless other weights were set in between."""
+        """Restore the copies. If other weights were set in between, keep these and begin a new round."""
         shown, was_shown = self._shown, self.is_shown
         self.forget()
         if was_shown:
-            # Which may be set without a new round.
+            # Setting only statistics or counters begins no new round.
             statistics = {id(v) for v in [*self._stage.statistics, *_counters(self._stage)]}
             left = [_is_same(placement.replica_values(v)[0], mean) for v, _, mean in shown]
             is_anew = not all(is_left for (v, *_), is_left in zip(shown, left) if id(v) not in statistics)
@@ -93,11 +93,11 @@ class Copies:
                     placement.assign_replica_values(anchor, [placement.replica_values(weight)[0].astype(anchor.dtype)])
 
     def forget(self) -> None:
-        """Lets go of the copies."""
+        """Drop the copies."""
         self._shown = []
 
     def states(self) -> list[np.ndarray]:
-        """The values of all replicas, stacked."""
+        """Return the values of all replicas, stacked."""
         own = {id(variable): copies for variable, copies, _ in self._shown if self.is_shown}
         mine = [own.get(id(variable)) or placement.replica_values(variable) for variable in self._variables()]
         if replicas_are_processes():
@@ -106,7 +106,7 @@ class Copies:
         return [np.stack(copies) for copies in mine]
 
     def take_states(self, arrays: Sequence[np.ndarray]) -> None:
-        """Gives each replica its own values again, when training goes on."""
+        """Set the values of each replica; those of weights when training resumes. `arrays` is from `states`."""
         stage = self._stage
         weights = {id(v) for v in [*self._optimizer._trainable_variables, *stage.weights()]}
         weights |= {id(v) for v in [*stage.averages(range(len(stage.anchors))), *stage.statistics]}
@@ -131,7 +131,7 @@ class Copies:
 
 
 def _variables_of(stage: Any, optimizer: Any) -> list[Variable]:
-    """Those that replicas may have different values of, in the order of files."""
+    """Return the variables that may differ between replicas, in the order of backups."""
     kinds = [*optimizer._trainable_variables, *stage.private, *stage.statistics, *stage.put_back]
     return list({id(variable): variable for variable in kinds}.values())
 
@@ -141,10 +141,10 @@ def _counters(stage: Any) -> list[Variable]:
 
 
 class Rows:
-    """One program has one copy of each variable, and further ones with a row for each replica.
+    """Per-replica values in additional variables with a row per replica, for one program with one copy of variables.
 
-    The rows are those of weights, of the state of inner optimizers and of moving statistics; a trainer lets each
-    replica update its row. The model's own weights are what the last round has left.
+    Weights, state of inner optimizers and moving statistics have rows. A trainer updates each replica's row. The
+    model's own weights keep the value of the last round.
 
     Args:
         stage: the `LocalUpdates`.
@@ -157,13 +157,13 @@ class Rows:
         self._stage = stage
         self._optimizer = optimizer
         trained, statistics = list(optimizer._trainable_variables), stage.statistics
-        # Counters are all replicas' alike, unless each may leave out updates.
+        # Counters are equal on all replicas, unless each may skip updates.
         counters = set(map(id, _counters(stage)))
         window = [] if optimizer.accumulation is None else optimizer.accumulation.replica_state
         of_each = [v for v in _variables_of(stage, optimizer) if stage.skips or id(v) not in counters]
         self._counters = counters
         self.of: list[Variable] = [*of_each, *window]
-        """The variables of which there are rows, in their order."""
+        """The variables with rows, in the order of `stacked`."""
         averages = [*stage.weights(), *stage.averages(range(len(trained))), *trained, *statistics]
         self._averaged = {id(v) for v in averages}
         with empty_name_scope():
@@ -172,18 +172,18 @@ class Rows:
                 for i, v in enumerate(self.of)
             ]
         placement.place(self.stacked, "per_replica")
-        # The weights, and moving statistics, that were left in the model; None: rows are stale.
+        # The model's weights (None: rows are stale) and moving statistics when last shown or resumed.
         self._seen: list[np.ndarray] | None = None
         self._seen_statistics: list[np.ndarray] = []
-        self._has_anchors = False  # whether steps have left the anchors in the model, and nobody has looked since
+        self._has_anchors = False  # whether the model holds the anchors (since `resume`), not the mean (since `show`)
 
     def show(self) -> None:
-        """Gives variables the mean of their rows; of counters the largest, of other state the first replica's."""
-        if self._seen is None or not self._has_anchors:  # it is shown, unless somebody has set other weights since
+        """Assign the mean of its rows to each weight and statistic, the largest to counters, the first to others."""
+        if self._seen is None or not self._has_anchors:  # already shown, or other weights were set
             return
         positions = self._stage.apart()
         trained = self._optimizer._trainable_variables
-        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # they hold the mean already
+        joined = {id(v) for i, v in enumerate(trained) if i not in positions}  # these already hold the mean
         for variable, rows in zip(self.of, self.stacked):
             if id(variable) not in joined:
                 array = ops.convert_to_numpy(rows)
@@ -191,7 +191,7 @@ class Rows:
                 variable.assign(_mean(array) if is_mean else largest(array) if is_count else array[0])
         weights = self._stage.weights()
         for i in positions:
-            if trained[i] is not weights[i]:  # the mean, rounded, and not the mean of rounded ones
+            if trained[i] is not weights[i]:  # round the mean of master weights, instead of averaging rounded ones
                 trained[i].assign(ops.cast(ops.convert_to_tensor(weights[i]), dtype_of(trained[i])))
         self._look()
         self._has_anchors = False
@@ -201,7 +201,7 @@ class Rows:
         self._seen_statistics = [ops.convert_to_numpy(v) for v in self._stage.statistics]
 
     def resume(self, begins_epoch: bool) -> None:
-        """Fills rows that are stale, or all rows where other weights were set, and those of statistics that were."""
+        """Fill all rows if stale; those of all weights if any weight was set; those of statistics that were set."""
         trained = self._optimizer._trainable_variables
         now = [ops.convert_to_numpy(v) for v in trained]
         is_stale = self._seen is None
@@ -220,11 +220,11 @@ class Rows:
         self._has_anchors = True
 
     def forget(self) -> None:
-        """Rows are stale: other values were loaded."""
+        """Mark rows as stale, because other values were loaded."""
         self._seen = None
 
     def states(self) -> list[np.ndarray]:
-        """All rows, and what has none."""
+        """Return the values of all replicas, stacked; variables without rows repeat their value."""
         rows = dict(zip(map(id, self.of), self.stacked))
         number = self.stacked[0].shape[0]
         everything = _variables_of(self._stage, self._optimizer)
@@ -234,31 +234,31 @@ class Rows:
         ]
 
     def take_states(self, arrays: Sequence[np.ndarray]) -> None:
-        """Fills the rows, if there are as many replicas."""
+        """Fill the rows from `states`, if the number of replicas is the same."""
         stacked = dict(zip(map(id, self.of), self.stacked))
         fits = len(arrays[0]) == self.stacked[0].shape[0]
         trained = {id(v) for v in self._optimizer._trainable_variables}
         for variable, array in zip(_variables_of(self._stage, self._optimizer), arrays, strict=True):
             if fits and id(variable) in stacked:
                 stacked[id(variable)].assign(array)
-            elif id(variable) not in trained:  # which have the mean
+            elif id(variable) not in trained:  # trained variables already hold the mean
                 variable.assign(array[0])
         self._look()
         self._seen = self._seen if fits else None
 
 
 def statistics_of(variables: Sequence[Variable]) -> list[Variable]:
-    """The moving statistics of the models with these weights."""
+    """Return the moving statistics of the models with these weights."""
     return statistics_in(models_with(variables))
 
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether bits are equal: also of NaN."""
+    """Whether arrays are bitwise equal, including NaN."""
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
 def largest(rows: np.ndarray) -> np.ndarray:
-    """The row of ints that is largest: of counters, or of a replica and a position, which are -1 where unknown."""
+    """Return the lexicographically largest row of ints: counters, or (replica, position) with -1 for unknown."""
     found: np.ndarray = max(rows, key=lambda row: row.ravel().tolist())
     return found
 
@@ -269,5 +269,5 @@ def _mean(rows: np.ndarray) -> np.ndarray:
 
 
 def replicas_are_processes() -> bool:
-    """Whether each replica is a process, with variables of its own, and runs Python in each update."""
+    """Whether each replica is a process with its own variables that runs Python in each update (PyTorch)."""
     return placement.state_sharding == "slices"

@@ -1,4 +1,4 @@
-"""Steps of replicas that train apart, in one program: each updates rows of its own, in a `shard_map`.
+"""Local SGD steps on JAX: one program in which each replica updates its rows of the state, in a `shard_map`.
 
 Private names of Keras touched here (a test holds each of them):
     `Model.compute_loss_and_updates`, `_update_metrics_variables` - the two halves of the trainer's step.
@@ -29,10 +29,10 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 def prepare(model: Any, reducers: list[Any]) -> None:
-    """Lets `fit` of a model train replicas apart, if its optimizer says so.
+    """Make `fit` of a model run local SGD if its optimizer has `sync_every`.
 
     Raises:
-        ValueError: if that cannot be done here.
+        ValueError: if it cannot: several processes, a custom step, or an optimizer around `CrossShard`.
     """
     apart = [reducer for reducer in reducers if local_updates_in([reducer])]
     if apart:
@@ -60,22 +60,22 @@ def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kw
     for local in local_updates_in([model.optimizer]):  # none after another `compile`
         if model.optimizer.built and has_replicas and not local.stacked:
             local.stack()
-            model.train_function = None  # it may know of no rows
+            model.train_function = None  # it was compiled without rows
     real(*args, **kwargs)
 
 
 def resume(model: Any) -> None:
-    """Lets replicas that train apart go on from their own weights, which is to be called before steps."""
+    """Resume from each replica's own weights. Called before steps."""
     if any(local.stacked for local in local_updates_in([model.optimizer])):
         resume_apart([model.optimizer])
 
 
 def train_step(model: Any, state: Any, data: Any) -> Any:
-    """A step of all replicas, each with its rows of the batch, weights and state.
+    """Run a step of all replicas, each with its rows of the batch, weights and state.
 
     Args:
         model: the model.
-        state: as Keras' own step takes it.
+        state: the state of Keras' own step.
         data: the batch.
     """
     optimizer, distribution = model.optimizer, keras.distribution.distribution()
@@ -87,7 +87,7 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
     weights, others, optimizer_state, metrics = state
     place = {id(v): i for i, v in enumerate(optimizer.variables)}
     of, stacked_at = [id(v) for v in cast(Rows, local.seen).of], [place[id(v)] for v in local.stacked]
-    # What has rows is the row inside; what stands for it outside stays as it is until somebody looks.
+    # Inside the `shard_map`, a variable with rows has its row's value. The variable itself stays unchanged until read.
     shared_at = [i for i, v in enumerate(optimizer.variables) if id(v) not in of and i not in set(stacked_at)]
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
@@ -113,7 +113,7 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
             after, updated = optimizer.stateless_apply(inside, grads, before)
         changed = [old if new is None else new for old, new in zip(inputs, changed)]
         changed = [
-            new if id(v) not in own or seed else jax.numpy.where(mine > 0, new, old)  # none where there were no rows
+            new if id(v) not in own or seed else jax.numpy.where(mine > 0, new, old)  # unchanged without rows
             for v, old, new, seed in zip(model.non_trainable_variables, inputs, changed, is_seed)
         ]
         changed, updated = local.settled(model, (before, inputs, inside, metrics), (after, changed, updated, metrics))
@@ -130,7 +130,7 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
         if local.skips:
             iterations = place[id(optimizer.iterations)]
             share = jax.numpy.where(updated[iterations] != inside[iterations], share, 0)
-        is_round = (rounds[0] == count) & (count != inside[place[id(local.count)]])  # not amid a window after it
+        is_round = (rounds[0] == count) & (count != inside[place[id(local.count)]])  # False inside the next window
         joined = functools.partial(local.join_statistics, replicas, row_share=jax.numpy.asarray(share))
         statistics = jax.lax.cond(is_round, joined, lambda values: values, statistics)
         own.update(zip(map(id, local.statistics), statistics))
@@ -162,7 +162,7 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
         for v, anchor in zip(model.trainable_variables, local.anchors)
     ]
     outputs = jax.tree.map(lambda leaf: leaf[:all_rows], outputs)
-    # Here all rows are one batch again, so every metric is exact, whether or not it is a sum over rows.
+    # Metrics are computed from all rows as one batch, so each is exact, whether or not it is a sum over rows.
     metrics = metrics_of_losses(model, (weights, others, metrics), outputs, (x, y, sample_weight))
     y_pred, _ = outputs
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
@@ -175,7 +175,7 @@ def _share_of_window(optimizer: Any, values: Any) -> Any:
 
 
 class RoundsStep(TrainStep):
-    """A step of replicas of which each goes on from its own weights."""
+    """A local SGD step: each replica continues from its own weights."""
 
     stacks_windows = False
 

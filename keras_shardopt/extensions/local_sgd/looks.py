@@ -1,4 +1,4 @@
-"""Show the mean weights of replicas that train apart whenever somebody reads the weights of a model."""
+"""Local SGD: put the mean weights into a model before its weights are read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LOOKING = (
     *("_get_metrics_result_or_logs", "evaluate", "predict", "test_on_batch", "predict_on_batch"),
     *("get_weights", "set_weights", "load_weights", "save", "save_weights", "export"),
 )
-"""The methods of a model that look at its weights, or set some."""
+"""The methods of a model that read or set weights."""
 
 _LOOKED = "_keras_shardopt_looked"
-"""On a model: weights may have been looked at, or set, since the last training step."""
+"""Attribute of a model: weights may have been read or set since the last training step."""
 
 
 def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
-    """The stages of these optimizers whose replicas train apart."""
+    """Return the `LocalUpdates` stages of these optimizers."""
     return [
         each
         for optimizer in optimizers
@@ -31,32 +31,32 @@ def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
 
 
 def show_mean(reducers: Sequence[Any]) -> None:
-    """Where replicas train apart, puts the mean of their weights where somebody looks. All call it together."""
+    """With local SGD, put the mean weights in place of the weights. Collective over processes."""
     for local in local_updates_in(reducers):
         local.before_look()
 
 
 def resume_apart(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
-    """Lets replicas that train apart go on from their own weights, which is to be called before each training step."""
+    """With local SGD, resume from each replica's own weights. Call it before each training step."""
     for local in local_updates_in(reducers):
         local.resume(begins_epoch)
 
 
 def begin_anew(reducers: Sequence[Any]) -> None:
-    """Begins a round where weights are equal although replicas train apart: somebody has set them within a round."""
+    """Begin a new round if weights, equal on all ranks, were set during a round. Without local SGD, do nothing."""
     for local in local_updates_in(reducers):
         if local.are_apart:
             local.begin_anew()
 
 
 def watch_looks(model: Any) -> None:
-    """Lets `fit` show the mean of replicas that train apart, where one program runs them. Twice changes nothing."""
+    """Make a model's readers of weights show the mean, when one program runs all replicas. Idempotent."""
     for name in _LOOKING:
         override_method(model, name, _showing)
 
 
 def watch_apart(model: Any) -> None:
-    """The same, and lets training steps go on from each replica's copies."""
+    """Do `watch_looks`, and make training steps resume from each replica's copies."""
     watch_looks(model)
     override_method(model, "make_train_function", _make_train_function)
 
@@ -66,7 +66,7 @@ def _reducers(model: Any) -> list[Any]:
 
 
 def _showing(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stands around what looks at weights, or comes before it at the end of an epoch."""
+    """Show the mean before a method that reads weights, or before readers at the end of an epoch."""
     show_mean(_reducers(model))
     object.__setattr__(model, _LOOKED, True)
     return real(*args, **kwargs)

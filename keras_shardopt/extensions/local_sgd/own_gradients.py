@@ -1,7 +1,6 @@
-"""Gradients of replicas that train apart: each updates with its own.
+"""The reducer of local SGD: each replica updates with its own gradients.
 
-Hides by what such a gradient is weighed, so that uneven batches count as in synchronous training, and who is looked at
-where one is not finite.
+It weights them by rows, as synchronous training does for uneven batches, and checks this replica's gradients only.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from keras_shardopt.update.transport import Transport
 
 
 class OwnGradients(AllReduce):
-    """Leaves each replica its own gradients, weighed by its rows; in a warm-up every replica gets the mean.
+    """A reducer that keeps each replica's own gradients, weighted by its rows; in a warm-up, their mean.
 
     Args:
-        context: the optimizer.
+        context: the `CrossShard`.
         options: its options.
-        stage: the `LocalUpdates`, which says which of both.
+        stage: the `LocalUpdates`. Its `is_together` is True in a warm-up.
     """
 
     def __init__(self, context: StageContext, options: CrossShardOptions, stage: Any) -> None:
-        # In a warm-up nothing is carried on: what is left over is of movements of weights.
+        # No error feedback in a warm-up: the carried compression errors belong to differences of weights.
         super().__init__(context, options, Transport() if stage.transport.narrow is None else stage.transport)
         self._stage = stage
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
-        """In units of the replica's mean loss, times its rows in units of an equal part."""
+        """Return gradients of the replica's mean loss times `row_share`."""
         if self._stage.is_together or not step.is_local:
             with self._stage.recording_together():
                 return super().reduce(step, comm)
@@ -50,11 +49,11 @@ class OwnGradients(AllReduce):
         if not self._checks_finite:
             return step
         found = check_reduced(grads, step.variables)
-        if own is not None and not isinstance(own, tuple):  # before they were clipped, which makes all NaN
+        if own is not None and not isinstance(own, tuple):  # found before clipping, because clipping makes all NaN
             found = ops.where(own > 0, ops.stack([own, ops.full_like(own, UNKNOWN), own - 1]), found)
         who = ops.where(found[0] > 0, ops.cast(comm.replica_id, "int32"), found[1])
         return step.replace(found_inf=ops.stack([found[0], who, found[2]]))
 
     def finish(self, comm: Communicator) -> None:
-        """Shows the mean."""
+        """Put the mean weights in place."""
         self._stage.before_look()

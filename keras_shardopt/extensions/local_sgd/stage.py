@@ -1,8 +1,9 @@
-"""Replicas that train apart, each with its own gradients, and join their weights every so many updates.
+"""Local SGD and DiLoCo: each replica updates with its own gradients, and replicas average their weights periodically.
 
-A *round* takes the *anchor*, the weights with which all replicas began, and the mean over replicas of how far each has
-moved: the anchor moves there (local SGD), or an outer optimizer moves it with that as its gradient (DiLoCo), and all
-replicas go on from it. Hides when a round is due, what takes part in it, and what is seen of the weights in between.
+The *anchor* holds the weights of the last synchronization. A *round* is a number of local updates, ended by the mean
+over replicas of `anchor - weights`. Local SGD subtracts this mean from the anchor. DiLoCo passes it as the gradient to
+an outer optimizer that updates the anchor. All replicas continue from the new anchor. This file decides when rounds
+end, which variables they average, and which weights readers get in between.
 
 Private names of Keras touched here (a test holds each of them):
     `Optimizer._trainable_variables` - what the optimizer was built on.
@@ -43,11 +44,11 @@ from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
 class LocalUpdates(Extension):
-    """Lets each replica update with its own gradients, and joins their weights in rounds.
+    """Local updates with each replica's own gradients, and rounds that average the weights.
 
     Args:
-        options: those of the `CrossShard`.
-        context: the optimizer.
+        options: the options of the `CrossShard`.
+        context: the `CrossShard`.
     """
 
     keeps_state = True
@@ -61,45 +62,45 @@ class LocalUpdates(Extension):
         outer = options.outer_optimizer
         copies = [] if outer is None else [outer.from_config(outer.get_config()) for _ in range(self.num_fragments - 1)]
         self.outers: list[OptimizerWrapper] = [] if outer is None else list(map(OptimizerWrapper, [outer, *copies]))
-        """For each fragment its outer optimizer, which counts rounds; none for plain means."""
+        """The outer optimizer of each fragment. Its `iterations` count rounds. Empty without `outer_optimizer`."""
         self.is_together = False
-        """Whether the update that runs, or is traced, is one with the gradients of all replicas."""
+        """Whether the running or traced update is a warm-up update with reduced gradients."""
         self._has_trained = False
         self.count: Variable = None
-        """How many updates there were."""
+        """The number of updates."""
         self.last_rounds: Variable = None
-        """For each fragment the count at its last round."""
+        """The value of `count` at the last round of each fragment, shape `(num_fragments,)`."""
         self.left_out: Variable = None
-        """How many rounds were left out because their mean was not finite."""
+        """The number of rounds skipped because their mean was not finite."""
         self.anchors: list[Variable] = []
         self.fragments: list[list[int]] = []
-        """The positions of the variables of each fragment."""
+        """The positions of the trainable variables of each fragment."""
         self._own: list[Variable] = []
         self.transport = transport_of(options.compression, context)
-        """Sends how far weights have moved."""
+        """Averages `anchor - weights` over replicas, perhaps compressed."""
         self.reducer = OwnGradients(context, options, self)
         self.statistics: list[Variable] = []
-        """What is the mean of all replicas' for whoever looks, and is not trained."""
+        """Moving statistics: not trained, averaged over replicas when they are read."""
         self._known_count, self._known_rounds = Known(), Known()
         self.seen: Copies | Rows = Copies(self, optimizer)
-        """What is seen of the weights between rounds."""
+        """Shows readers the mean weights between rounds."""
         self._reported: Variable = None
-        """Of how many of these there was a warning. In files, too, which are read at different times."""
+        """The value of `left_out` at the last warning. Also in files: a restart does not repeat the warning."""
         self._sent: dict[Any, list[Collective]] = {}
-        # By number what the last round of a fragment has sent, or what one does where steps are compiled; and more.
+        # The collectives of the last (or, if compiled, traced) round by fragment; also of statistics and warm-up.
 
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """The stage, where the options ask for it."""
+        """Return the stage if `sync_every` is set."""
         return [] if options.sync_every is None else [cls(options, context)]
 
     # -- variables -----------------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Variable], add_variable: Callable[..., Variable]) -> None:
-        """Makes the anchors and the state of the outer optimizers, once.
+        """Create the anchors and the state of the outer optimizers, once.
 
         Raises:
-            ValueError: if there are fewer variables than fragments, or some that no mean can be taken of.
+            ValueError: if there are fewer variables than fragments, or a variable cannot be averaged (float8).
         """
         self._check(variables)
         self.fragments = fragments_of([int(np.prod(v.shape)) for v in variables], self.num_fragments)
@@ -148,13 +149,13 @@ class LocalUpdates(Extension):
 
     @property
     def skips(self) -> bool:
-        """Whether a replica may leave out updates of its own, and so has counters of its own."""
-        # Master weights in bfloat16 leave out none, which they know when they are made.
+        """Whether a replica may skip updates that others make, so counters differ between replicas."""
+        # Master weights in bfloat16 skip none; this is fixed when they are created.
         return any(map(leaves_out_updates, [self._optimizer, *descendants(self._optimizer)]))
 
     @property
     def put_back(self) -> list[Variable]:
-        """What of the models a replica that leaves out an update puts back, and is no moving statistic: seeds."""
+        """Model variables, other than moving statistics, that a skipped update restores: seeds."""
         rollback = self._optimizer._rollback
         if rollback is None:
             return []
@@ -164,18 +165,18 @@ class LocalUpdates(Extension):
 
     @property
     def lasting(self) -> list[Variable]:  # type: ignore[override]
-        """What files have of it."""
+        """The variables that optimizer files hold."""
         return list(self._own)
 
     @property
     def replica_state(self) -> list[Variable]:
-        """All state that replicas train with, once they may differ. Ranks that have not trained yet start equal."""
+        """All state that may differ between replicas. Empty on ranks before their first local update: all are equal."""
         may_differ = self._has_trained or not replicas_are_processes()
         return [*self.private, *self.stacked] if may_differ else []
 
     @property
     def private(self) -> list[Variable]:  # type: ignore[override]
-        """The state of which each replica has values of its own."""
+        """The optimizer state with per-replica values."""
         optimizer = self._optimizer
         rates = {id(v) for leaf in base_optimizers(optimizer) for v in leaf.variables if v.name == "learning_rate"}
         window = optimizer.accumulation
@@ -184,7 +185,7 @@ class LocalUpdates(Extension):
         return [v for v in optimizer.variables if id(v) not in apart]
 
     def weights(self) -> list[Variable]:
-        """What rounds take the mean of: the trainable variables, or the master weights that stand for them."""
+        """Return the variables that rounds average: the trainable variables, or their master weights."""
         found = list(self._optimizer._trainable_variables)
         for wrapper in [self._optimizer, *descendants(self._optimizer)]:
             if isinstance(wrapper, OptimizerWrapper) and wrapper.built:
@@ -192,7 +193,7 @@ class LocalUpdates(Extension):
         return found
 
     def averages(self, positions: Sequence[int]) -> list[Variable]:
-        """The moving averages of some weights, where an optimizer keeps any."""
+        """Return the moving averages of the weights at these positions; empty without `use_ema`."""
         kept: dict[Any, Variable] = {}
         for leaf in base_optimizers(self._optimizer):
             if leaf.use_ema:
@@ -203,7 +204,7 @@ class LocalUpdates(Extension):
     # -- updates -------------------------------------------------------------------------------------------------
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Decides, in a warm-up, whether this is an update with the gradients of all replicas."""
+        """Set `is_together` for this update. With a traced count, run both cases in a condition."""
         warmup = self._options.warmup_steps
         if not warmup or runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
@@ -232,7 +233,7 @@ class LocalUpdates(Extension):
             runtime.cond(condition, way(is_together), tensors, self._optimizer._written())
 
     def commit(self, step: Step, proceed: Proceed) -> None:
-        """An update of this replica, and the rounds that are due then."""
+        """Update this replica, then run the rounds that are due."""
         if runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
         else:
@@ -259,15 +260,15 @@ class LocalUpdates(Extension):
             since = int(last[number]) if isinstance(count, int) else ops.convert_to_tensor(last)[number]
             is_due = count - since >= self._length(since)
             written = [*self._optimizer._written(), *self._joined_statistics]
-            # An operand: replicas of one program go through the condition together, with a share of their own each.
+            # An operand of the condition, because `row_share` differs between the replicas of a program.
             shares = [ops.cast(step.row_share, "float32")] if self._joined_statistics and number == 0 else []
-            if shares and updates is not None:  # of an update that is left out nothing counts
+            if shares and updates is not None:  # the rows of a skipped update do not count
                 is_made = ops.not_equal(updates, stamp(self._optimizer.iterations))
                 shares = [shares[0] * ops.cast(is_made, "float32")]
             runtime.cond(is_due, functools.partial(self._recorded_round, number, count), shares, written)
 
     def _counted(self) -> Any:
-        """The count, an int where Python runs in each update."""
+        """Return the count: an int if Python runs in each update, or a traced tensor."""
         if runtime.version(self.count) is None:
             return ops.copy(ops.convert_to_tensor(self.count))
         return int(self._known_count.of(self.count))
@@ -278,7 +279,7 @@ class LocalUpdates(Extension):
             self._known_count.note(self.count, count)
 
     def _start_rounds(self, count: Any) -> None:
-        """Lets rounds begin at a count, or at the end of the warm-up, those of fragments spread over the time."""
+        """Begin the rounds of all fragments at a count, or at the end of the warm-up. Space their ends evenly."""
         if isinstance(count, int):
             count = max(count, self._options.warmup_steps)
         every, number = self._every(count), self.num_fragments
@@ -286,14 +287,14 @@ class LocalUpdates(Extension):
         self.last_rounds.assign(ops.stack([ops.cast(first, self.last_rounds.dtype) for first in firsts]))
 
     def _length(self, since: Any) -> Any:
-        """How many updates a round takes that begins at a count: fragments' first ones, before there is any update."""
+        """Return the updates per round for the round that began at `since` (negative: a fragment's first round)."""
         start = self._options.warmup_steps
         return self._every(max(since, start) if isinstance(since, int) else ops.maximum(since, start))
 
     def anchor_all(self) -> None:
-        """Lets the anchors be the weights."""
+        """Copy the weights to the anchors."""
         for anchor, weight in zip(self.anchors, self.weights()):
-            # A copy: JAX takes no array twice that a step may overwrite.
+            # A copy, because JAX cannot donate the same array twice to a step.
             anchor.assign(ops.copy(ops.cast(ops.convert_to_tensor(weight), anchor.dtype)))
 
     # -- rounds --------------------------------------------------------------------------------------------------
@@ -303,7 +304,10 @@ class LocalUpdates(Extension):
             self._round(number, count, shares)
 
     def _round(self, number: int, count: Any, shares: Sequence[Tensor]) -> None:
-        """Joins the weights of a fragment. All replicas come to it in the same update, with shares of its rows."""
+        """Average the weights of a fragment. All replicas call it in the same update.
+
+        `shares` has this replica's `row_share` if moving statistics are averaged too, otherwise nothing.
+        """
         positions = self.fragments[number]
         weights = self.weights()
         anchors = [self.anchors[i] for i in positions]
@@ -317,12 +321,12 @@ class LocalUpdates(Extension):
         moved = self._moved(comm, positions, moved, count)
         is_finite = ops.all(ops.stack([ops.all(ops.isfinite(mean)) for mean in moved]))
         if isinstance(count, int):
-            is_finite = bool(is_finite)  # read once: a GPU is waited for
+            is_finite = bool(is_finite)  # read once, because it waits for the GPU
         state = [] if not self.outers else self.outers[number].variables
-        with self._optimizer.scope_inside.reduced():  # nobody reduces what is the mean of all
+        with self._optimizer.scope_inside.reduced():  # the outer optimizer must not reduce this mean again
             runtime.cond(is_finite, lambda moved: self._move(number, anchors, moved), moved, [*anchors, *state])
         if statistics and replicas_are_processes() and not shares[0] > 0:
-            statistics = []  # it keeps its own, which an update that is left out puts back
+            statistics = []  # without rows, or after a skipped update, a rank keeps its own
         for variable, mean in zip([*averages, *statistics], means):
             variable.assign(mean)
         for i, anchor in zip(positions, anchors):
@@ -341,16 +345,16 @@ class LocalUpdates(Extension):
 
     @property
     def _joined_statistics(self) -> list[Variable]:
-        """Those that a round sees: of rows the trainer joins them, after the forward pass whose update this is."""
+        """The moving statistics that a round averages. If stacked, none: the trainer calls `join_statistics`."""
         return [] if self.stacked else self.statistics
 
     def _check_counts(self, comm: Communicator, count: Any) -> None:
-        """Finds ranks of a custom training loop that have come to another round, or to the end."""
+        """Raise ValueError in a custom training loop if ranks have different update counts."""
         if comm.is_spmd or current_share() is not None:
             return
-        told = ops.convert_to_tensor([count % 512, (count % 512) ** 2], "int32")  # adds up to 2**31 on 8192 replicas
+        told = ops.convert_to_tensor([count % 512, (count % 512) ** 2], "int32")  # sum < 2**31 up to 8192 replicas
         total, squares = (int(n) for n in ops.convert_to_numpy(comm.all_reduce([told], "sum")[0]))
-        if squares * comm.num_replicas != total**2:
+        if squares * comm.num_replicas != total**2:  # equal only if all counts are equal (Cauchy-Schwarz)
             raise ValueError(
                 "All replicas must make equally many updates, as their weights are joined after some of them. "
                 f"Received: {count} on replica {comm.replica_id}, another number elsewhere. "
@@ -358,26 +362,26 @@ class LocalUpdates(Extension):
             )
 
     def _moved(self, comm: Communicator, positions: Sequence[int], moved: Sequence[Tensor], count: Any) -> list[Tensor]:
-        """The mean over replicas of how far weights have moved, perhaps compressed."""
+        """Return the mean of `anchor - weights` over replicas, perhaps compressed."""
         return self.transport.means(comm, positions, moved, count)
 
     def join_statistics(self, comm: Communicator, values: Sequence[Tensor], row_share: Any) -> list[Tensor]:
-        """For a trainer with rows: moving statistics after a round. A replica with a share of 0 keeps its values."""
+        """Average stacked moving statistics after a round, for a trainer. A replica with share 0 keeps its values."""
         with recording() as self._sent["statistics"]:
             means = self.means(comm, values, row_share)
         return [ops.where(row_share > 0, mean, value) for mean, value in zip(means, values)]
 
     @contextlib.contextmanager
     def recording_together(self) -> Iterator[None]:
-        """Records what is sent for an update with the gradients of all replicas."""
+        """Record the collectives of a warm-up update."""
         with recording() as self._sent[_TOGETHER]:
             yield
 
     def sent(self, each: Sequence[Collective]) -> tuple[list[Collective], int]:
-        """What was sent in the updates of a round, and how many they are; in a warm-up, what was in one update.
+        """Return the collectives of a round and its number of updates; in a warm-up, of one update.
 
         Args:
-            each: what is sent in every update.
+            each: the collectives of every update.
         """
         count = 0 if self.count is None else self.num_updates
         if count <= self._options.warmup_steps:
@@ -388,10 +392,7 @@ class LocalUpdates(Extension):
 
     @staticmethod
     def means(comm: Communicator, values: Sequence[Tensor], row_share: Any = 1) -> list[Tensor]:
-        """Of averages: their means over those replicas whose are finite, or what a replica has where none are.
-
-        Without rows what the last forward pass made of them does not count.
-        """
+        """Return means over the replicas with finite values and `row_share > 0`; own values if no replica has such."""
         if not values:
             return []
         is_good = ops.stack([ops.cast(ops.all(ops.isfinite(value)), "float32") for value in values])
@@ -411,7 +412,7 @@ class LocalUpdates(Extension):
                 anchor.assign(anchor - mean)
 
     def _set_weight(self, i: int, weight: Variable, anchor: Variable) -> None:
-        """Gives a weight, and what is a copy of it in a lower precision, the value of its anchor."""
+        """Assign the anchor to a weight, and to the trained variable if the weight is its master weight."""
         weight.assign(ops.cast(ops.convert_to_tensor(anchor), dtype_of(weight)))
         if weight.constraint is not None:
             weight.assign(weight.constraint(weight))
@@ -421,59 +422,59 @@ class LocalUpdates(Extension):
             trained.assign(ops.cast(ops.convert_to_tensor(weight), dtype_of(trained)))
 
     def _forget_nonfinite(self) -> None:
-        """After a round that is left out: state that is not finite would make every further one so, too."""
+        """Replace non-finite state by 0 after a skipped round: it would make every later round non-finite."""
         self.left_out.assign(self.left_out + 1)
         for variable in self.private:
             if keras.backend.is_float_dtype(variable.dtype):
                 value = ops.convert_to_tensor(variable)
                 variable.assign(ops.where(ops.isfinite(value), value, ops.zeros_like(value)))
 
-    # -- what is seen of the weights -----------------------------------------------------------------------------
+    # -- weights between rounds ----------------------------------------------------------------------------------
 
     @property
     def are_apart(self) -> bool:  # type: ignore[override]
-        """Whether replicas have weights of their own just now, read outside of a step."""
+        """Whether replicas have different weights now. Read outside of a step."""
         return self.count is not None and not self.seen.is_shown and bool(self.apart())
 
     @property
     def num_updates(self) -> int:
-        """The count, read outside of a step."""
+        """The number of updates, read outside of a step."""
         return int(ops.convert_to_numpy(self.count))
 
     @property
     def unsent(self) -> list[Variable]:
-        """What of the movements of weights this replica carries to the next round."""
+        """The compression errors that this replica carries to the next round."""
         return [variable for kept in self.transport.carried.values() for variable in kept]
 
     def statistics_apart(self) -> list[Variable]:
-        """The moving statistics, if there were updates: after a round, too, as a replica without rows keeps its own."""
+        """Return moving statistics that may differ: all, if any update ran. A round does not equalize all of them."""
         return self.statistics if self.num_updates else []
 
     def apart(self) -> list[int]:
-        """The positions of the weights that have moved since their last round."""
+        """Return the positions of the weights updated since their last round."""
         count = self.num_updates
         starts = np.maximum(ops.convert_to_numpy(self.last_rounds), self._options.warmup_steps)
         return sorted(i for positions, start in zip(self.fragments, starts) if count > start for i in positions)
 
     def before_look(self) -> None:
-        """Puts the mean of all replicas where somebody looks, until the next update. All processes call it together."""
+        """Put the mean over replicas in place of the weights until the next update. Collective over processes."""
         if self.count is not None:
             self._report()
             self.seen.show()
 
     def resume(self, begins_epoch: bool = False) -> None:
-        """Lets each replica go on from its own weights; from those that are there now, where somebody has set them."""
+        """Restore each replica's own weights; or begin a new round if the weights were set after `before_look`."""
         if self.count is not None:
             self.seen.resume(begins_epoch)
 
     def begin_anew(self) -> None:
-        """Begins a round with the weights that all replicas have now."""
+        """Begin a round from the current, equal weights."""
         self.anchor_all()
         self._start_rounds(self.num_updates)
         self.transport.reset()
 
     def stack(self) -> None:
-        """For a trainer that runs all replicas in one program, which has one copy of each variable. Once."""
+        """Add a row per replica to each variable, for a trainer with one copy of variables. Later calls do nothing."""
         if self.count is not None and isinstance(self.seen, Copies):
             self.seen = Rows(self, self._optimizer)
 
@@ -489,20 +490,17 @@ class LocalUpdates(Extension):
 
     @property
     def stacked(self) -> list[Variable]:
-        """Variables with a row for each replica, where there are any."""
+        """The variables with a row for each replica; empty unless `stack` was called."""
         return self.seen.stacked
 
     def save_state(self) -> list[np.ndarray]:
-        """All that a restart needs: the counts, and each replica's values of its weights and state, stacked.
-
-        All processes call it together.
-        """
+        """Return the counts, and the weights and state of each replica, stacked. Collective over processes."""
         return [*(ops.convert_to_numpy(v) for v in (self.count, self.last_rounds)), *self.seen.states()]
 
     def load_state(self, arrays: Sequence[np.ndarray]) -> None:
-        """Continues from the arrays of `save_state`; with another number of replicas from their mean, as in a file.
+        """Continue from the arrays of `save_state`. The model already holds the mean weights.
 
-        The mean of the weights is in the model by then.
+        With a different number of replicas, continue from these mean weights, as after loading a file.
         """
         count, last, *stacked = arrays
         self.count.assign(count)
@@ -511,9 +509,9 @@ class LocalUpdates(Extension):
         self.seen.take_states(stacked)
 
     def settled(self, model: Any, state: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """What one replica's step has made of variables that are not trained, and of the optimizer's.
+        """Return non-trainable and optimizer values after one replica's step.
 
-        Where it has left out its update they are as they were, but for counters. Both nests are those of Keras' step.
+        If the step skipped its update, restore all of them but counters. The nests have the order of Keras' step.
         """
         rollback = self._optimizer._rollback
         if rollback is not None:
@@ -521,7 +519,7 @@ class LocalUpdates(Extension):
         return result[1], result[2]
 
     def _report(self) -> None:
-        """Warns of rounds that were left out since the last time."""
+        """Warn if rounds were skipped since the last warning."""
         left_out, reported = (int(ops.convert_to_numpy(v)) for v in (self.left_out, self._reported))
         if left_out > reported:
             self._reported.assign(left_out)
@@ -532,7 +530,7 @@ class LocalUpdates(Extension):
             )
 
     def reset(self) -> None:
-        """State was loaded: what files lack begins anew."""
+        """Restart the state that files lack. Called after loading state."""
         self._has_trained = False
         self.seen.forget()
         if self.count is not None:
@@ -545,7 +543,7 @@ _TOGETHER = "together"
 
 
 def fragments_of(sizes: Sequence[int], number: int) -> list[list[int]]:
-    """Positions in groups that are as large as each other, as far as sizes allow; none is empty."""
+    """Divide positions into nonempty groups of about equal total size: largest first, into the smallest group."""
     groups: list[list[int]] = [[] for _ in range(number)]
     totals = [0] * number
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -1,4 +1,4 @@
-"""Steps of replicas that train apart under a strategy: each updates its own copies of the variables."""
+"""Local SGD steps on TensorFlow: each replica of a strategy updates its own copies of the variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keras_shardopt.fit.tensorflow.step import TrainStep, register
 
 
 class RoundsStep(TrainStep):
-    """A step of replicas of which each continues from its own weights."""
+    """A local SGD step: each replica continues from its own weights."""
 
     averages_statistics = False
 

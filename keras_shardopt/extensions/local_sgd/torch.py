@@ -1,4 +1,4 @@
-"""Weights of ranks that train apart: each goes on from its own, and readers get the mean of all."""
+"""Local SGD steps on PyTorch: each rank continues from its own weights, and readers get the mean."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from keras_shardopt.fit.torch.step import TrainStep, register
 
 
 class RoundsStep(TrainStep):
-    """A step of ranks of which each goes on from its own weights."""
+    """A local SGD step: each rank continues from its own weights."""
 
     def before_step(self, begins_epoch: bool) -> None:
         """See `TrainStep.before_step`."""
         resume_apart(self._session.reducers, begins_epoch)
 
     def before_look(self) -> None:
-        """Puts the mean of all weights in place of them."""
+        """Put the mean weights in place of the weights."""
         show_mean(self._session.reducers)
 
     def weights_set(self) -> None:
-        """Begins a round."""
+        """Begin a new round if needed."""
         begin_anew(self._session.reducers)
 
     def end_epoch(self, is_call: bool) -> None:
-        """Moving statistics are joined in rounds. After `train_on_batch` only where somebody looks."""
+        """Show the mean (not after `train_on_batch`) and average buffers. Rounds average moving statistics."""
         if is_call:
             self._session.look(self._session)
         average(buffers_of(self._session.model), self._session.ranks)
 
     def settle(self) -> None:
-        """See `TrainStep.settle`: what is shown is the mean."""
+        """Do nothing: `before_look` has put the mean in place."""
 
     def progress(self) -> list[tuple[int, bool]]:
-        """See `TrainStep.progress`, in a round."""
+        """Return update counts of local SGD, and whether the ranks' weights differ."""
         return [(local.num_updates, local.are_apart) for local in local_updates_in(self._session.reducers)]
 
 

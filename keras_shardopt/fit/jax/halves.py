@@ -1,4 +1,4 @@
-"""The halves of Keras' training step, taken apart: forward and backward pass, and what metrics make of their outputs.
+"""The two halves of Keras' training step: the forward and backward pass, and the metrics of its outputs.
 
 Private names of Keras touched here (a test holds each of them):
     `Model.compute_loss_and_updates` - forward pass and loss of the trainer's step.
@@ -21,8 +21,8 @@ def gradients_of_rows(
     """Run the forward and backward pass on some rows.
 
     Returns:
-        The gradients; the loss; the predictions with their masks, which JAX loses; and the variables that are not
-        trained, None if unchanged.
+        The gradients; the loss; the predictions and their masks (JAX drops masks from arrays); and the non-trainable
+        variables, None if unchanged.
     """
 
     def with_masks_of(*args: Any, **kwargs: Any) -> Any:
@@ -36,16 +36,16 @@ def gradients_of_rows(
 
 
 def metrics_of_losses(model: Any, variables: Sequence[Any], outputs: Any, data: Any) -> Any:
-    """The variables of metrics when those of the outputs' losses know all rows of a batch, as one batch.
+    """Return the values of metric variables after the losses of all rows, as one batch, updated their metrics.
 
     Args:
         model: the model.
-        variables: the values of those that are trained, of those that are not, and of metrics.
+        variables: the values of the trainable, non-trainable and metric variables.
         outputs: the predictions, and their masks.
         data: inputs, targets and sample weights.
     """
     (y_pred, masks), (x, y, sample_weight) = outputs, data
-    y_pred = with_masks(jax.tree.map(jax.numpy.copy, y_pred), masks)  # a mask would stay with what it is given to
+    y_pred = with_masks(jax.tree.map(jax.numpy.copy, y_pred), masks)  # copied: the caller's arrays must get no mask
     _, (_, _, metrics) = model.stateless_compute_loss(
         *variables, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
     )
@@ -53,7 +53,7 @@ def metrics_of_losses(model: Any, variables: Sequence[Any], outputs: Any, data: 
 
 
 def with_masks(y_pred: Any, masks: Any) -> Any:
-    """Predictions as metrics know their masks."""
+    """Attach the Keras masks (one or None per leaf) to predictions, and return them."""
     for leaf, mask in zip(jax.tree.leaves(y_pred), masks):
         if mask is not None:
             set_keras_mask(leaf, mask)
@@ -61,7 +61,7 @@ def with_masks(y_pred: Any, masks: Any) -> Any:
 
 
 def on_every_device(values: Any, distribution: Any) -> Any:
-    """The values as each device has all of them, so that metrics add them up in one order."""
+    """Replicate values over all devices. Metrics then sum them in the same order on any number of devices."""
     if distribution is None:
         return values
     layout = NamedSharding(distribution.device_mesh.backend_mesh, PartitionSpec())
@@ -69,10 +69,10 @@ def on_every_device(values: Any, distribution: Any) -> Any:
 
 
 def without_own(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """The state of an optimizer for a `shard_map`: None where each replica, or device, has its own.
+    """Return optimizer state to pass into a `shard_map`, with None for per-replica and sharded variables.
 
-    What differs between replicas stays where it is, and what is divided by a layout would come together here, on every
-    device: `scale_loss`, for which the state is there, looks at neither. What stages have is there, as they read it.
+    Passing a sharded variable would gather it on every device. `scale_loss`, the reason to pass state, reads neither
+    kind. State of stages is always passed, because stages read it.
     """
     apart = {id(v) for v in reducer.pipeline.replica_state}
     of_stages = {id(v) for v in reducer._variables}
@@ -81,5 +81,5 @@ def without_own(reducer: Any, variables: Sequence[Any], state: Sequence[Any]) ->
 
 
 def with_zeros(variables: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """What `without_own` returns, within the `shard_map`: every variable of the optimizer must have some value."""
+    """Replace each None of `without_own` by zeros, because every optimizer variable needs a value in `shard_map`."""
     return [jax.numpy.zeros(v.shape, v.dtype) if value is None else value for v, value in zip(variables, state)]

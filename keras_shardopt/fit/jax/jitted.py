@@ -1,4 +1,4 @@
-"""How Keras' trainer compiles its steps.
+"""Options for the compilation of steps in Keras' trainer.
 
 Private names of Keras touched here (test_private_names.py holds them):
     `keras.src.backend.jax.trainer.jit` - compiles the step that a model's `make_train_function` or
@@ -16,7 +16,7 @@ from keras.src.backend.jax import trainer as jax_trainer
 
 @contextlib.contextmanager
 def making_steps(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """A block in which Keras makes compiled steps with `change(jit)` instead of `jit`."""
+    """Make Keras compile steps with `change(jit)` instead of `jit` in this block."""
     jit = jax_trainer.jit
     jax_trainer.jit = change(jit)
     try:

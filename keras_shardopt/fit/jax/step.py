@@ -1,4 +1,4 @@
-"""How one step of a prepared model is made, where the optimizer needs each replica's own gradients.
+"""The training step of a prepared model on JAX, with per-replica gradients if the optimizer needs them.
 
 Private names of Keras touched here (a test holds each of them):
     `Model._update_metrics_variables` - the second half of the trainer's step.
@@ -34,22 +34,22 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_
 
 
 class Computed(NamedTuple):
-    """What the first half of a step has made."""
+    """The results of the first half of a step."""
 
     grads: Any
-    """Reduced gradients, what is found in them, notes, and what is carried; or gradients of all replicas, stacked."""
+    """Reduced gradients, `found_inf`, notes and carried state; or the gradients of all replicas, stacked."""
 
     loss: Any
     y_pred: Any
     others: Any
-    """The variables that are not trained."""
+    """The values of the non-trainable variables."""
 
     metrics: Any
     data: tuple[Any, Any, Any]
 
 
 class TrainStep:
-    """A step of Keras, or one whose first half each replica runs by itself. Extensions override what they do otherwise.
+    """Keras' step, or a step with its first half run on each replica separately. Extensions override parts of it.
 
     Args:
         model: the model.
@@ -57,10 +57,10 @@ class TrainStep:
     """
 
     stacks_windows = True
-    """Whether windows of micro-batches are kept for all replicas together."""
+    """Whether accumulation windows may hold the gradients of all replicas along a first dimension."""
 
     is_reduced = False
-    """Whether `computed` has looked at gradients as stages do, and the pipeline has only to commit them."""
+    """Whether `computed` has already run the stages' `local` and the reduction, so only `commit` remains."""
 
     def __init__(self, model: Any, reducers: list[Any]) -> None:
         self.model = model
@@ -70,23 +70,23 @@ class TrainStep:
         """Called by `prepare(model)`."""
 
     def before_step(self) -> None:
-        """Steps come: Keras takes the values out of variables."""
+        """Called before steps, when Keras takes the values out of variables."""
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
-        """Within it Keras makes its functions."""
+        """Return a context for Keras' compilation of steps."""
         return contextlib.nullcontext()
 
     def test(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
-        """A step of `evaluate`."""
+        """Run a step of `evaluate`."""
         return real(state, data)
 
     def is_needed(self, distribution: Any, stacks: bool) -> bool:
-        """Whether Keras' own step would not do."""
+        """Whether the optimizer needs another step than Keras'."""
         needs_local = any(reducer.state_finder.needs_local_gradients for reducer in self.reducers)
         return batch_size_of(distribution) > 1 and (stacks or needs_local)
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
-        """A step of `fit`: logs, and the new state."""
+        """Run a step of `fit`. Return logs and the new state."""
         model, reducers = self.model, self.reducers
         distribution = keras.distribution.distribution()
         stacks = any(reducer.accumulation is not None and reducer.accumulation.is_stacked for reducer in reducers)
@@ -124,25 +124,25 @@ class TrainStep:
         return logs, (weights, others, optimizer_state, metrics)
 
     def computed(self, distribution: Any, state: Any, data: Any, stacks: bool) -> Computed:
-        """The first half. Here all rows are one batch again, so every metric is exact, whether or not it is a sum."""
+        """Run the first half. Losses' metrics are computed from all rows as one batch, so each is exact."""
         grads, loss, outputs, others = _per_replica(self.model, self.reducers[0], distribution, state, data, stacks)
         metrics = metrics_of_losses(self.model, (state[0], others, state[3]), outputs, data)
         return Computed(grads, loss, outputs[0], others, metrics, data)
 
 
 Maker = Callable[[Any, "list[Any]"], "TrainStep | None"]
-"""`(model, reducers) -> step`, or None where the optimizer asks for no such step."""
+"""`(model, reducers) -> step`, or None if the optimizer needs no such step."""
 
 _makers: list[Maker] = []
 
 
 def register(maker: Maker) -> None:
-    """From now on this maker is asked for the step of each model."""
+    """Register a maker of steps."""
     _makers.append(maker)
 
 
 def step_of(model: Any) -> TrainStep:
-    """The step that the optimizer of a prepared model asks for."""
+    """Return the step for the optimizer of a prepared model."""
     import_steps()
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
     found = next((step for maker in _makers if (step := maker(model, reducers)) is not None), None)
@@ -150,12 +150,12 @@ def step_of(model: Any) -> TrainStep:
 
 
 def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool) -> tuple[Any, ...]:
-    """Forward and backward pass of each replica on its rows.
+    """Run the forward and backward pass of each replica on its rows.
 
     Returns:
-        The reduced gradients, divided as state is (if `stacks`, those of all replicas along a first dimension), the
-        loss of the whole batch, the predictions of all rows and their masks, and the variables that are not trained:
-        moving statistics are the mean of the replicas', as each normalises with its own rows.
+        The reduced gradients, sharded like the state (if `stacks`, the gradients of all replicas along a first
+        dimension); the loss of the whole batch; the predictions of all rows and their masks; and the non-trainable
+        variables. Each replica normalizes with its own rows, so moving statistics are the mean over replicas.
     """
     axis = distribution.batch_dim_name
     num_replicas = batch_size_of(distribution)
@@ -185,7 +185,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
             if stacks:
                 grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
             else:
-                # Not the reducer's own scale: what scales the loss may also be around it.
+                # The scale of the outermost optimizer: loss scaling may also be outside the reducer.
                 scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]
                 mine_of_step = mine_of_step.replace(loss_scale=scale, own=own, axes=axes)
                 with assigning_nothing(OWN_GRADIENTS):
@@ -200,7 +200,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
                 return after - other
             if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
                 return after
-            # The mean of changes, so that what no replica changes keeps every bit; none where there were no rows.
+            # Average the changes: an unchanged value then stays bitwise identical. A replica without rows adds 0.
             change = jax.numpy.where(mine > 0, after - before, 0) * (mine / all_rows)
             return before + jax.lax.psum(change, axis).astype(before.dtype)
 

@@ -1,14 +1,13 @@
-"""What `prepare(model)` changes in Keras' JAX trainer.
+"""The methods that `prepare(model)` replaces in Keras' JAX trainer.
 
-Under a `keras.distribution` one program runs on the whole batch, so gradients, metrics and batch statistics are those
-of the whole batch anyway. Two things are missing: a batch that the devices cannot divide equally, and each replica's
-own gradients for an optimizer that needs them. The first is filled up, and steps leave out again what fills it up: XLA
-divides such rows too. For the second, forward and backward pass run in a `shard_map`, up to the reduced gradients; the
-update and the metrics stay outside.
+Under a `keras.distribution` one program computes gradients, metrics and batch statistics of the whole batch. Two cases
+are missing: uneven batches, and optimizers that need each replica's own gradients. An uneven batch is padded, and
+steps slice the padding off again: XLA can shard an uneven number of rows. For per-replica gradients, the forward pass,
+backward pass and reduction run in a `shard_map`. The update and the metrics stay outside.
 
-Several processes go through the same batches, drawn alike, and each puts its part of every batch on its devices; or
-each feeds rows of its own, where its data is a part already. They exchange their numbers of rows before every
-batch: processes with different numbers of rows, or of batches, would otherwise wait for each other for ever.
+Several processes draw the same batches, and each puts its part of every batch on its devices. If their data is already
+divided, each process feeds its own rows instead. Processes exchange their row counts before every batch. Otherwise
+processes with different numbers of rows or batches would wait for each other forever.
 
 Private names of Keras touched here (a test holds each of them):
     `Model._symbolic_build` (until 3.15), `_maybe_symbolic_build`, `_get_unbuilt_components` (on JAX from Keras 3.16
@@ -51,15 +50,15 @@ from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
-    """Lets batches be uneven, and gives the model a step that shows its optimizer each replica's gradients."""
+    """Support uneven batches, and replace the model's step if its optimizer needs per-replica gradients."""
     watch_batches()
     take_uneven()
     object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     step = step_of(model)
     reducer, *_ = step.reducers
-    # Around it nothing may look at gradients in each micro-batch, which would then be one replica's each.
+    # The reducer must be outermost: an outer wrapper would read one replica's gradients in each micro-batch.
     stacks = reducer.accumulation is not None and step.stacks_windows
-    stacks = stacks and reducer.state_finder.may_be_local  # otherwise those of the whole batch are added up
+    stacks = stacks and reducer.state_finder.may_be_local  # otherwise global gradients are accumulated
     if stacks and reducer is model.optimizer and has_built_in_step(model):
         reducer.accumulation.stack()
     step.prepare()
@@ -84,7 +83,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
     else:
         override_method(model, "_symbolic_build", _symbolic_build)
-    # Those that were made before do not know of all this.
+    # Functions compiled before call the replaced methods.
     model.train_function = model.test_function = model.predict_function = None
 
 
@@ -101,18 +100,18 @@ def _make_test_function(model: Any, real: Callable[..., None], *args: Any, **kwa
 
 
 def _renew(model: Any, name: str) -> None:
-    """JAX takes what it has traced for an equal function: each `compile` must have another one."""
+    """Replace a step by an equivalent new function: otherwise JAX would reuse the trace of an earlier `compile`."""
     step = vars(model).get(name)
     if isinstance(step, functools.partial):
         object.__setattr__(model, name, functools.partial(step.func, *step.args))
 
 
-# In the order in which Keras takes them.
+# In Keras' order.
 _TAKEN = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 
 def _get_jax_state(model: Any, real: Callable[..., Any], purge_model_variables: bool = False, **which: bool) -> Any:
-    """Lets the first step of an epoch fail without loss: variables have no values while Keras holds them."""
+    """Remember the values that Keras takes out of variables: a failed first step of an epoch must not lose them."""
     if which.get("optimizer_variables"):
         step_of(model).before_step()
     taken = real(purge_model_variables=purge_model_variables, **which)
@@ -122,7 +121,7 @@ def _get_jax_state(model: Any, real: Callable[..., Any], purge_model_variables: 
 
 
 def _put_back(model: Any) -> None:
-    """Gives variables the values that a call has taken out of them, unless the step that failed has used them up."""
+    """Restore the values that a call took out of variables, unless the failed step has donated their buffers."""
     if not any(value.is_deleted() for value in keras.tree.flatten(getattr(model, "_jax_state", None) or {})):
         model.jax_state_sync()
 
@@ -156,7 +155,7 @@ def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _load_weights(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """On one process or on all: Keras makes an optimizer to see what it has, of which JAX would ask all."""
+    """Load weights on one process or all. Keras creates an optimizer for it; JAX would make that a collective."""
     _let_assign_alone(model)
     if jax.process_count() == 1:
         real(*args, **kwargs)
@@ -170,14 +169,14 @@ def _let_assign_alone(model: Any) -> None:
 
 
 def _reset_metrics(model: Any, real: Callable[[], None]) -> None:
-    """What begins an epoch: where one process only comes here, JAX would fail with words that say nothing."""
+    """Check at the start of an epoch that all processes are here. Otherwise JAX would fail with an unclear error."""
     if SPLITS_OWN_PART in vars(model) and is_together():
         tell("starts an epoch of a prepared model")
     real()
 
 
 def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """On several processes each has all rows in the end, if all have the same data; else Keras' own is refused."""
+    """Return all rows on each process if all have the same data. Keras' method, otherwise used, raises there."""
     x = kwargs.get("x", args[0] if args else None)
     sharing = sharing_of(model)
     if not (sharing.gather and sharing.auto_shard) or is_own_part(x):
@@ -193,7 +192,7 @@ def _on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 @contextlib.contextmanager
 def _forgetting_failure(model: Any) -> Iterator[None]:
-    """A call that leaves values in variables: if it fails, what an earlier call has left must not be put back."""
+    """Drop `_jax_state` if a call fails: this call leaves values in variables, and older ones must not replace them."""
     try:
         yield
     except BaseException:
@@ -202,7 +201,7 @@ def _forgetting_failure(model: Any) -> Iterator[None]:
 
 
 def _predict_on_batch(model: Any, real: Callable[[Any], Any], x: Any) -> Any:
-    is_built = all(layer.built for layer in layers_of(model))  # else Keras builds it from these rows
+    is_built = all(layer.built for layer in layers_of(model))  # if False, Keras builds the model from these rows
     with _forgetting_failure(model), naming_lost_processes():
         return real(on_devices(x) if is_built else x)
 
@@ -221,7 +220,7 @@ def _predict_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -
 
 
 def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
-    """Builds from a batch of all processes, as this one may have none."""
+    """Build from a batch of all processes, because this process may have none."""
     if isinstance(iterator, EpochIterator) and takes_uneven(keras.distribution.distribution()):
         if not any(model._get_unbuilt_components()):
             return
@@ -230,14 +229,14 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
 
 
 def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
-    """Builds from the shapes of the rows that count."""
+    """Build from the shapes of the rows without padding."""
     del model
     data_batch = jax.eval_shape(rows_that_count, data_batch) if is_filled_up(data_batch) else data_batch
     real(iterator=iterator, data_batch=data_batch)
 
 
 def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
-    """The trainer's step, unless the optimizer needs another one."""
+    """Run the trainer's step, or the step that the optimizer needs."""
     step = step_of(model)
-    refuse_groups(step.reducers)  # perhaps of another `compile`
+    refuse_groups(step.reducers)  # another `compile` may have set them
     return step.train(real, state, rows_that_count(data))

@@ -1,12 +1,12 @@
-"""Batches that do not divide, in a program that runs each replica's model: no layer gets a padded row.
+"""Uneven batches in a program that runs the model on each replica: no layer receives a padded row.
 
-All replicas of a program have arrays of equal shapes, so shorter ones are padded. A layer that reduces over the rows,
-such as `BatchNormalization`, would count the padding. So a replica takes the branch that is compiled for its number of
-rows: a batch has at most two, and zero. Replicas in different branches cannot wait for each other, so sums over all
-replicas, which losses divide by, are added up before.
+All replicas of a program have equal array shapes, so shorter parts are padded. A layer that reduces over the rows,
+such as `BatchNormalization`, would count the padding. So a replica takes the branch compiled for its number of rows.
+A batch has at most two row counts, and zero. Replicas in different branches cannot communicate, so the row sums that
+losses divide by are summed over replicas beforehand.
 
-A synchronized `BatchNormalization` exchanges statistics in the forward pass. Models that have one get padded rows, and
-that layer leaves them out by a mask.
+A synchronized `BatchNormalization` exchanges statistics in the forward pass. Models with such a layer get padded rows,
+and the layer masks them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 def rows_of(part: Any, all_rows: int, num_parts: int) -> Any:
-    """The number of rows in a part of a batch, or in each of several. All parts but the last ones have equally many."""
+    """Return the row count of a part (or of each of several): ceil(all_rows / num_parts), fewer in the last parts."""
     rows = -(-all_rows // num_parts)
     return rows if rows * num_parts == all_rows else jax.numpy.clip(all_rows - part * rows, 0, rows)
 
@@ -37,15 +37,15 @@ def rows_of(part: Any, all_rows: int, num_parts: int) -> Any:
 def without_padding(
     function: Callable[[int, Any], Any], part: Tensor, all_rows: int, num_parts: int, data: Any, shapes: Any = None
 ) -> Any:
-    """Calls `function` with a part's number of rows, and these rows; a part without rows gets one row of padding.
+    """Call `function` with a part's number of rows and these rows. A part without rows gets one row of padding.
 
     Args:
-        function: must not exchange anything. Rows of results are padded.
-        part: the number of the part, which XLA may not know.
+        function: must not communicate. The rows of its results are padded.
+        part: the index of the part; may be a traced value.
         all_rows: the number of rows in the batch.
         num_parts: the number of parts in the batch.
         data: the rows of the part, with padding.
-        shapes: those of the results of a part without padding, if known.
+        shapes: the result shapes of a part without padding. Default: computed.
     """
     rows = -(-all_rows // num_parts)
     counts = sorted({min(max(all_rows - i * rows, 0), rows) for i in range(num_parts)}, reverse=True)
@@ -70,18 +70,18 @@ def _padded_to(array: Tensor, like: Any) -> Tensor:
 
 
 def share_of_part(count: int, all_rows: int, part: Communicator) -> BatchShare:
-    """The share of a part that has its rows without padding, or one row of padding if it has none."""
+    """Return the share of a part without padding; with one row of padding if it has no rows."""
     return BatchShare(count, all_rows, part, ends_early=not count, rows_here=count or 1)
 
 
 def on_own_rows(model: Any, replicas: MappedAxis, all_rows: int, function: Callable[[Any], Any], data: Any) -> Any:
-    """Calls `function`, which runs the model, with this replica's rows of a batch.
+    """Call `function` with this replica's rows of a batch.
 
     Args:
         model: the model.
         replicas: all replicas.
         all_rows: the number of rows in the batch.
-        function: takes rows. Losses within it are those of the whole batch.
+        function: takes rows and runs the model. Its losses are divided by the counts of the whole batch.
         data: this replica's rows, with padding.
     """
     size, index = replicas.num_replicas, replicas.replica_id
@@ -105,7 +105,7 @@ def on_own_rows(model: Any, replicas: MappedAxis, all_rows: int, function: Calla
 
     of_counts, shapes = jax.eval_shape(functools.partial(counting, -(-all_rows // size)), data)
     counted: list[Tensor] = []
-    if of_counts:  # XLA leaves out what of the model they do not need
+    if of_counts:  # XLA removes the parts of the model that the counts do not need
         counts = without_padding(lambda *own: counting(*own)[0], index, all_rows, size, data, of_counts)
         counted = replicas.all_reduce(counts, "sum")
     return in_layout_of_kernels(lambda data: without_padding(working, index, all_rows, size, data, shapes))(data)

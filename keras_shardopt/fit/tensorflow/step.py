@@ -1,4 +1,4 @@
-"""One step of a prepared model on TensorFlow, and the way its batches reach the replicas."""
+"""One step of a prepared model on TensorFlow, and how its batches reach the replicas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainStep:
     """
 
     divides_batches = False
-    """Whether it divides batches in its own way, on one replica too."""
+    """Whether the step divides batches with `distribute`, also on one replica."""
 
     averages_statistics = True
     """Whether moving statistics become the mean over replicas after each training step."""
@@ -61,15 +61,15 @@ class TrainStep:
         """Raise ValueError for a dataset that the step cannot use. Called before a model is built from it."""
 
     def function(self, make: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
-        """Return the function of an iterator that `make` compiles."""
+        """Return the compiled function of an iterator. Default: `make()`."""
         return make()
 
     def train(self, real: Callable[[Any], Any], data: Any) -> Any:
-        """A step of `fit`. Returns logs."""
+        """Run a step of `fit`. Return logs."""
         return self._run(real, data, trains=True)
 
     def test(self, real: Callable[[Any], Any], data: Any) -> Any:
-        """A step of `evaluate`. Returns logs."""
+        """Run a step of `evaluate`. Return logs."""
         return self._run(real, data)
 
     def _run(self, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
@@ -77,7 +77,7 @@ class TrainStep:
         if strategy.num_replicas_in_sync == 1:
             return real(data)
         model = self.model
-        refuse_groups(self.reducers)  # perhaps of another `compile`
+        refuse_groups(self.reducers)  # another `compile` may have set them
         share_losses(model)
         if not has_built_in_step(model):
             _log_whole_losses(model)
@@ -85,7 +85,7 @@ class TrainStep:
         mine = tf.convert_to_tensor(num_rows(data))
         data = _with_checked_states(model, data, mine)
         (all_rows,) = replicas.all_reduce([mine], "sum")
-        # A layer that looks at its batch (BatchNormalization) keeps a NaN from a part without rows.
+        # On a replica without rows, batch statistics (BatchNormalization) become NaN: restore the values before.
         shared = synchronized_statistics(model)
         own = [v for v in statistics_in([model]) if id(v) not in shared]
         before = [tf.identity(keras.ops.convert_to_tensor(v)) for v in own]
@@ -93,8 +93,8 @@ class TrainStep:
             logs = real(data)
         after = [tf.where(mine > 0, keras.ops.convert_to_tensor(v), value) for v, value in zip(own, before)]
         if trains and self.averages_statistics:
-            # Keras keeps each replica's own statistics, and shows those of the first one. In float64 the mean of equal
-            # values, as after a skipped update, has their bits.
+            # Keras keeps statistics per replica and reads the first replica's. In float64 the mean of equal values
+            # (after a skipped update) is bitwise equal to them.
             sums = [tf.cast(value, tf.float64) * tf.cast(mine, tf.float64) for value in after]
             sums = replicas.all_reduce([tf.where(mine > 0, each, 0) for each in sums], "sum")
             after = [tf.cast(each / tf.cast(all_rows, tf.float64), v.dtype) for each, v in zip(sums, after)]
@@ -104,7 +104,7 @@ class TrainStep:
 
 
 def _with_checked_states(model: Any, data: Any, num_rows: Any) -> Any:
-    """The rows of a replica, if states have as many. TensorFlow may not know their number before the step runs."""
+    """Return the data, with a runtime check that stateful layers have one state per row of the replica."""
     checks = [
         tf.debugging.assert_equal(num_rows, rows_of_states(layer), explained(layer, OTHER_ROWS, "of one replica"))
         for layer in stateful_layers(model)
@@ -117,11 +117,11 @@ def _with_checked_states(model: Any, data: Any, num_rows: Any) -> Any:
 
 
 OTHER_ROWS = "another number of rows on a replica"
-"""Words of the error of a stateful layer, by which the trainer finds it."""
+"""Text in the error of a stateful layer. The trainer searches for it."""
 
 
 def _log_whole_losses(model: Any) -> None:
-    """Lets the means that a training step of the model's own keeps of its losses be those of the whole batch."""
+    """Make the `Mean` metrics that a custom `train_step` updates with losses log the loss of the whole batch."""
     for metric in model.metrics:
         is_mean = type(metric).update_state is keras.metrics.Mean.update_state
         if is_mean and "update_state" not in vars(metric):
@@ -129,7 +129,7 @@ def _log_whole_losses(model: Any) -> None:
 
 
 def _update_mean(metric: Any, values: Any, sample_weight: Any = None) -> Any:
-    # Keras has divided it by the number of replicas, as their gradients are summed.
+    # Keras divides losses by the number of replicas, because it sums their gradients.
     return type(metric).update_state(metric, logged(values), sample_weight=sample_weight)
 
 
@@ -157,7 +157,7 @@ _of_call: contextvars.ContextVar[TrainStep | None] = contextvars.ContextVar("of_
 
 @contextlib.contextmanager
 def calling(step: TrainStep) -> Iterator[None]:
-    """A call of `fit`, `evaluate` or `predict` whose batches are for this step."""
+    """Use this step for the batches of a call of `fit`, `evaluate` or `predict`."""
     token = _of_call.set(step)
     try:
         yield
@@ -166,6 +166,6 @@ def calling(step: TrainStep) -> Iterator[None]:
 
 
 def step_of_call(model: Any) -> TrainStep:
-    """Return the step of the running call of this model; Keras' own for another model, perhaps in a callback."""
+    """Return the step of the running call if it is for this model (a callback may run another), or Keras' step."""
     step = _of_call.get()
     return step if step is not None and step.model is model else TrainStep(model, [])

@@ -1,4 +1,4 @@
-"""What `prepare(model)` changes in Keras' TensorFlow trainer: parts of a batch need not be equal.
+"""The methods that `prepare(model)` replaces in Keras' TensorFlow trainer to support uneven batches.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.tensorflow.trainer.TFEpochIterator` - what `fit` iterates over; its `distribute_strategy` divides
@@ -35,7 +35,7 @@ from keras_shardopt.wrapping.chain import descendants
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
-    """Gives the model steps that know which part of the batch they have."""
+    """Replace the model's steps by steps that weight gradients and losses by each replica's rows."""
     if all(num_mirrored(variable) == 1 for variable in model.trainable_variables):
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
     # Past Keras' attribute tracking.
@@ -54,7 +54,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
     object.__setattr__(model, _LOGS, BatchLogs(model))
     workers.prepare(model)
     step_of(model).prepare()
-    # Those that were made before do not know of all this.
+    # Functions compiled before call the replaced methods.
     model.train_function = model.test_function = None
 
 
@@ -63,7 +63,7 @@ _KerasEpochIterator = tensorflow_trainer.TFEpochIterator
 
 
 def _with_callbacks(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call of `fit`, `evaluate` or `predict`, perhaps inside another one."""
+    """Run `fit`, `evaluate` or `predict`, perhaps nested. Then restore the callbacks of the outer call."""
     with callbacks_of_call(model):
         return real(*args, **kwargs)
 
@@ -95,37 +95,37 @@ def _reset_metrics(model: Any, real: Callable[[], None]) -> None:
 
 
 def _with_logs_of_all(model: Any, trains: bool, function: Callable[[Any], Any], iterator: Any) -> Any:
-    """Calls `function(iterator)`, whose logs are the mean of the replicas' metrics, and not those of all their rows."""
+    """Call `function(iterator)`. Replace its logs, the mean of per-replica metrics, by metrics over all rows."""
     logs = vars(model)[_LOGS]
     is_wanted = logs.are_wanted(trains)
     found = function(iterator)
     if not is_wanted:
         return logs.last(trains, found)
-    metrics = model.get_metrics_result()  # outside of a step a variable is that of all replicas
+    metrics = model.get_metrics_result()  # outside of a step, metric variables cover all replicas
     if not isinstance(found, dict) or metrics.keys() != found.keys():
         return found
     means = [metric for metric in model.metrics if isinstance(metric, keras.metrics.Mean)]
     if any(not float(keras.ops.convert_to_numpy(mean.count)) for mean in means):
-        return found  # a step of the model's own that returns its losses and keeps no metric
+        return found  # a custom step returns losses and updates no metric
     logs.show(trains, metrics)
     return metrics
 
 
 class _EpochIterator(_KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Divides copies of the batches. Parts of a batch that lies in NumPy's memory would be overwritten in a step."""
+    """Copies batches before dividing them. A step would overwrite parts of a batch in NumPy's memory."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """One of these, or that of several workers."""
+        """Return an instance; with several workers, a `WorkersIterator`."""
         return workers.WorkersIterator(*args, **kwargs) if workers.is_running() else super().__new__(cls)
 
     def __init__(self, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-        self._model = caller_instance()  # Keras does not say for which model this is
+        self._model = caller_instance()  # Keras does not pass the model
         super().__init__(_Dividing(self, distribute_strategy), *args, **kwargs)
         self._distribute_strategy = distribute_strategy
 
 
 class _Dividing:
-    """What Keras needs of a strategy to divide a dataset."""
+    """The method of a strategy with which Keras divides a dataset."""
 
     def __init__(self, iterator: _EpochIterator, strategy: tf.distribute.Strategy) -> None:
         self._iterator, self._strategy = iterator, strategy
@@ -164,15 +164,15 @@ def _test_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
 
 
 def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Replicas are threads that take turns wherever they exchange something, and the layers keep the losses of the
-    # latest forward pass. So each takes its own before the losses of `compile` exchange their counts.
+    # Replicas are threads that take turns at every exchange, and layers keep the losses of the latest forward pass.
+    # So each replica reads its `add_loss` values before the losses of `compile` exchange counts.
     with own_additional_losses(model.losses):
         return real(*args, **kwargs)
 
 
 def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
-    # Keras takes the mean of the replicas' parts of the first batch to get at their shapes. That fails where the parts
-    # are not equal, and what is drawn for it is missing in training, or changes the order. The dataset knows them, too.
+    # To get shapes, Keras averages the replicas' parts of the first batch. That fails for uneven parts. It also draws a
+    # batch: training would miss it, or get another order. So take shapes from the dataset's spec.
     strategy = model.distribute_strategy
     with strategy.scope():
         bring_inside([part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))])
@@ -184,22 +184,22 @@ def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any =
             local = strategy.experimental_local_results
             data_batch = keras.tree.map_structure(lambda value: local(value)[0], next(iter(dataset)))
         else:
-            # From the rows of one replica: a layer may be made for so many.
+            # With the rows of one replica: a layer may require this number of rows.
             data_batch = spec_of(dataset.element_spec, step.num_parts_of(strategy.num_replicas_in_sync))
         iterator = None
     real(iterator=iterator, data_batch=data_batch)
     with strategy.scope():
         mirror([variable for metric in model.metrics for variable in metric.variables])
     if step_of(model).divides_batches and data_batch is not None:
-        model._symbolic_build(data_batch=data_batch)  # without a strategy Keras builds where it traces the step
+        model._symbolic_build(data_batch=data_batch)  # without a strategy, Keras would build while tracing the step
     if data_batch is not None and not has_built_in_step(model):
         _build_optimizers(model, data_batch)
 
 
 def _build_optimizers(model: Any, data_batch: Any) -> None:
-    """Builds optimizers that a custom training step uses, before it runs: replicas cannot make variables in it.
+    """Build the optimizers of a custom `train_step` before it runs, because replicas cannot create variables in it.
 
-    Which variables each is for is known to the step alone, so that it is traced once, and not run.
+    Trace the step once, without running it, to find the variables that each optimizer updates.
     """
     strategy = model.distribute_strategy
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
@@ -231,14 +231,14 @@ def _build_optimizers(model: Any, data_batch: Any) -> None:
 
 
 def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, iterator: Any) -> Any:
-    """Calls `function(iterator)`; what TensorFlow cannot do with no rows at all says so."""
+    """Call `function(iterator)`. Explain the errors of TensorFlow about replicas without rows."""
     try:
         return function(iterator)
     except tf.errors.InvalidArgumentError as error:
         other_rows = re.search(rf"A stateful layer .*{OTHER_ROWS}.* last batch\.", str(error))
         if other_rows:
             raise ValueError(other_rows[0]) from error
-        # Shapes, and not the interval of an index that is out of range.
+        # "[0," begins an empty shape; "is not in [0," is the error of an index out of range.
         if "[0," not in str(error) or "is not in [0," in str(error):
             raise
         raise ValueError(
@@ -260,8 +260,8 @@ def _make_function(model: Any, real: Callable[..., Any], step_function: Callable
     if model.steps_per_execution == 1 and not is_of_workers:
         return functools.partial(shows_all, function)
 
-    # Keras' own loop is a condition inside a loop inside a `tf.function`, which fails with the batches of several
-    # replicas. Of an iterator that is not TensorFlow's it takes the batches one by one.
+    # Keras' loop puts a condition inside a loop inside a `tf.function`, and this fails with batches of several
+    # replicas. From a Python iterator, Keras takes batches one at a time.
     def several_steps(iterator: Iterator[Any]) -> Any:
         iterator = workers.packed_batches(model, iterator) if is_of_workers else iterator
         batches = list(itertools.islice(iterator, 1))
@@ -269,5 +269,5 @@ def _make_function(model: Any, real: Callable[..., Any], step_function: Callable
             raise StopIteration
         return function(itertools.chain(batches, itertools.islice(iterator, model.steps_per_execution - 1)))
 
-    # Workers would have to read their metrics together, and each knows only of those who look there.
+    # Reading metrics is collective over workers, but each worker's callbacks decide independently when to read them.
     return several_steps if is_of_workers else functools.partial(shows_all, several_steps)

@@ -1,4 +1,4 @@
-"""The batches of a rank: its part of those that all ranks have, or its own together with theirs.
+"""The batches of a rank: its parts of batches common to all ranks, or its own batches in step with the other ranks'.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over; made in a
@@ -32,13 +32,13 @@ KerasEpochIterator = torch_trainer.TorchEpochIterator
 
 
 class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
-    """Gives this rank its part of the batches that all ranks have, or those of its own together with theirs.
+    """Yields this rank's part of each batch common to all ranks, or its own batches in step with the other ranks'.
 
-    One without a batch of its own left repeats its last one, whose rows are not counted.
+    A rank without own batches left repeats its last batch, and its rows are not counted.
     """
 
     def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
-        # Keras does not say for which model this is: in the middle of one's `fit` a callback may run another.
+        # Keras does not pass the model: a callback may run another model during `fit`.
         self._model = caller_instance()
         session = self._session()
         self._is_whole = session is not None and session.takes_whole(x, y, sample_weight)
@@ -49,20 +49,20 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._draws = SharedDraws() if self._is_whole else None
         comparing = None if session is None or session.call is Phase.PREDICT_BATCH else session
         if comparing is not None and self._first is None:
-            comparing.compare(self._is_whole)  # before some ranks draw
-        with self._drawing(hasattr(x, "__next__")):  # Keras looks at the first batches of a generator
+            comparing.compare(self._is_whole)  # before random draws, because only some ranks may draw
+        with self._drawing(hasattr(x, "__next__")):  # Keras reads the first batches of a generator
             super().__init__(x, y, sample_weight, *args, **kwargs)
         if comparing is not None and self._first is not None:
             self._is_compared = True
             comparing.compare(self._is_whole, self._first, self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
             draw_before_going_on(self.data_adapter)
-        # Keras makes tensors of arrays on its device, and ranks compare some elements of each batch.
+        # Keras moves arrays to its device. On the host, comparing some elements of each batch avoids a transfer.
         on_device = keras.ops.zeros(()).device.type != "cpu"
         self._divides_on_host = self._is_whole and on_device and isinstance(self.data_adapter, ArrayDataAdapter)
 
     def _session(self) -> Session | None:
-        """The session of the call that runs, if ranks make it together."""
+        """Return the session of the running call if all ranks run it together, otherwise None."""
         session = running.get()
         return None if session is None or session.model is not self._model or session.ranks is None else session
 
@@ -70,7 +70,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         return self._draws.drawing() if self._draws is not None and draws else contextlib.nullcontext()
 
     def reset(self) -> None:
-        """Starts anew, with batches drawn alike on all ranks."""
+        """Restart, with the same random draws on all ranks."""
         with self._drawing(not isinstance(self.data_adapter, ArrayDataAdapter)):
             super().reset()
 
@@ -80,7 +80,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         self._step = -1
         session = self._session()
         if session is not None and session.call is Phase.TRAIN_BATCH:
-            session.has_started = False  # callbacks have changed rates or weights, perhaps of some ranks only
+            session.has_started = False  # callbacks may have changed rates or weights on some ranks only
         if session is not None:
             session.begin_epoch()
         if self._draws is not None:
@@ -88,7 +88,7 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         return super().__iter__()
 
     def _pull(self) -> Any:
-        """The next batch of this rank's data."""
+        """Return the next batch of this rank's data, as Keras' `__next__` does."""
         is_first, self._has_begun = not self._has_begun, True
         self._is_first = is_first
         if not isinstance(self.data_adapter, ArrayDataAdapter):
@@ -96,35 +96,35 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         else:
             is_last = self._steps_seen >= self.data_adapter.num_batches
             if is_last and self._draws is not None:
-                self._draws.forget()  # a callback has predicted, perhaps, which draws
+                self._draws.forget()  # a callback may have called `predict`, and this draws
             draws = self._shuffle == "batch" or (bool(self._shuffle) and (is_first or is_last))
         with self._drawing(draws), keras.device("cpu") if self._divides_on_host else contextlib.nullcontext():
             return super().__next__()
 
     def _get_iterator(self) -> Any:
-        """The `DataLoader`. In `fit` of a prepared model its samplers learn the number of the epoch."""
+        """Return the `DataLoader`. In `fit` of a prepared model, call `set_epoch` of its samplers."""
         loader = super()._get_iterator()
         if SESSION in vars(self._model) and running_local("fit", "epoch_iterator") is self:
             epoch = running_local("fit", "epoch")  # None while `fit` builds the model
             if epoch is not None and self._is_first:
                 set_epoch(loader, epoch)
-            elif epoch is not None and self.steps_per_epoch:  # then Keras begins the next pass early
+            elif epoch is not None and self.steps_per_epoch:  # Keras begins the next pass before the epoch ends
                 set_epoch(loader, epoch + 1)
         return loader
 
     @property
     def _is_sized(self) -> bool:
-        """Whether it is known how many rows each batch of an epoch has."""
+        """Whether the number of rows of each batch of an epoch is known."""
         return isinstance(self.data_adapter, ArrayDataAdapter) and not self.steps_per_epoch
 
     def _num_alike(self) -> int:
-        """How many of the batches that follow surely have as many rows as this one."""
+        """Return the number of following batches known to have the same number of rows as this one."""
         if not self._is_sized:
             return 0
         return int(self.data_adapter.num_batches - self.data_adapter.has_partial_batch - self._step - 1)
 
     def first_batch(self) -> Any:
-        """The first batch of an epoch, on which nobody trains; None if there is none."""
+        """Return the first batch of an epoch, without training on it; None if the epoch has no batch."""
         try:
             return iter(self)._pull()[2][0]
         except StopIteration:
@@ -146,14 +146,14 @@ class EpochIterator(KerasEpochIterator):  # type: ignore[misc, valid-type]
         if self._has_ended:
             self._step += 1
             if self._is_whole and self._is_sized and phase is not Phase.PREDICT_BATCH:
-                raise StopIteration  # as on all ranks, which compare what they have done at the end of the epoch
+                raise StopIteration  # without a message: `end_epoch` compares the ranks' numbers of batches
         if not self._is_compared:
             self._is_compared = True
             session.compare(self._is_whole, batches[0], self.data_adapter.num_batches, self._is_marked)
         if self._is_whole:
             data = session.next_part(batches[0], phase, self._step, self._num_alike())
             if self._divides_on_host:
-                data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)  # on Keras' device; None stays
+                data = keras.tree.map_structure(keras.ops.convert_to_tensor, data)  # to Keras' device; None stays None
         else:
             data = session.next_batch(batches[0], phase, self._num_alike())
         if data is None:

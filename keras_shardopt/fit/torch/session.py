@@ -1,9 +1,8 @@
-"""What the ranks have agreed on, for one prepared model, and what they exchange.
+"""The state that the ranks share about one prepared model, and the messages that they exchange.
 
-Every exchange starts with the same message, so ranks that do different things (one stops, others continue) are found,
-and all of them raise. A message with every batch would cost more than all else here. So where a rank knows that the
-next batches have as many rows as this one, it promises them along with it, and as many as all have promised go without
-a message; the next one stands for all of them.
+Every exchange starts with the same message. If ranks do different things (one stops, others continue), all raise. A
+message per batch would be the largest cost here, so a rank promises that its next batches have the same row count. The
+smallest number that any rank promised runs without messages, and the next message covers these batches.
 
 Private names of Keras touched here (a test holds each of them):
     `Optimizer._trainable_variables` - what the optimizer was built on.
@@ -49,7 +48,7 @@ SESSION = "_keras_shardopt_session"
 
 
 class Phase(enum.Enum):
-    """What a rank is about to do when it communicates."""
+    """The kinds of steps before which ranks communicate. A value completes "rank 0 ..." in an error."""
 
     BUILD = "builds a prepared model"
     TRAIN_BATCH = "trains a prepared model"
@@ -61,14 +60,14 @@ class Phase(enum.Enum):
 
 
 class Session:
-    """What the ranks have agreed on, for one model."""
+    """The state that the ranks share about one model."""
 
     def __init__(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         self._reducers_of = reducers_of
         self._last_batch: dict[Phase, Any] = {}
         self.model = model
         self._unused: list[tuple[Any, int]] = []
-        """The optimizers that must not update anything, with the number of their updates."""
+        """The optimizers without a `CrossShard` (they must not update), with their update counts."""
         self._begins_epoch = False
         self._step_of_call: TrainStep | None = None
         self._optimizer_of_step: Any = None
@@ -76,33 +75,33 @@ class Session:
         self.has_started = False
         """Whether the ranks have begun the running epoch with equal values."""
         self.mine: int | None = None
-        """How many rows this rank has in the batch that comes next; None if the ranks do not share it."""
+        """The number of rows of this rank in the next batch; None if the ranks do not share the batch."""
         self._rows: list[int] = []
-        """How many rows each rank has in it, as far as that is known."""
+        """The number of rows of each rank in the next batch, as far as known."""
         self.shares_logs = False
-        """Whether somebody looks at the logs of that batch."""
+        """Whether some rank reads the logs of the next batch, so all ranks must average them."""
         self.last_rows = 0
-        """How many rows this rank had in the last batch."""
+        """The number of rows of this rank in the last batch."""
         self.logs = BatchLogs(model)
         self.call: Phase | None = None
-        """What the innermost call that runs does: `fit`, `evaluate` or `predict`."""
+        """The kind of the innermost running call (`fit`, `evaluate` or `predict`), or None."""
         self.splits_own_part = False
-        """Whether the running `fit` splits validation data off this rank's own part."""
+        """Whether the running `fit` splits validation data from this rank's own part of the data."""
         self._has_warned = False
         self._told: Callable[[], list[list[int]]] | None = None
-        """What waits for the numbers of rows that the others have in that batch."""
+        """Waits for the pending message of each rank about the next batch; None if no message is pending."""
         self._is_part = False
-        """Whether it is this rank's part of a batch that all have, so that its rows are known before."""
+        """Whether the next batch is this rank's part of a batch that all ranks have, so all row counts are known."""
         self._step = 0
-        """Which batch it is then."""
+        """The index of that batch in the epoch."""
         self._waits: bool | None = None
-        """Whether a step may begin before; None until somebody asks."""
+        """Whether a step may begin before `confirm`; None until `_can_wait` computes it."""
         self._phase = Phase.TRAIN_BATCH
         self._unsaid = _Unsaid()
 
     @property
     def step(self) -> TrainStep:
-        """How a step is made with the optimizer of the model. It stays as it is in a call, as long as that does."""
+        """The step for the optimizer of the model. It is reused within a call until the optimizer changes."""
         if self.call is None or self._optimizer_of_step is not self.model.optimizer:
             self._step_of_call = step_of(self, self._step_of_call)
             self._optimizer_of_step = None if self.call is None else self.model.optimizer
@@ -116,7 +115,7 @@ class Session:
 
     @property
     def reducer(self) -> Any:
-        """The `CrossShard` of the model, or the first of them."""
+        """The first `CrossShard` of the model."""
         return self.reducers[0]
 
     @property
@@ -126,7 +125,7 @@ class Session:
         return None if replicas.num_replicas == 1 else replicas  # type: ignore[return-value]
 
     def check_reduces(self) -> None:
-        """Refuses an optimizer, perhaps of another `compile`, that would leave each rank with weights of its own."""
+        """Raise ValueError if the optimizer (a later `compile` may have set it) would let the ranks' weights differ."""
         reducers = reducers_in(self.model, self._reducers_of)
         refuse_groups(reducers)
         if not reducers:
@@ -138,20 +137,20 @@ class Session:
 
     @torch.compiler.disable
     def look(self, together: Session | None) -> None:
-        """Somebody looks at weights, on all ranks `together`, or on this one alone (None)."""
+        """Prepare for a reader of weights, if it runs on all ranks (`together` is not None)."""
         if self.ranks is not None and together is not None:
             self.step.before_look()
 
     @torch.compiler.disable
     def go_on(self) -> None:
-        """A training step comes."""
+        """Prepare for a training step."""
         if self.ranks is not None:
             self.step.before_step(self._begins_epoch)
             self._begins_epoch = False
 
     @torch.compiler.disable
     def start_equal(self) -> None:
-        """Lets all ranks begin with the same values, which are rank 0's where they differ; if they train the same."""
+        """Make the model's values equal on all ranks: rank 0's values if they differ. Raise if models differ."""
         assert self.ranks is not None
         reducers = reducers_in(self.model, self._reducers_of)
         for reducer in reducers:
@@ -159,12 +158,12 @@ class Session:
             reducer.peers.check_parts()
         optimizers = optimizers_of(self.model)
         shared = [v for o in optimizers for v in getattr(o, "_shared_variables", o.variables)]
-        # Also those that are frozen by now, perhaps on some ranks only: the first reduction finds that, and names them.
+        # Also weights frozen since the build: if only some ranks froze them, the first reduction raises and names them.
         built = [v for o in optimizers if o.built for v in o._trainable_variables]
         trained = list({id(v): v for v in [*built, *self.model.trainable_variables]}.values())
         others = self.ranks.model_and_seed_state([v.value for v in trained])
         differing = self._differing([*trained, *shared], others)
-        if differing and self.step.stopped_alike():  # by an error in a `fit` before, perhaps
+        if differing and self.step.stopped_alike():  # an error may have ended an earlier `fit`
             self.look(self)
             self.step.settle()
             differing = self._differing([*trained, *shared], others)
@@ -174,16 +173,16 @@ class Session:
             warn_of_unequal_start(differing)
             self.ranks.broadcast_from_rank_0(trained, shared)
         else:
-            draw_apart(self.ranks.world, [])  # also where the program has seeded PyTorch since it was last said
+            draw_apart(self.ranks.world, [])  # again, because the program may have seeded PyTorch since the last call
         plain = [o for o in optimizers if not self._reducers_of(o)]
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
-            # Not once more after the first forward pass, whose moving statistics would become rank 0's.
+            # Prevents a second comparison after the first forward pass: it would broadcast rank 0's moving statistics.
             reducer.peers.started = self.ranks
         self.has_started = self._begins_epoch = True
 
     def _differing(self, variables: Sequence[Any], others: Sequence[Tensor]) -> list[str]:
-        """What is not equal on all ranks. One small message where all is."""
+        """Return the paths of variables that differ between ranks. If none do, this costs one small message."""
         values = [*[v.value for v in variables], *others]
         shapes = zlib.crc32(repr([(tuple(value.shape), value.dtype) for value in values]).encode())
         told = tell("begins `fit` of a prepared model", shapes, joint_fingerprint(values))
@@ -192,7 +191,7 @@ class Session:
         mine = (len(variables), shapes, fingerprints(values))
         everyones = gather_objects(mine, "compares the values of a prepared model")
         if any(each[:2] != everyones[0][:2] for each in everyones):
-            return ["other variables"]  # which ones, `broadcast_from_rank_0` says
+            return ["other variables"]  # `broadcast_from_rank_0` raises and names them
         prints = np.stack([each[2] for each in everyones])
         differs = (prints != prints[0]).any(axis=0)
         is_other = differs[len(variables) :].any()
@@ -200,7 +199,7 @@ class Session:
         return [*names, *(["state that is not trained (statistics, seeds)"] if is_other else [])]
 
     def check_unused(self) -> None:
-        """Refuses a training step that has updated with an optimizer that averages nothing. Once in each `fit`."""
+        """Raise ValueError if a training step updated with an optimizer without a `CrossShard`. Runs once per epoch."""
         unused, self._unused = self._unused, []
         for optimizer, updates in unused:
             if int(optimizer.iterations) != updates:
@@ -211,7 +210,7 @@ class Session:
                 )
 
     def exchange(self, phase: Phase, *message: int) -> list[list[int]]:
-        """Tells the other ranks a message, and returns what each of them tells.
+        """Send a message (ints) to all ranks. Return the message of each rank.
 
         Raises:
             ValueError: on every rank, if they are in different phases.
@@ -220,18 +219,18 @@ class Session:
         return tell(phase.value, *map(int, message))
 
     def takes_whole(self, *data: Any) -> bool:
-        """Whether all ranks are given the same data, of which each works on a part of every batch."""
+        """Whether all ranks receive the same data, and each rank uses its part of every batch."""
         return sharing_of(self.model).auto_shard and not self.splits_own_part and not is_own_part(*data)
 
     @torch.compiler.disable
     def compare(self, is_whole: bool, data: Any = None, num_batches: int | None = None, is_marked: bool = True) -> None:
-        """Finds ranks whose data differ although they should be alike, or are alike although they should differ.
+        """Raise ValueError if whole data differs between ranks. Warn if the ranks' own parts start equal.
 
         Args:
-            is_whole: whether this rank has the data that all have, or its own part.
-            data: what it begins with; None if that is not known yet, and it is compared later.
-            num_batches: how many batches it has; None if that is not known.
-            is_marked: whether it is surely meant that each has its own part.
+            is_whole: whether this rank has the data of all ranks (True) or its own part.
+            data: the first rows; None if not known yet (a later call then compares them).
+            num_batches: the number of batches of an epoch; None if not known.
+            is_marked: whether the data is explicitly divided, so the warning is not needed.
         """
         assert self.call is not None
         length = 0 if num_batches is None else num_batches + 1
@@ -246,13 +245,13 @@ class Session:
             self._has_warned = True
 
     def next_part(self, data: Any, phase: Phase, step: int, num_alike: int) -> Any:
-        """This rank's part of the batch `data` that all ranks have (None: no batch left, and None is returned).
+        """Return this rank's part of a batch that all ranks have; None if no batch is left.
 
         Args:
-            data: the batch.
-            phase: what is done with it.
-            step: which batch it is.
-            num_alike: how many of those that follow have as many rows, as far as that is known.
+            data: the batch, or None.
+            phase: the kind of step that uses it.
+            step: the index of the batch in the epoch.
+            num_alike: the number of following batches known to have the same number of rows.
         """
         assert self.ranks is not None
         num = 0 if data is None else int(num_rows(data))
@@ -268,11 +267,11 @@ class Session:
         return part_of_batch(data, self._rows, self.ranks.replica_id)
 
     def _rows_of_ranks(self, num: int, ranks: TorchProcessGroup) -> list[int]:
-        """How many rows of a batch each rank has."""
+        """Return the number of rows of each rank in a batch of `num` rows."""
         return self.step.rows_of(num, ranks.num_replicas)
 
     def next_batch(self, data: Any, phase: Phase, num_alike: int = 0) -> Any:
-        """What this rank runs next where it has `data` (None: no batch left). None if no rank has rows."""
+        """Return `data`, or if it is None the last batch again (its rows are not counted); None if no rank has rows."""
         mine = 0 if data is None else int(num_rows(data))
         if mine:
             self._last_batch[phase] = data
@@ -285,7 +284,7 @@ class Session:
         return self._last_batch[phase]
 
     def _tell_rows(self, phase: Phase, num: int, is_part: bool, num_alike: int) -> None:
-        """Tells the others how many rows this rank has, and waits for theirs unless a step may begin before."""
+        """Send this rank's number of rows. Wait for the other ranks' numbers unless the step may begin before."""
         self._phase, self._is_part = phase, is_part
         if self._unsaid.is_promised():
             return
@@ -294,6 +293,7 @@ class Session:
             trains = phase is Phase.TRAIN_BATCH
             looks = int(self.logs.are_wanted(trains))
             ahead = self._unsaid.can_promise(num_alike, self.logs.seconds_unseen(trains)) if num else 0
+        # Bit 0: logs are read; bit 1: has a batch to repeat; bits 2 to 6: promised batches; above: checksum.
         flags = looks + 2 * (phase in self._last_batch) + 4 * ahead + 4 * _MOST_PROMISED * self._unsaid.mark
         self._told = tell_soon(phase.value, num, flags)
         owe_steps(1)
@@ -301,9 +301,9 @@ class Session:
             self.confirm()
 
     def _can_wait(self, phase: Phase) -> bool:
-        """Whether the step of this phase exchanges nothing before it has come to the loss."""
+        """Whether a step of this phase exchanges nothing before its loss, so it can begin before `confirm`."""
         if self._waits is None:
-            # One that somebody else wrote may not come there, and what is compiled is better left as it is.
+            # A custom step may never call `compute_loss`, the caller of `confirm`; compiled steps must not change.
             is_plain = not self.model.jit_compile and not synchronized_statistics(self.model)
             tests_as_keras = type(self.model).test_step is keras.Model.test_step
             self._waits = is_plain and tests_as_keras and has_built_in_step(self.model)
@@ -311,10 +311,10 @@ class Session:
 
     @torch.compiler.disable
     def confirm(self) -> None:
-        """Waits until all ranks have said how many rows they have.
+        """Wait for the pending message of all ranks, if any, and read their row counts from it.
 
         Raises:
-            ValueError: on every rank, if some have other rows of a batch that all have, or are in other phases.
+            ValueError: on every rank, if they are in different phases or a batch common to all differs.
         """
         told, self._told = self._told, None
         if told is None:
@@ -329,32 +329,32 @@ class Session:
             return
         self._rows = rows = [num for num, _ in numbers]
         if any(rows) and not all(flags // 2 % 2 for _, flags in numbers):
-            # A rank that never had a row needs some batch to go through the model with.
+            # A rank that never had a row needs a batch to run the model on.
             given = self._given(self._last_batch.get(self._phase), rows)
             self._last_batch.setdefault(self._phase, given)
 
     @torch.compiler.disable
     def rows(self) -> list[int]:
-        """How many rows each rank has in the batch that comes next, or is under way."""
+        """Return the number of rows of each rank in the next or running batch."""
         if not self._is_part:
             self.confirm()
         return self._rows
 
     def all_rows(self) -> int | Callable[[], int]:
-        """How many rows all ranks have together in that batch, or what waits for it."""
+        """Return the total number of rows of that batch, or a function that waits for it."""
         if self._told is None or self._is_part:
             return sum(self._rows)
         return lambda: sum(self.rows())
 
     def begin_call(self) -> None:
-        """Lets go of what may be other in another call."""
+        """Forget values that may differ in another call."""
         self._optimizer_of_step = None
         if self._step_of_call is not None:
             self._step_of_call.begin_call()
 
     @contextlib.contextmanager
     def inner_call(self) -> Iterator[None]:
-        """A call inside another one, perhaps between a batch and its step. Its batches are others."""
+        """Isolate the batch state of a nested call (a callback may start one between a batch and its step)."""
         self.confirm()
         self.begin_call()
         before = self.mine, self._rows, self._is_part, self._phase, self.shares_logs, self._step
@@ -370,7 +370,7 @@ class Session:
 
     @torch.compiler.disable
     def logs_of_all(self, logs: Any) -> Any:
-        """The logs of a batch, whose step ends here, as those of all ranks, if somebody looks at them."""
+        """End the step of a batch. Return its logs over all ranks if some rank reads them, or the last such logs."""
         owe_steps(-1)
         trains = self._phase is Phase.TRAIN_BATCH
         if not self.shares_logs:
@@ -385,13 +385,13 @@ class Session:
     @torch.compiler.disable
     @torch.no_grad()
     def rows_of_all(self, outputs: Any, rows: Sequence[int]) -> Any:
-        """What the ranks have predicted for their parts of a batch, in the order of its rows."""
+        """Gather the outputs of all ranks (with `rows[rank]` rows each) for a batch, in the order of its rows."""
         assert self.ranks is not None
-        owe_steps(-1)  # from here on ranks send nothing without a message
+        owe_steps(-1)  # every further exchange starts with a message
         mine = rows[self.ranks.replica_id]
-        given = max(mine, 1)  # one to go through the model with
+        given = max(mine, 1)  # a rank without rows has run one
         tensors = [keras.ops.convert_to_tensor(leaf).detach() for leaf in keras.tree.flatten(outputs)]
-        # One output may have several rows for each row of the batch.
+        # An output may have several rows per row of the batch.
         factors = [
             tensor.shape[0] // given if tensor.dim() and not tensor.shape[0] % given else 0 for tensor in tensors
         ]
@@ -403,7 +403,7 @@ class Session:
                 f"Received: for {given} rows outputs of the shapes {[tuple(t.shape) for t in tensors]}. "
                 "Use `keras_shardopt.prepare(model, gather=False)`, and each rank predicts alone what it is given."
             )
-        # Of each tensor the bytes of as many rows as the largest part has.
+        # Send bytes, each tensor padded to the rows of the largest part.
         sizes = [t[:1].numel() * t.element_size() * factor for t, factor in zip(tensors, factors)]
         parts = []
         for tensor, factor, size in zip(tensors, factors, sizes):
@@ -419,12 +419,12 @@ class Session:
 
     @torch.compiler.disable
     def mean_logs(self, logs: Any) -> Any:
-        """Logs that are no metrics: the mean of what the ranks had in the last batch, by their rows."""
+        """Return non-metric logs averaged over ranks, weighted by the rows of each in the last batch."""
         assert self.ranks is not None
         if not isinstance(logs, dict):
             return logs
         numbers = {name: value for name, value in pythonify_logs(logs).items() if isinstance(value, float)}
-        # What a rank without rows has is no number, perhaps.
+        # A rank without rows may have NaN.
         values = [value * self.last_rows if self.last_rows else 0.0 for value in numbers.values()]
         mine = [float(self.last_rows), *values]
         device = self.model.trainable_variables[0].value.device
@@ -433,10 +433,10 @@ class Session:
         return {**logs, **{name: total / rows for name, total in zip(numbers, totals)}} if rows else logs
 
     def end_epoch(self) -> None:
-        """Ends an epoch on all ranks together, each of which says what it has promised and done.
+        """End an epoch on all ranks: compare the batches since the last message.
 
         Raises:
-            ValueError: on every rank, if they have done different things.
+            ValueError: on every rank, if their numbers of batches, or batches common to all, differ.
         """
         told = self.exchange(Phase.END_OF_EPOCH, self._unsaid.num_batches, self._unsaid.mark)
         nums = [num for num, _ in told]
@@ -450,60 +450,60 @@ class Session:
         self._unsaid.are_said(0)
 
     def begin_epoch(self) -> None:
-        """Lets go of what is promised."""
+        """Cancel promised batches."""
         self._unsaid.are_said(_NOTHING_YET)
 
     def any_batch(self, data: Any) -> Any:
-        """`data`, or where this rank has none (None) that of another rank."""
+        """Return `data`, or the data of another rank if this rank has none (None)."""
         has_data = [has for has, _ in self.exchange(Phase.BUILD, data is not None)]
         if not any(has_data):
             raise ValueError("`x` must have a batch on some rank. Received: none on any.")
         return data if all(has_data) else self._given(data, has_data)
 
     def forget_batches(self) -> None:
-        """Lets go of batches, which need not look like those of another call."""
+        """Forget the last batches: another call may have batches of another structure."""
         self._last_batch.clear()
         self.mine = self._told = self._waits = None
 
     def _given(self, data: Any, owners: Sequence[int]) -> Any:
-        """What the first rank that has something gives to all."""
+        """Broadcast `data` of the first rank with a nonzero entry in `owners`."""
         assert self.ranks is not None
         return self.ranks.broadcast_object(data, next(rank for rank, has in enumerate(owners) if has))
 
 
 _MOST_PROMISED = 32
-"""One more than the most batches that are promised."""
+"""Upper bound, exclusive, of the number of promised batches."""
 
 _NOTHING_YET = -1
-"""What was promised last where an epoch begins, of which the first batch stands alone."""
+"""Sentinel for the start of an epoch: nothing promised yet, and the first batch promises none."""
 
 
 class _Unsaid:
-    """The batches since the last message, which the next one stands for; and those that the last one has promised."""
+    """The batches since the last message, covered by the next message, and the number of batches still promised."""
 
     def __init__(self) -> None:
         self.num_batches = 0
         self.mark = 0
-        """A checksum of their numbers of rows and of their values."""
+        """A checksum of their row counts and values."""
         self._num_promised = 0
         self._num_last = _NOTHING_YET
         self._since = time.monotonic()
 
     def add(self, num_rows: int, print_: int) -> None:
-        """One more batch. What each rank has of its own (`print_` is 0) may differ."""
+        """Add a batch with fingerprint `print_`; 0 for a rank's own batch: it may differ between ranks."""
         self.num_batches += 1
         if print_:
             self.mark = zlib.crc32(repr((num_rows, print_)).encode(), self.mark)
 
     def is_promised(self) -> bool:
-        """Whether this batch has been promised by all ranks."""
+        """Whether all ranks have promised this batch. Uses up one promise."""
         if not self._num_promised:
             return False
         self._num_promised -= 1
         return True
 
     def can_promise(self, num_alike: int, seconds: float) -> int:
-        """How many batches this rank promises: four times as many each time, for some seconds."""
+        """Return the number of batches to promise: 4 times the last one + 3, within `num_alike` and `seconds`."""
         if num_alike <= 0 or not can_promise():
             return 0
         now = time.monotonic()
@@ -512,7 +512,7 @@ class _Unsaid:
         return max(wanted, 0)
 
     def are_said(self, num_promised: int) -> None:
-        """All that was is said; these are promised."""
+        """Clear the batches that a message has covered, and set the number of promised batches."""
         self.num_batches = self.mark = 0
         before, self._num_promised, self._num_last = self._num_promised, max(num_promised, 0), num_promised
         owe_steps(self._num_promised - before)
@@ -522,14 +522,14 @@ running: contextvars.ContextVar[Session | None] = contextvars.ContextVar("runnin
 
 
 def session_of(model: Any) -> Session:
-    """That of a prepared model."""
+    """Return the session of a prepared model."""
     session: Session = vars(model)[SESSION]
     return session
 
 
 @contextlib.contextmanager
 def run_of(session: Session | None) -> Iterator[None]:
-    """Within it batches are those that all ranks agree on (None: each rank's own)."""
+    """Set the session of the running call (None: the call does not involve the other ranks)."""
     token = running.set(session)
     try:
         yield
@@ -539,7 +539,7 @@ def run_of(session: Session | None) -> Iterator[None]:
 
 @torch.no_grad()
 def metrics_of_all(model: Any, ranks: TorchProcessGroup, result: Callable[[], Any]) -> Any:
-    """What `result()` makes of the metrics of all ranks, which stay each rank's own."""
+    """Return `result()` computed from metric variables aggregated over ranks. Then restore this rank's values."""
     mine = [v.value for v in model.metrics_variables]
     before = [tensor.clone() for tensor in mine]
     for how in ("sum", "mean"):

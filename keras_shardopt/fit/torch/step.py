@@ -1,4 +1,4 @@
-"""One step of a prepared model, and the state that a rank has of its own until somebody reads it."""
+"""One step of a prepared model on PyTorch, and the per-rank state that is averaged before it is read."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class TrainStep:
     """Keras' step on this rank's part of the batch. Extensions override parts of it.
 
     Args:
-        session: the agreement of the ranks about the model.
+        session: the `Session` of the model.
     """
 
     logs_are_global = False
-    """Whether the logs of each batch are those of all ranks."""
+    """Whether the logs of each batch already cover all ranks."""
 
     runs_alone = False
-    """Whether it changes the step of a single process, too."""
+    """Whether the step also differs from Keras' step in a single process."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
         self._stateful: list[Any] | None = None
 
     def begin_call(self) -> None:
-        """Forget the batches of the last call: `fit`, `evaluate` or `predict` begins or ends."""
+        """Forget values of the last call. Called when `fit`, `evaluate` or `predict` begins or ends."""
         self._stateful = None
 
     def begin_fit(self) -> None:
@@ -62,7 +62,7 @@ class TrainStep:
             self._stateful = stateful_layers(self._session.model)
         fit_states(self._stateful, rows, [rank])
 
-    # Not compiled itself, as it talks to other ranks; what it calls is.
+    # Not compiled, because it communicates; the functions it calls are.
     @torch.compiler.disable(recursive=False)
     def run(self, real: Callable[[Any], Any], data: Any, trains: bool) -> Any:
         """Return the logs of `real(data)` for this rank's part of the batch."""
@@ -88,13 +88,13 @@ class TrainStep:
     def after_loss(self) -> None:
         """Called after each loss."""
 
-    # -- what a rank has of its own ------------------------------------------------------------------------------
+    # -- per-rank state ------------------------------------------------------------------------------------------
 
     def before_step(self, begins_epoch: bool) -> None:
         """Called before each training step, on all ranks."""
 
     def before_look(self) -> None:
-        """Called on all ranks before somebody reads weights."""
+        """Called on all ranks before weights are read."""
 
     def weights_set(self) -> None:
         """Called when training begins with equal weights."""
@@ -104,23 +104,23 @@ class TrainStep:
         self.settle()
 
     def settle(self) -> None:
-        """Make the ranks' own state equal."""
+        """Replace per-rank state with its mean over ranks."""
         average(statistics_of(self._session.model), self._session.ranks)
 
     def progress(self) -> list[tuple[int, bool]]:
-        """Return the progress of this rank in an epoch, and whether it has state of its own."""
+        """Return the update count of each `CrossShard`, and whether this rank's state may differ from other ranks'."""
         has_own = has_own_statistics(self._session.model)
         return [(int(reducer.iterations), has_own) for reducer in self._session.reducers]
 
     def stopped_alike(self) -> bool:
-        """Whether all ranks have made equal progress, so that the state of all counts. All ranks call it together."""
+        """Whether all ranks have per-rank state and equal progress, so it can be averaged. Collective."""
         found = self.progress()
         everyones = gather_objects(found, "compares how far ranks are")
         return any(has_own for _, has_own in found) and all(each == everyones[0] for each in everyones)
 
 
 def _counted(model: Any) -> list[Any]:
-    """The variables that a step without rows must not change. Seeds advance; mean losses know about shares."""
+    """Return the variables that a step without rows must not change; not seeds, nor the trackers of mean losses."""
     shared = {id(v) for tracker in mean_losses(model) for v in tracker.variables}
     metrics = [v for v in model.metrics_variables if id(v) not in shared]
     return metrics + statistics_of(model, apart_from=synchronized_statistics(model))
@@ -138,7 +138,7 @@ def register(maker: Maker) -> None:
 
 
 def step_of(session: Any, before: TrainStep | None) -> TrainStep:
-    """Return the step for the optimizer of the model; the previous one if it would be the same."""
+    """Return the step for the optimizer of the model. Reuse the previous step if its type is unchanged."""
     import_steps()
     found = next((step for step in (maker(session) for maker in _makers) if step is not None), None)
     found = TrainStep(session) if found is None else found

@@ -1,9 +1,8 @@
-"""What `prepare(model)` changes in Keras' torch trainer, which knows nothing of ranks.
+"""The methods that `prepare(model)` replaces in Keras' torch trainer to support several ranks.
 
-All ranks go through the same batches, drawn alike, and each works on its part of every batch; or each has batches of
-its own, where its data is a part already. With every batch ranks exchange their numbers of rows, so that uneven parts
-get their weights; a rank that runs out of batches of its own takes part with empty ones. At the end of an epoch they
-exchange metrics.
+All ranks draw the same batches, and each uses its part of every batch. If a rank's data is already divided, it uses
+its own batches instead. Ranks exchange their row counts for each batch, because these weight uneven batches. A rank
+without batches left takes part with empty ones. At the end of an epoch the ranks aggregate metrics.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.torch.trainer.TorchEpochIterator` - what `fit` and `evaluate` iterate over.
@@ -43,7 +42,7 @@ from keras_shardopt.update.trainer_context import joining_uneven_inputs
 
 
 def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
-    """Makes `fit`, `evaluate`, `predict` and the calls on one batch work on all ranks together."""
+    """Make `fit`, `evaluate`, `predict` and the calls on one batch collective over all ranks."""
     if SESSION not in vars(model):
         object.__setattr__(model, SESSION, Session(model, reducers_of))
     if torch_trainer.TorchEpochIterator is KerasEpochIterator:
@@ -67,7 +66,7 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
 
 
 def train_apart(model: Any) -> bool:
-    """Whether each rank trains this model, which has no `CrossShard`, without the others."""
+    """Whether ranks would train this model (without a `CrossShard`) independently: nothing averages its gradients."""
     if not (dist.is_available() and dist.is_initialized()):
         return processes.process()[0] > 1
     replicas = runtime.communicator("")
@@ -75,7 +74,7 @@ def train_apart(model: Any) -> bool:
 
 
 def step_one_by_one(model: Any) -> None:
-    """Lets a model that stays as it is be compiled with `steps_per_execution`, as on several ranks."""
+    """Make an unprepared model run with `steps_per_execution=1`, as on several ranks."""
     for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
         override_method(model, name, _stepping)
 
@@ -92,7 +91,7 @@ def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Each rank predicts its part of every batch; or by itself, what it wants and when it wants."""
+    """Predict this rank's part of every batch and gather; or, without sharding or gathering, on this rank only."""
     session, sharing = session_of(model), sharing_of(model)
     together = session if sharing.gather and sharing.auto_shard else None
     session.look(together)
@@ -102,7 +101,7 @@ def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def _run(
     session: Session, together: Session | None, call: Phase, real: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """A call, perhaps inside another one: on all ranks `together`, or on this one alone (None)."""
+    """Run a call, perhaps nested: on all ranks (`together` is the session), or on this rank only (None)."""
     before = session.call
     with session.inner_call(), run_of(together), callbacks_of_call(session.model), _one_by_one(session.model):
         session.call = call
@@ -124,7 +123,7 @@ def _run(
 
 @contextlib.contextmanager
 def _one_by_one(model: Any) -> Iterator[None]:
-    """A call whose steps are made one by one: ranks communicate before each. Keras 3.15 makes no others on torch."""
+    """Run a call with one step per execution: ranks communicate before each. Keras 3.15 has no other mode on torch."""
     steps = model.steps_per_execution
     if steps == 1:
         yield
@@ -160,7 +159,7 @@ class _Unbuilt(Exception):
 
 
 class _Asked:
-    """Stands for batches, to find out whether anyone wants to see one."""
+    """An iterator that raises when read: it detects whether Keras needs a batch to build the model."""
 
     def __iter__(self) -> Any:
         raise _Unbuilt
@@ -180,14 +179,14 @@ def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None,
 
 
 def _first_part(session: Session, data: Any) -> Any:
-    """The first part of a batch that all ranks have: a layer may be made for so many rows."""
+    """Return the first part of a batch that all ranks have: a layer may require this number of rows."""
     ranks, num = session.ranks, int(num_rows(data))
     assert ranks is not None
     session.step.fit_states(rows_of_parts(num, ranks.num_replicas), ranks.replica_id)
     return part_of_batch(data, rows_of_parts(num, session.step.num_parts_of(ranks.num_replicas)), 0)
 
 
-# Its name is another one from 3.16 on.
+# Keras 3.16 renames the class.
 _KerasTrainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == torch_trainer.__name__)
 _metrics_result_in_keras = _KerasTrainer.get_metrics_result
 
@@ -203,7 +202,7 @@ def _test_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, arguments: dict[str, Any]) -> Any:
-    """Every rank gives its own rows, perhaps none, and gets the logs of all."""
+    """Run a step on each rank's own rows (perhaps none). Return logs over all ranks."""
     session = session_of(model)
     return_dict = arguments.pop("return_dict", False)
     if session.ranks is None:
@@ -236,14 +235,14 @@ def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
     return logs
 
 
-@torch.compiler.disable(recursive=False)  # it talks to other ranks
+@torch.compiler.disable(recursive=False)  # it communicates
 def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
-    """A step on this rank's part of the batch that the ranks have agreed on."""
+    """Run a step on this rank's part of the agreed batch."""
     return session_of(model).step.run(real, data, trains)
 
 
 def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """From here on ranks exchange tensors, so all must be in the same step."""
+    """Compute the loss after `confirm`: ranks exchange tensors from here, so all must be in the same step."""
     session = session_of(model)
     session.confirm()
     loss = real(*args, **kwargs)
@@ -253,7 +252,7 @@ def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: An
 
 @torch.compiler.disable(recursive=False)
 def _predict_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
-    """What the model predicts for the batch of which this rank has a part."""
+    """Predict this rank's part of a batch. Return the predictions of all ranks."""
     session = session_of(model)
     outputs = real(data)
     if session.ranks is None or session.mine is None or session.call is not Phase.PREDICT_BATCH:
@@ -263,30 +262,30 @@ def _predict_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
 
 
 def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -> Any:
-    """The metrics of all ranks together, each variable summed or averaged as the metric has declared it."""
+    """Return metrics over all ranks: each variable is summed or averaged, according to its `aggregation`."""
     session = session_of(model)
     ranks = session.ranks
     if ranks is None or running.get() is not session:
         return real(logs)
     session.end_epoch()
-    if session.step.logs_are_global:  # they are those of all ranks after each batch
+    if session.step.logs_are_global:  # each step has already aggregated them
         session.logs.forget()
         return pythonify_logs(real(logs))
     if session.call is Phase.TRAIN_BATCH or (session.call is None and model.training):
         session.step.end_epoch(is_call=session.call is not None)
         note_own_statistics(model, False)
-    # As numbers: some metrics return a variable itself.
+    # As Python numbers, because some metrics return their variable.
     result = metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
     session.logs.forget()
     return session.mean_logs(logs) if result is None else result
 
 
 def _metrics_result(model: Any) -> Any:
-    """Stands in for Keras' method: metrics of a prepared model are this rank's until the end of an epoch."""
+    """Replace Keras' method: metrics of a prepared model are per-rank until the end of an epoch."""
     if hasattr(model, SESSION):
         return super(_KerasTrainer, model).get_metrics_result()
     return _metrics_result_in_keras(model)
 
 
 def _without_ddp(model: Any, real: Callable[[], None]) -> None:
-    """Leaves the parameters to the optimizer: DDP would reduce gradients before they are weighed."""
+    """Skip DDP: it would average gradients before `CrossShard` weights them by rows."""

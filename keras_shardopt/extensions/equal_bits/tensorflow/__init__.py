@@ -1,4 +1,4 @@
-"""Steps in parts on TensorFlow."""
+"""The TensorFlow step of `CrossShard(virtual_replicas=...)`."""
 
 from keras_shardopt.extensions.equal_bits.tensorflow import step
 

@@ -1,7 +1,6 @@
-"""How a batch that is cut into parts reaches the replicas: as the rows of each one's parts, and how many all have.
+"""Batches in parts on TensorFlow: each replica receives the rows of its parts, and the row count of the whole batch.
 
-A strategy divides a batch as the size of full batches and the number of replicas make it; which rows a part has must
-not depend on the latter.
+A strategy divides a batch depending on the number of replicas. The rows of a part must not depend on it.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from keras_shardopt.fit.tensorflow.batches import restored, rows_from, spec_of, 
 
 _PREFIX = "keras_shardopt parts: "
 _ALL_ROWS = "keras_shardopt rows"
-# The structures of batches, by the name that their tensors have in a dataset.
+# The structures of batches, by the key of their tensors in a dataset element.
 _SPECS: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of one replica's parts, of which there is one at least, to go through a model with."""
+    """The rows of one replica's parts. There is at least one row, to run the model on."""
 
     batch: Any
     all_rows: tf.Tensor
-    """How many the whole batch has."""
+    """The number of rows of the whole batch."""
 
     def of_replica(self, num_parts: int) -> Any:
-        """The rows of this replica, none where it has none."""
+        """Return the rows of this replica, perhaps none."""
         context = tf.distribute.get_replica_context()
         replica, each = context.replica_id_in_sync_group, num_parts // context.num_replicas_in_sync
         start, stop = (start_of_part(self.all_rows, num_parts, (replica + i) * each) for i in (0, 1))
@@ -38,7 +37,7 @@ class Rows:
 
 
 def cut_dataset(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, num_parts: int) -> Any:
-    """Divides a dataset of whole batches among the replicas, each of which takes one element after another."""
+    """Divide a dataset of whole batches among the replicas. The result has one element per replica and batch."""
     num_replicas = strategy.num_replicas_in_sync
     spec = spec_of(dataset.element_spec)
 
@@ -55,7 +54,7 @@ def cut_dataset(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, num_
 
 
 def cut_batch(strategy: tf.distribute.Strategy, batch: Any, num_parts: int) -> Any:
-    """Divides one batch, of `train_on_batch`."""
+    """Divide one batch of `train_on_batch` among the replicas."""
     batch = tf.nest.map_structure(
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), batch
     )
@@ -72,15 +71,15 @@ def cut_batch(strategy: tf.distribute.Strategy, batch: Any, num_parts: int) -> A
 
 
 def is_cut(data: Any) -> bool:
-    """Whether this comes from here."""
+    """Whether `cut_dataset` or `cut_batch` created this."""
     return isinstance(data, dict) and _ALL_ROWS in data
 
 
 def rows_of(data: Any) -> Rows:
-    """What a step is given.
+    """Return the `Rows` of a step's data.
 
     Raises:
-        ValueError: if it does not come from here.
+        ValueError: if `cut_dataset` or `cut_batch` did not create the data.
     """
     if not is_cut(data):
         raise ValueError(
@@ -92,7 +91,7 @@ def rows_of(data: Any) -> Rows:
 
 
 def start_of_part(all_rows: tf.Tensor, num_parts: int, part: Any) -> tf.Tensor:
-    """With which row of the batch a part begins: the first parts have one more where they do not divide."""
+    """Return the first row of a part. If rows do not divide evenly, the first parts have one more."""
     return part * (all_rows // num_parts) + tf.minimum(part, all_rows % num_parts)
 
 

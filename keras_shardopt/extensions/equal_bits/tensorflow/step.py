@@ -1,9 +1,9 @@
-"""A step on several parts of a batch, one after another, as `CrossShard(virtual_replicas=...)` asks for.
+"""The TensorFlow step of `CrossShard(virtual_replicas=...)`: it computes a replica's parts of a batch one by one.
 
-TensorFlow's optimizer of graphs rewrites arithmetic by what it finds around it, so that a part would have other last
-digits on another number of replicas. So each part is a function of its own, which is not inlined; and that rewriting
-is off while such a step is made and run. What parts do to metrics and to moving statistics is added up in the tree in
-which gradients are.
+TensorFlow's graph optimizer (Grappler) rewrites arithmetic depending on its surroundings, so a part would round
+differently on another number of replicas. So each part is a separate function that is not inlined, and the arithmetic
+rewriting is off while the step is traced and run. Changes of metrics and moving statistics are summed in the same
+binary tree as gradients.
 
 Private names of Keras touched here (a test holds each of them):
     `Trainer._compute_loss`, `Trainer._loss_tracker` - what Keras' own steps compute and keep of a loss.
@@ -63,7 +63,7 @@ from keras_shardopt.wrapping.rollback import assign_noted, changed_by_forward_pa
 
 
 class PartsStep(TrainStep):
-    """A step on each of a replica's parts of a batch."""
+    """The step on each of a replica's parts of a batch."""
 
     divides_batches = True
 
@@ -111,7 +111,7 @@ class PartsStep(TrainStep):
         return cut_dataset(strategy, dataset, self.num_parts)
 
     def check_dataset(self, dataset: Any) -> None:
-        """See `TrainStep.check_dataset`: a strategy has divided it."""
+        """See `TrainStep.check_dataset`. Called for datasets that a strategy has divided."""
         raise ValueError(
             "`virtual_replicas` cuts whole batches into parts. Received: a dataset that a strategy has divided "
             f"already, virtual_replicas={self.num_parts}. Give `fit` the dataset itself."
@@ -129,7 +129,7 @@ class PartsStep(TrainStep):
         return in_parts(self.model, rows_of(data), self.num_parts, trains=True)
 
     def test(self, real: Callable[[Any], Any], data: Any) -> Any:
-        """See `TrainStep.test`. A `test_step` of the model's own gets the rows of a replica."""
+        """See `TrainStep.test`. A custom `test_step` runs on all rows of the replica at once."""
         if type(self.model).test_step is keras.Model.test_step:
             return in_parts(self.model, rows_of(data), self.num_parts, trains=False)
         return super().test(real, rows_of(data).of_replica(self.num_parts))
@@ -143,7 +143,7 @@ register(_made)
 
 
 def _on_parts(strategy: tf.distribute.Strategy, num_parts: int, function: Callable[[Any], Any], iterator: Any) -> Any:
-    """Call `function(iterator)`, with batches that are cut into parts."""
+    """Call `function(iterator)` with batches in parts, without arithmetic rewriting."""
     if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
         iterator = (batch if is_cut(batch) else cut_batch(strategy, batch, num_parts) for batch in iterator)
     with without_rewriting():
@@ -151,7 +151,7 @@ def _on_parts(strategy: tf.distribute.Strategy, num_parts: int, function: Callab
 
 
 def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
-    """The logs of a batch of which this replica has the rows of its parts."""
+    """Run the step on this replica's parts of a batch. `data` has their rows. Return the logs of the batch."""
     share_losses(model)
     replicas = runtime.communicator("")
     tree, work = Tree(replicas, num_parts), _Work(model, data, num_parts, trains)
@@ -177,7 +177,7 @@ def in_parts(model: Any, data: Rows, num_parts: int, trains: bool) -> Any:
 
 
 def _added_up(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """What a function of a part returns as `sums`, added up over this replica's parts; and all that it returns."""
+    """Call a function of a part for each of this replica's parts. Return the total of its `sums`, and all results."""
     subtrees, found = Subtrees(), []
     for place in places:
         found.append(function(*place))
@@ -186,16 +186,16 @@ def _added_up(function: Callable[..., Any], places: Sequence[Any]) -> tuple[list
 
 
 class _Work:
-    """What a replica does with its parts of a batch, and what is made of the variables that they change.
+    """The computation of a replica's parts of a batch, and the rules that combine the variables that they change.
 
-    Of metrics that count, each part counts from zero, and the sum is added; moving statistics change by the mean over
-    parts that have rows; seeds and the like are those of any part.
+    Metric variables with `aggregation="sum"` count from zero in each part, and the total is added. Moving statistics
+    add the mean change of the parts with rows. Seeds and other variables take the value of the last part.
 
     Args:
         model: the model.
         data: the rows of these parts.
-        num_parts: how many parts the batch has.
-        trains: whether there are gradients.
+        num_parts: the number of parts of the batch.
+        trains: whether to compute gradients.
     """
 
     def __init__(self, model: Any, data: Rows, num_parts: int, trains: bool) -> None:
@@ -216,17 +216,17 @@ class _Work:
         self._returned: list[str] = []
 
     def places(self, replicas: Communicator) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each of this replica's parts its number, with which of the rows here it begins, and how many it has."""
+        """Return for each part of this replica: its index, its first row in `data.batch`, its number of rows."""
         each = parts_of_each(self._num_parts, replicas.num_replicas)
         parts = [tf.convert_to_tensor(replicas.replica_id * each + i) for i in range(each + 1)]
         starts = [start_of_part(self._data.all_rows, self._num_parts, part) for part in parts]
         return [(part, start - starts[0], stop - start) for part, start, stop in zip(parts, starts, starts[1:])]
 
     def function_of_part(self, counted: Sequence[Tensor]) -> Callable[..., Any]:
-        """What makes gradients, and changes of variables, of a part.
+        """Return the function that computes the gradients and variable changes of a part.
 
         Args:
-            counted: what all parts have together of what losses ask for.
+            counted: the counts of all parts that losses divide by, in the order of their use.
         """
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class _Work:
             self._keep_assigned(scope)
             changes = self._changes(scope, before)
             *sums, found_inf = _unless_empty(rows, [*grads, *changes, found_inf])
-            # Mean losses count an equal part of the rows for each part, also for one that has none.
+            # Trackers of mean losses count an equal share of the rows for each part, even without rows.
             always = {id(tracker.count) for tracker in mean_losses(self._model)}
             for i, variable in enumerate([*self._sums, *self._moving]):
                 if id(variable) in always:
@@ -251,7 +251,7 @@ class _Work:
         return _function(of_part)
 
     def function_that_counts(self) -> Callable[..., Any]:
-        """What counts of a part what losses divide by. TensorFlow leaves out what of the model that does not need."""
+        """Return the function of a part's counts that losses divide by. TensorFlow prunes the rest of the model."""
 
         def of_part(index: Tensor, start: Tensor, rows: Tensor) -> dict[str, Any]:
             part = CountingReplica(index, self._num_parts, is_first=True, is_last=True)
@@ -263,11 +263,11 @@ class _Work:
 
     @contextlib.contextmanager
     def _working_on(self, part: PartOfBatch, start: Tensor, rows: Tensor) -> Iterator[tuple[ScopeInScope, Any, Any]]:
-        """Within it variables, losses and random numbers are those of a part.
+        """Set up the variables, the losses' share and the random numbers of a part.
 
         Yields:
-            The scope that takes assignments; what variables are before, by their numbers; and the rows of the part.
-            One that has none gets one, to go through the model with.
+            The scope that records assignments; the values of variables before, by `id`; and the rows of the part. A
+            part without rows gets one row, to run the model on.
         """
         here = tf.maximum(rows, 1)
         start = tf.where(rows > 0, start, 0)
@@ -286,7 +286,7 @@ class _Work:
         return y_pred, loss
 
     def _gradients(self, part: PartOfBatch, before: Any, batch: Any) -> tuple[list[Any], Any, Tensor, Any]:
-        """The gradients of a part and what is found in them, its loss, and the outputs."""
+        """Return the gradients of a part and their `found_inf`, its loss, and its outputs."""
         if not self._trains:
             y_pred, loss = self._loss(batch)
             return [], None, loss, y_pred
@@ -297,12 +297,12 @@ class _Work:
             scaled = self._model.optimizer.scale_loss(loss)
         scale = self._model.optimizer.scale_loss(1.0)
         step = Step(tape.gradient(scaled, weights), self.variables, row_share=row_share(), loss_scale=scale)
-        # Where there are no rows, they become zeros with all else.
+        # Without rows, `_unless_empty` replaces all results by zeros.
         grads, found_inf = self.stage.weighted(self.stage.seen(step, part).replace(row_share=1.0))
         return grads, found_inf, loss, y_pred
 
     def _changes(self, scope: ScopeInScope, before: Any) -> list[Tensor]:
-        """What is added up of the variables that a part has changed."""
+        """Return the changes of the metric and moving variables, to be summed over parts."""
 
         def change(variable: Variable) -> Tensor:
             return tf.cast(scope.get_current_value(variable), variable.dtype) - before[id(variable)]
@@ -310,7 +310,7 @@ class _Work:
         return [change(variable) for variable in [*self._sums, *self._moving]]
 
     def _keep_assigned(self, scope: ScopeInScope) -> None:
-        """Leaves the others, such as frozen weights, as they are. Raises ValueError for what may not be assigned."""
+        """Keep only assigned variables (frozen weights are not). Raise ValueError if other variables were assigned."""
         known = {id(v) for v in [*self._sums, *self._moving, *self._same]}
         others = [v.path for v in scope.assigned if id(v) not in known]
         assigned = {id(v) for v in scope.assigned}
@@ -324,18 +324,18 @@ class _Work:
             )
 
     def settle(self, tree: Tree, changes: Sequence[Tensor], same: Sequence[Tensor]) -> Any:
-        """Gives all replicas the state that all parts have made together, and returns the logs of the batch.
+        """Set the state after all parts of all replicas. Return the logs of the batch.
 
         Args:
             tree: the replicas.
-            changes: what this replica's parts have added up.
-            same: what its last part has made of what is equal on all.
+            changes: the sums of the changes over this replica's parts.
+            same: the values from its last part of variables that are equal on all replicas.
         """
         size = len(self._sums)
         sums = tree.all_reduce([*map(_value, self._sums), *changes], "sum")
         before, added, moved = sums[:size], sums[size : 2 * size], sums[2 * size :]
         counted = [old + new for old, new in zip(before, added)]
-        # Outside of steps, metrics are the sum of those of all replicas.
+        # Outside of steps, a metric variable is the sum over replicas: only the first replica gets the total.
         is_first = tf.equal(tree.replica_id, 0)
         for variable, total in zip(self._sums, counted):
             variable.assign(tf.where(is_first, total, tf.zeros_like(total)))
@@ -356,14 +356,14 @@ class _Work:
 
 
 def _function(of_part: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with a graph of its own, of a part's number, its first row and how many rows it has."""
+    """Compile a function of a part's index, first row and number of rows to a separate graph, not inlined."""
     function = tf.function(of_part, autograph=False, experimental_attributes={"_noinline": True})
     concrete: Callable[..., Any] = function.get_concrete_function(*[tf.TensorSpec((), tf.int32)] * 3)
     return concrete
 
 
 def _unless_empty(rows: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """These tensors of a part, or zeros if it has no rows, when they may hold anything. The former are not copied."""
+    """Return the tensors of a part, not copied; or zeros if it has no rows, because the tensors may hold anything."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not given:
         return list(tensors)
@@ -377,7 +377,7 @@ def _value(variable: Variable) -> Tensor:
 
 @contextlib.contextmanager
 def _without_xla(model: Any) -> Iterator[None]:
-    """Within it, steps of the model are made without XLA, which gives other last digits in other surroundings."""
+    """Build steps of the model without XLA, because XLA rounds equal operations differently in other programs."""
     before = model.jit_compile
     if before:
         warn(
@@ -393,7 +393,7 @@ def _without_xla(model: Any) -> Iterator[None]:
 
 
 class _CallOptions:
-    """With what functions are optimized, in a thread, and with what without rewriting."""
+    """The call options of functions: TensorFlow's (`theirs`), and the same without arithmetic rewriting (`ours`)."""
 
     theirs: Any = None
     ours: Any = None
@@ -404,13 +404,13 @@ _options = _CallOptions()
 
 @contextlib.contextmanager
 def without_rewriting() -> Iterator[None]:
-    """Functions that are called within it are optimized without rewriting arithmetic."""
+    """Optimize functions called in this block without arithmetic rewriting."""
     context = tf_context.context()
     options, calls = context._optimizer_experimental_options, context.function_call_options
     if calls is not _options.theirs:
         _options.theirs, _options.ours = calls, None
     context._optimizer_experimental_options = {**options, "arithmetic_optimization": False}
-    context.function_call_options = _options.ours
+    context.function_call_options = _options.ours  # None: the getter creates them from the options above
     try:
         _options.ours = context.function_call_options
         yield
