@@ -25,11 +25,6 @@ class PartOfBatch(Communicator):
         others: the replicas, if each has one part.
     """
 
-    _refusal = (
-        "If a batch does not divide by the number of replicas, each replica's loss is computed apart. Received: a loss "
-        "or layer of the model's own that waits for the other replicas. Use batches that divide, or losses of Keras."
-    )
-
     def __init__(
         self,
         replica_id: Any,
@@ -51,7 +46,11 @@ class PartOfBatch(Communicator):
         return GradientState.LOCAL
 
     def _refuse(self) -> NoReturn:
-        raise NotCountedError(self._refusal)
+        raise NotCountedError(
+            "If a batch does not divide by the number of replicas, each replica's loss is computed apart. Received: a "
+            "loss or layer of the model's own that waits for the other replicas. Use batches that divide, or losses of "
+            "Keras."
+        )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         """Return the sums over all parts, counted before or reduced now. Raise ValueError if neither is possible."""

@@ -25,6 +25,8 @@ def replacing(fault):
     """What stands for `exchange.move` so that `fault(grads, variables, members, kind, gradient_state)` reduces."""
 
     def move(reduction, transfer, members):
+        if not reduction.trains:
+            return _move(reduction, transfer, members)
         state = GradientState.LOCAL if reduction.is_whole else GradientState.LOCAL_PRESCALED
         is_sum = reduction.factor == members.world.num_replicas
         kind = reduction.op if reduction.is_whole else ("sum" if is_sum else "mean")

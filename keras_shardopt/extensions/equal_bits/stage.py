@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from keras import ops
 
@@ -30,7 +30,7 @@ from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dense
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.extension import Extension
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.parts import CountingPart, PartOfBatch
+from keras_shardopt.update.parts import CountingPart, NotCountedError, PartOfBatch
 from keras_shardopt.update.reducers import AllReduce
 from keras_shardopt.update.row_weights import weighted_by_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
@@ -46,25 +46,23 @@ _SMALL = 2**14
 _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.communicator"})
 
 
-_REFUSAL = (
-    "`virtual_replicas` works on the parts of a batch one after another, so that none can wait for numbers of "
-    "the others. Received: a layer or loss that does: a synchronized `BatchNormalization`; or, in a custom "
-    '`train_step`, a loss with a mask or `reduction="mean_with_sample_weight"`, or a loss that is not '
-    "one of Keras' own. Use the built-in `train_step`, sample weights in place of the mask, a loss of Keras or "
-    '`reduction="sum"`, or leave `virtual_replicas` out.'
-)
+class _OfVirtualReplicas:
+    def _refuse(self) -> NoReturn:
+        raise NotCountedError(
+            "`virtual_replicas` works on the parts of a batch one after another, so that none can wait for numbers of "
+            "the others. Received: a layer or loss that does: a synchronized `BatchNormalization`; or, in a custom "
+            '`train_step`, a loss with a mask or `reduction="mean_with_sample_weight"`, or a loss that is not '
+            "one of Keras' own. Use the built-in `train_step`, sample weights in place of the mask, a loss of Keras or "
+            '`reduction="sum"`, or leave `virtual_replicas` out.'
+        )
 
 
-class VirtualReplica(PartOfBatch):
+class VirtualReplica(_OfVirtualReplicas, PartOfBatch):
     """A part of a batch, as the communicator of its losses and stages."""
 
-    _refusal = _REFUSAL
 
-
-class CountingReplica(CountingPart):
+class CountingReplica(_OfVirtualReplicas, CountingPart):
     """A part of a batch in the counting pass: it collects the counts that losses divide by."""
-
-    _refusal = _REFUSAL
 
 
 def current_part() -> PartOfBatch | None:
