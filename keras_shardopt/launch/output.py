@@ -97,7 +97,7 @@ class _Tracebacks:
     def error_of(self, line: str) -> str | None:
         """The line itself if it is the end of a traceback, the error; else None."""
         line = _RANK.sub("", line.rstrip("\r"))
-        found = self._is_inside and bool(line) and line[0] != " "
+        found = self._is_inside and line[:1].isidentifier()  # carets may come without their indentation
         if line == "Traceback (most recent call last):":
             # Not those of threads and of `__del__`, which end no process.
             self._is_inside = not self._before.startswith(("Exception in thread", "Exception ignored"))

@@ -67,6 +67,11 @@ def test_one_that_fails_ends_all_and_its_status_is_that_of_the_job(tmp_path, mon
         ("{}['key']", "raised KeyError: 'key'", 1),
         # As PyTorch prints it on ranks, at the end of others.
         ("raise ValueError('wrong.\\nAnd more')", "raised ValueError: wrong", 1),
+        (
+            "print('Traceback (most recent call last):\\n^^^\\nOSError: full', file=sys.stderr); sys.exit(1)",
+            "raised OSError: full",
+            1,
+        ),
         ("print('Exception in thread 1:\\n' + ''.join(other), file=sys.stderr); sys.exit('words')", "failed", 1),
         ("traceback.print_exc(); sys.exit(3)", "failed", 3),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL", 137),
