@@ -1,7 +1,9 @@
 """Reductions without an optimizer."""
 
+import types
+
 from keras_shardopt.backends.communicator import GradientState
-from keras_shardopt.update import exchange
+from keras_shardopt.update import exchange, reducers
 from keras_shardopt.update.reduction import Reduction, as_told, collective, rescaling
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transfer
@@ -36,5 +38,15 @@ def replacing(fault):
 
 
 def plant(monkeypatch, fault):
-    """Lets `fault(grads, variables, members, kind, gradient_state)` stand for each reduction of an `AllReduce`."""
+    """Lets `fault(grads, variables, members, kind, gradient_state)` stand for each reduction of an `AllReduce`.
+
+    Gradients that arrive reduced are not moved: for these `members` has their number alone.
+    """
+
+    def told(step, kind, num_replicas):
+        members = types.SimpleNamespace(num_replicas=num_replicas)
+        members.world = members
+        return list(fault(step.grads, step.variables, members, kind, step.gradient_state))
+
     monkeypatch.setattr(exchange, "move", replacing(fault))
+    monkeypatch.setattr(reducers, "as_told", told)
