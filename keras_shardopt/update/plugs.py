@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_shardopt.backends import for_backend
@@ -32,7 +32,7 @@ class Place(enum.IntEnum):
 
 
 _plugs: dict[str, Plug] = {}
-_packages_of_steps: list[str] = []
+_steps: list[tuple[Callable[[Sequence[Any]], Any], str, str]] = []
 stages: list[tuple[Place, Any]] = []
 """The stage classes of extensions, and their places."""
 
@@ -47,16 +47,24 @@ def register(argument: str, plug: Plug) -> None:
     _plugs[argument] = plug
 
 
-def register_steps(package: str) -> None:
-    """Register a package with a module per backend, which registers steps when a trainer first asks for one."""
-    _packages_of_steps.append(package)
+def register_step(applies: Callable[[Sequence[Any]], Any], package: str, name: str) -> None:
+    """Register a class that replaces the `TrainStep` of trainers. Its module is imported when it first applies.
+
+    Args:
+        applies: whether a model with these `CrossShard` optimizers needs it.
+        package: has a module per backend.
+        name: the class in that module.
+    """
+    _steps.append((applies, package, name))
 
 
-def import_steps() -> None:
-    """Import the modules of `register_steps` for the running backend."""
-    while _packages_of_steps:
-        package = _packages_of_steps.pop(0)
-        for_backend({name: f"{package}.{name}" for name in ("tensorflow", "torch", "jax")})
+def step_class(reducers: Sequence[Any], plain: Any) -> Any:
+    """Return the class of the training step for these `CrossShard` optimizers; `plain` if no extension replaces it."""
+    for applies, package, name in _steps:
+        if applies(reducers):
+            module = for_backend({backend: f"{package}.{backend}" for backend in ("tensorflow", "torch", "jax")})
+            return getattr(module, name)
+    return plain
 
 
 def plug_of(argument: str) -> Plug:

@@ -32,7 +32,7 @@ from keras.src.backend.common.masking import get_keras_mask
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.scopes import assigning_nothing
-from keras_shardopt.extensions.equal_bits.num_parts import are_cut, num_parts_of
+from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
 from keras_shardopt.extensions.equal_bits.stage import (
     CountingReplica,
     Tree,
@@ -45,7 +45,7 @@ from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
 from keras_shardopt.fit.jax.halves import on_every_device, with_masks, with_zeros, without_own
 from keras_shardopt.fit.jax.jitted import making_steps
-from keras_shardopt.fit.jax.step import Computed, TrainStep, register
+from keras_shardopt.fit.jax.step import Computed, TrainStep
 from keras_shardopt.fit.jax.uneven import share_of_part, without_padding
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.numerics import Tensor
@@ -382,10 +382,3 @@ class PartsStep(TrainStep):
         y, sample_weight, outputs = on_every_device((y, sample_weight, outputs), distribution)
         logs, metrics = model._update_metrics_variables(metrics, loss, x, y, with_masks(*outputs), sample_weight)
         return logs, (state[0], others, metrics)
-
-
-def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
-    return PartsStep(model, reducers) if are_cut(reducers) else None
-
-
-register(_made)

@@ -22,7 +22,7 @@ from keras_shardopt.backends.torch.random_numbers import as_parts, global_seed_s
 from keras_shardopt.backends.torch.threads import one_thread
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
-from keras_shardopt.extensions.equal_bits.num_parts import are_cut, num_parts_of
+from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
 from keras_shardopt.extensions.equal_bits.stage import (
     CountingReplica,
     Subtrees,
@@ -35,7 +35,7 @@ from keras_shardopt.extensions.equal_bits.stage import (
 from keras_shardopt.extensions.equal_bits.torch_batches import CutBatches
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.torch.session import Session
-from keras_shardopt.fit.torch.step import TrainStep, register
+from keras_shardopt.fit.torch.step import TrainStep
 from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.parts import NotCountedError, PartOfBatch
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
@@ -183,13 +183,6 @@ class PartsStep(TrainStep):
             self._cut.sees_loss = None
         if isinstance(current_part(), CountingReplica):
             raise _Counted
-
-
-def _made(session: Session) -> TrainStep | None:
-    return PartsStep(session) if are_cut(session.reducers) else None
-
-
-register(_made)
 
 
 def _is_skipped(reducer: Any, updates: int | None) -> bool:

@@ -20,7 +20,7 @@ from keras_shardopt.extensions.local_sgd.apart import Rows
 from keras_shardopt.extensions.local_sgd.looks import local_updates_in, resume_apart, watch_looks
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
-from keras_shardopt.fit.jax.step import TrainStep, register
+from keras_shardopt.fit.jax.step import TrainStep
 from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.stateful import states_of_replica
@@ -191,10 +191,3 @@ class RoundsStep(TrainStep):
         """See `TrainStep.train`."""
         alone = batch_size_of(keras.distribution.distribution()) == 1
         return real(state, data) if alone else train_step(self.model, state, data)
-
-
-def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
-    return RoundsStep(model, reducers) if local_updates_in(reducers) else None
-
-
-register(_made)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from keras_shardopt.extensions.local_sgd.looks import local_updates_in, watch_apart
-from keras_shardopt.fit.tensorflow.step import TrainStep, register
+from keras_shardopt.extensions.local_sgd.looks import watch_apart
+from keras_shardopt.fit.tensorflow.step import TrainStep
 
 
 class RoundsStep(TrainStep):
@@ -16,10 +14,3 @@ class RoundsStep(TrainStep):
     def prepare(self) -> None:
         """See `TrainStep.prepare`."""
         watch_apart(self.model)
-
-
-def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
-    return RoundsStep(model, reducers) if local_updates_in(reducers) else None
-
-
-register(_made)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from keras_shardopt.backends.models import buffers_of
 from keras_shardopt.extensions.local_sgd.looks import begin_anew, local_updates_in, resume_apart, show_mean
 from keras_shardopt.fit.torch.own_state import average
-from keras_shardopt.fit.torch.step import TrainStep, register
+from keras_shardopt.fit.torch.step import TrainStep
 
 
 class RoundsStep(TrainStep):
@@ -37,10 +35,3 @@ class RoundsStep(TrainStep):
     def progress(self) -> list[tuple[int, bool]]:
         """Return update counts of local SGD, and whether the ranks' weights differ."""
         return [(local.num_updates, local.are_apart) for local in local_updates_in(self._session.reducers)]
-
-
-def _made(session: Any) -> TrainStep | None:
-    return RoundsStep(session) if local_updates_in(session.reducers) else None
-
-
-register(_made)

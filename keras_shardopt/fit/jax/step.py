@@ -28,7 +28,7 @@ from keras_shardopt.fit.overrides import num_rows, reducers_in
 from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses
-from keras_shardopt.update.plugs import import_steps
+from keras_shardopt.update.plugs import step_class
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared, row_share
 
@@ -130,23 +130,11 @@ class TrainStep:
         return Computed(grads, loss, outputs[0], others, metrics, data)
 
 
-Maker = Callable[[Any, "list[Any]"], "TrainStep | None"]
-"""`(model, reducers) -> step`, or None if the optimizer needs no such step."""
-
-_makers: list[Maker] = []
-
-
-def register(maker: Maker) -> None:
-    """Register a maker of steps."""
-    _makers.append(maker)
-
-
 def step_of(model: Any) -> TrainStep:
     """Return the step for the optimizer of a prepared model."""
-    import_steps()
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
-    found = next((step for maker in _makers if (step := maker(model, reducers)) is not None), None)
-    return TrainStep(model, reducers) if found is None else found
+    step: TrainStep = step_class(reducers, TrainStep)(model, reducers)
+    return step
 
 
 def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: Any, stacks: bool) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from keras_shardopt.fit.stateful import explained, rows_of_states, stateful_laye
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import unpacked
 from keras_shardopt.update.losses import share_losses
-from keras_shardopt.update.plugs import import_steps
+from keras_shardopt.update.plugs import step_class
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 from keras_shardopt.wrapping.rollback import statistics_in
 
@@ -133,23 +133,11 @@ def _update_mean(metric: Any, values: Any, sample_weight: Any = None) -> Any:
     return type(metric).update_state(metric, logged(values), sample_weight=sample_weight)
 
 
-Maker = Callable[[Any, "list[Any]"], "TrainStep | None"]
-"""`(model, reducers) -> step`, or None if the optimizer needs no such step."""
-
-_makers: list[Maker] = []
-
-
-def register(maker: Maker) -> None:
-    """Register a maker of steps."""
-    _makers.append(maker)
-
-
 def step_of(model: Any) -> TrainStep:
     """Return the step for the optimizer of a prepared model."""
-    import_steps()
     reducers = reducers_in(model, model._keras_shardopt_reducers_of)
-    found = next((step for maker in _makers if (step := maker(model, reducers)) is not None), None)
-    return TrainStep(model, reducers) if found is None else found
+    step: TrainStep = step_class(reducers, TrainStep)(model, reducers)
+    return step
 
 
 _of_call: contextvars.ContextVar[TrainStep | None] = contextvars.ContextVar("of_call", default=None)

@@ -15,7 +15,7 @@ from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.stateful import fit_states, stateful_layers
 from keras_shardopt.fit.torch.own_state import average, statistics_of
 from keras_shardopt.update.losses import mean_losses, share_losses
-from keras_shardopt.update.plugs import import_steps
+from keras_shardopt.update.plugs import step_class
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
@@ -126,23 +126,11 @@ def _counted(model: Any) -> list[Any]:
     return metrics + statistics_of(model, apart_from=synchronized_statistics(model))
 
 
-Maker = Callable[[Any], "TrainStep | None"]
-"""`session -> step`, or None if the optimizer needs no such step."""
-
-_makers: list[Maker] = []
-
-
-def register(maker: Maker) -> None:
-    """Register a maker of steps."""
-    _makers.append(maker)
-
-
 def step_of(session: Any, before: TrainStep | None) -> TrainStep:
-    """Return the step for the optimizer of the model. Reuse the previous step if its type is unchanged."""
-    import_steps()
-    found = next((step for step in (maker(session) for maker in _makers) if step is not None), None)
-    found = TrainStep(session) if found is None else found
-    if before is None or type(before) is not type(found):
-        return found
+    """Return the step for the optimizer of the model. Reuse the previous step if its class is unchanged."""
+    kind = step_class(session.reducers, TrainStep)
+    if before is None or type(before) is not kind:
+        made: TrainStep = kind(session)
+        return made
     before.begin_call()
     return before

@@ -1,5 +1,5 @@
-"""The TensorFlow step of `CrossShard(virtual_replicas=...)`."""
+"""Steps in parts on TensorFlow."""
 
-from keras_shardopt.extensions.equal_bits.tensorflow import step
+from keras_shardopt.extensions.equal_bits.tensorflow.step import PartsStep
 
-__all__ = ["step"]
+__all__ = ["PartsStep"]

@@ -33,7 +33,7 @@ from keras_shardopt.backends.tensorflow.losses import undivided
 from keras_shardopt.backends.tensorflow.processes import num_workers
 from keras_shardopt.backends.tensorflow.random_numbers import as_part, draw_apart
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.extensions.equal_bits.num_parts import are_cut, num_parts_of
+from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
 from keras_shardopt.extensions.equal_bits.stage import (
     CountingReplica,
     Subtrees,
@@ -53,7 +53,7 @@ from keras_shardopt.extensions.equal_bits.tensorflow.batches import (
 )
 from keras_shardopt.fit.overrides import reducers_in
 from keras_shardopt.fit.tensorflow.batches import rows_from
-from keras_shardopt.fit.tensorflow.step import TrainStep, register
+from keras_shardopt.fit.tensorflow.step import TrainStep
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.parts import NotCountedError, PartOfBatch
@@ -133,13 +133,6 @@ class PartsStep(TrainStep):
         if type(self.model).test_step is keras.Model.test_step:
             return in_parts(self.model, rows_of(data), self.num_parts, trains=False)
         return super().test(real, rows_of(data).of_replica(self.num_parts))
-
-
-def _made(model: Any, reducers: list[Any]) -> TrainStep | None:
-    return PartsStep(model, reducers) if are_cut(reducers) else None
-
-
-register(_made)
 
 
 def _on_parts(strategy: tf.distribute.Strategy, num_parts: int, function: Callable[[Any], Any], iterator: Any) -> Any:
