@@ -36,7 +36,7 @@ from keras_shardopt.checkpoint.saving import (
     save_weights,
     write_apart,
 )
-from keras_shardopt.fit.overrides import reducers_in
+from keras_shardopt.fit.overrides import before_look, reducers_in
 from keras_shardopt.optimizers.cross_shard import cross_shards
 
 _WRITERS = (
@@ -269,8 +269,7 @@ def _check_whole(callback: Any) -> None:
 
 def _save_with_orbax(callback: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     _check_whole(callback)  # again, for optimizers that were not built when training began
-    for reducer in reducers_in(callback.model, cross_shards):
-        reducer.pipeline.before_look()
+    before_look(reducers_in(callback.model, cross_shards))
     problem = None
     if is_chief():
         try:

@@ -44,6 +44,12 @@ def reducers_in(model: Any, reducers_of: Callable[[Any], list[Any]]) -> list[Any
     return [reducer for optimizer in optimizers_in_step(model) for reducer in reducers_of(optimizer)]
 
 
+def before_look(reducers: Sequence[Any]) -> None:
+    """Prepare the weights that these `CrossShard` optimizers update for reading. All processes call it together."""
+    for reducer in reducers:
+        reducer.pipeline.before_look()
+
+
 def watch_empty_epochs(model: Any) -> None:
     """Make an epoch of `fit` without batches warn and log nothing. Idempotent."""
     override_method(model, "_get_metrics_result_or_logs", _logs_of_epoch)

@@ -148,14 +148,15 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         if shard_state and placement.state_sharding != "layout":
             check_can_shard(self)
         self._computed = False
-        found = stages_of(options, context := StageContext(self))
+        self._context = StageContext(self)
+        found = stages_of(options, self._context)
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
         self.extensions = [stage for stage in found if isinstance(stage, Extension)]
         self._keeps_state = any(extension.keeps_state for extension in self.extensions)
         self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
         reducers = [extension.reducer for extension in self.extensions if extension.reducer is not None]
-        reducer: Any = reducers[0] if reducers else reducer_of(context, options)
+        reducer: Any = reducers[0] if reducers else reducer_of(self._context, options)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
         note_made(self)
@@ -192,7 +193,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
                 self.pipeline.build(variables, self.add_variable)
             if self.shard_state and (shards := self._divided(variables)) is not None:
                 self._shards = shards
-                self.pipeline.reducer = reducer_of(StageContext(self), self._options, self.pipeline.transport, shards)
+                self.pipeline.reducer = reducer_of(self._context, self._options, self.pipeline.transport, shards)
         super().build(variables)
         refuse_accumulation_inside(base_optimizers(self), self._options.gradient_accumulation_steps)
 

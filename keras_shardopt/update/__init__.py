@@ -67,7 +67,7 @@ def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[Gradi
     if pipeline.end_watch is not None:  # left by a training that ended with an error
         pipeline.end_watch()
     noise.check(optimizer)
-    stage = UserStage(noise, StageContext(optimizer))
+    stage = UserStage(noise, optimizer._context)
     stage.build(optimizer._trainable_variables, add_variable)
     before = pipeline.stages, pipeline.reducer
     kinds = kinds_of_stages()

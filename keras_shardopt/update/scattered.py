@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from keras import ops
 
 from keras_shardopt.numerics import ReduceOp, Tensor
+from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transfer
 
 
@@ -23,8 +24,12 @@ class AlongAxes(Transfer):
 
     def __init__(self, transfer: Transfer, axes: Mapping[int, int]) -> None:
         super().__init__(transfer.comm)
+        self._transfer = transfer
         self._axes = axes
-        self.left = transfer.left  # type: ignore[method-assign]
+
+    def left(self, step: Step, all_decide: bool) -> Step:
+        """See `Transfer.left`."""
+        return self._transfer.left(step, all_decide)
 
     def all_reduce(
         self, places: Sequence[int], tensors: Sequence[Tensor], along: Tensor | None, op: ReduceOp

@@ -116,12 +116,6 @@ class CodedTransport(Transport):
     def means(self, comm: Communicator, places: Sequence[int], tensors: Sequence[Tensor], update: Any) -> list[Tensor]:
         """See `Transport.means`. Sends the tensors coded, and stores the coding errors.
 
-        Args:
-            comm: the replicas.
-            places: the positions of the variables of these tensors.
-            tensors: this replica's tensors.
-            update: the number of updates so far.
-
         Raises:
             ValueError: if these replicas do not support the codec.
         """

@@ -203,14 +203,15 @@ class VirtualReplicas(Extension):
 
     Args:
         num_parts: the number of parts of a batch, a power of two.
-        optimizer: the `CrossShard`.
+        context: the optimizer.
     """
 
     keeps_bits = True
 
-    def __init__(self, num_parts: int, optimizer: Any) -> None:
+    def __init__(self, num_parts: int, context: StageContext) -> None:
         self._num_parts = num_parts
-        self._optimizer = optimizer
+        self._context = context
+        self._optimizer = context.optimizer
         self._reducer: AllReduce | None = None
         self._subtrees = Subtrees()
         self._found: Any = None
@@ -219,11 +220,10 @@ class VirtualReplicas(Extension):
     @classmethod
     def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
         """Return the stage if `virtual_replicas` is set."""
-        optimizer = context.optimizer
         if options.virtual_replicas is None:
             return []
         if options.shard_state and placement.state_sharding != "layout":
-            for inside in descendants(optimizer):
+            for inside in descendants(context.optimizer):
                 if getattr(inside, "_adds_up_slices", False):
                     raise ValueError(
                         "`virtual_replicas` adds up in one order on any number of replicas, and where `shard_state` "
@@ -231,7 +231,7 @@ class VirtualReplicas(Extension):
                         f"Received: {inside!r}, with virtual_replicas={options.virtual_replicas}, shard_state=True. "
                         "Leave one of the three out."
                     )
-        return [cls(options.virtual_replicas, optimizer)]
+        return [cls(options.virtual_replicas, context)]
 
     def check_outside(self, outer: Any) -> None:
         """See `Extension.check_outside`: loss scaling must be inside."""
@@ -313,7 +313,7 @@ class VirtualReplicas(Extension):
             comm: all replicas.
         """
         if self._reducer is None:
-            self._reducer = AllReduce(StageContext(self._optimizer), self._optimizer._options, Transport())
+            self._reducer = AllReduce(self._context, self._optimizer._options, Transport())
         whole = step.replace(gradient_state=GradientState.LOCAL, weight=1.0, row_share=1.0)
         return self._reducer.reduce(whole, Tree(comm, self._num_parts)).replace(is_reduced=True)
 

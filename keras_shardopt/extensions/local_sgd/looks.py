@@ -8,7 +8,7 @@ from typing import Any
 
 from keras_shardopt.backends.models import override_method
 from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
-from keras_shardopt.fit.overrides import reducers_in
+from keras_shardopt.fit.overrides import before_look, reducers_in
 
 _LOOKING = (
     *("_get_metrics_result_or_logs", "evaluate", "predict", "test_on_batch", "predict_on_batch"),
@@ -30,23 +30,10 @@ def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
     ]
 
 
-def show_mean(reducers: Sequence[Any]) -> None:
-    """With local SGD, put the mean weights in place of the weights. Collective over processes."""
-    for local in local_updates_in(reducers):
-        local.before_look()
-
-
 def resume_apart(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
     """With local SGD, resume from each replica's own weights. Call it before each training step."""
     for local in local_updates_in(reducers):
         local.resume(begins_epoch)
-
-
-def begin_anew(reducers: Sequence[Any]) -> None:
-    """Begin a new round if weights, equal on all ranks, were set during a round. Without local SGD, do nothing."""
-    for local in local_updates_in(reducers):
-        if local.are_apart:
-            local.begin_anew()
 
 
 def watch_looks(model: Any) -> None:
@@ -67,7 +54,7 @@ def _reducers(model: Any) -> list[Any]:
 
 def _showing(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Show the mean before a method that reads weights, or before readers at the end of an epoch."""
-    show_mean(_reducers(model))
+    before_look(_reducers(model))
     object.__setattr__(model, _LOOKED, True)
     return real(*args, **kwargs)
 

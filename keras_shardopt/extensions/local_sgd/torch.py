@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from keras_shardopt.backends.models import buffers_of
-from keras_shardopt.extensions.local_sgd.looks import begin_anew, local_updates_in, resume_apart, show_mean
+from keras_shardopt.extensions.local_sgd.looks import local_updates_in, resume_apart
+from keras_shardopt.fit.overrides import before_look
 from keras_shardopt.fit.torch.own_state import average
 from keras_shardopt.fit.torch.step import TrainStep
 
@@ -17,11 +18,13 @@ class RoundsStep(TrainStep):
 
     def before_look(self) -> None:
         """Put the mean weights in place of the weights."""
-        show_mean(self._session.reducers)
+        before_look(self._session.reducers)
 
     def weights_set(self) -> None:
-        """Begin a new round if needed."""
-        begin_anew(self._session.reducers)
+        """Begin a new round if weights, equal on all ranks, were set during a round."""
+        for local in local_updates_in(self._session.reducers):
+            if local.are_apart:
+                local.begin_anew()
 
     def end_epoch(self, is_call: bool) -> None:
         """Show the mean (not after `train_on_batch`) and average buffers. Rounds average moving statistics."""
