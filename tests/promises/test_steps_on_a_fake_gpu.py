@@ -3,6 +3,7 @@
 There is no GPU: fake tensors stand in for its tensors, and a process group that moves nothing for other ranks.
 """
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -12,7 +13,6 @@ import subprocess
 import sys
 
 import pytest
-import torchgen
 from support import launch
 
 pytestmark = [
@@ -47,7 +47,7 @@ MODES = {
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fake_gpu")
     library, result = folder / "guard.so", folder / "result.json"
-    torch = pathlib.Path(torchgen.__file__).parents[1] / "torch"
+    torch = folder_of("torch")
     command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", launch.SCRIPTS / "fake_cuda.cpp"]
     command += ["-o", library, f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
     subprocess.run(command, check=True)
@@ -94,7 +94,7 @@ def test_fused_kernels_of_pytorch_take_no_fake_tensors(found):
 
 def has_gpu_kernel(name):
     """Whether PyTorch's list of operators has a kernel for CUDA, or one for all devices."""
-    text = (pathlib.Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml").read_text()
+    text = (folder_of("torchgen") / "packaged/ATen/native/native_functions.yaml").read_text()
     entry = re.search(rf"- func: {re.escape(name.removeprefix('aten::'))}\(.*?(?=\n- func|\Z)", text, re.DOTALL)
     if entry is None:
         return True  # made in C++, as `prim::device` is
@@ -103,3 +103,7 @@ def has_gpu_kernel(name):
         return has_gpu_kernel(other[1])
     kernels = re.findall(r"^    ([\w, ]+):", entry[0], re.MULTILINE)
     return not kernels or any("CUDA" in kernel or "Composite" in kernel for kernel in kernels)
+
+
+def folder_of(package):
+    return pathlib.Path(importlib.util.find_spec(package).submodule_search_locations[0])
