@@ -1048,6 +1048,12 @@ FAULTS = [
         "[without CrossShard-False-2]",
         backend="tensorflow",
     ),
+    fault(
+        "update/gradient_noise.py",
+        "abs(step.weight * step.row_share - 1)",
+        "abs(step.row_share - 1)",
+        "unit/update/test_gradient_noise.py::test_the_noise_scale_is_that_of_the_formulas[unequal start]",
+    ),
 ]
 HERE = [each for each in FAULTS if each.backend == BACKEND]
 TESTS = list(dict.fromkeys(test for each in HERE for test in each.tests))

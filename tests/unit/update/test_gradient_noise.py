@@ -1,4 +1,7 @@
-"""`GradientNoise` against its formulas in NumPy, with uneven rows, accumulation, loss scaling and half precision."""
+"""`GradientNoise` against its formulas in NumPy, with uneven rows, accumulation, loss scaling and half precision.
+
+Also after an unequal start, in which the gradients of one replica do not count.
+"""
 
 import keras
 import numpy as np
@@ -7,12 +10,14 @@ from support.suites import some
 from support.worlds import FakeWorld
 
 import keras_shardopt as ks
+from keras_shardopt.backends.active import placement
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 NUM_REPLICAS, NUM_UPDATES, MOMENTUM = 4, 8, 0.75
 SHAPES = [(4, 3), (3,)]
 EVEN, UNEVEN = [4, 4, 4, 4], [9, 4, 2, 1]
 BAD_UPDATE = 4
+UNEQUAL_START = [4 / 3, 4 / 3, 4 / 3, 0.0]  # what each replica's first gradients count
 
 
 def scaled(inner):
@@ -28,6 +33,7 @@ CASES = {
     "scaled, skips": {"is_bad": True, "inner": scaled},
     "scaled in windows, skips": {"rows": "uneven", "window": 2, "is_bad": True, "inner": scaled},
     "in half precision": {"rows": "uneven", "compression": "bfloat16"},
+    "unequal start": {"starts": UNEQUAL_START},
 }
 
 
@@ -48,13 +54,15 @@ def rows_of(step, window, kind):
     return UNEVEN if kind == "uneven" and step // window % 2 else EVEN
 
 
-def in_numpy(window, kind, is_bad):
+def in_numpy(window, kind, is_bad, starts_equal):
     """The noise scale in units of a part, and as a number of rows."""
     steps = [[[g.astype("float64") for g in mine] for mine in step] for step in gradients(NUM_UPDATES * window, is_bad)]
     averages = np.zeros(3)
     for update in range(NUM_UPDATES):
         first = update * window
         if rows_of(first, window, kind) != EVEN or (is_bad and update == BAD_UPDATE):
+            continue
+        if update == 0 and not starts_equal:
             continue
         windows = [[steps[s][r] for s in range(first, first + window)] for r in range(NUM_REPLICAS)]
         own = [np.mean([np.concatenate([g.ravel() for g in grads]) for grads in mine], axis=0) for mine in windows]
@@ -76,7 +84,8 @@ def test_the_noise_scale_is_that_of_the_formulas(monkeypatch, name):
     window, kind, is_bad = case.get("window", 1), case.get("rows", "even"), case.get("is_bad", False)
     world = FakeWorld(NUM_REPLICAS, is_spmd=False).hold(monkeypatch)
     arguments = {key: case[key] for key in ("on_nonfinite", "compression") if key in case}
-    inner = case.get("inner", lambda sgd: sgd)
+    inner, starts = case.get("inner", lambda sgd: sgd), case.get("starts", [1.0] * NUM_REPLICAS)
+    monkeypatch.setattr(placement, "broadcast_state", lambda _, state, replicas: starts[replicas.replica_id])
 
     def work(replicas):
         mine = [keras.Variable(np.zeros(shape, "float32")) for shape in SHAPES]
@@ -86,7 +95,6 @@ def test_the_noise_scale_is_that_of_the_formulas(monkeypatch, name):
             inner(keras.optimizers.SGD(0.1)), gradient_accumulation_steps=steps, stages=[noise], **arguments
         )
         optimizer.build(mine)
-        optimizer.peers.started = replicas
         for step, everyones in enumerate(gradients(NUM_UPDATES * window, is_bad)):
             rows = rows_of(step, window, kind)
             scale = float(optimizer.scale_loss(keras.ops.ones(())))
@@ -96,5 +104,5 @@ def test_the_noise_scale_is_that_of_the_formulas(monkeypatch, name):
         return noise.noise_scale, noise.in_rows, int(optimizer.skipped_steps), int(optimizer.iterations)
 
     for *found, skipped, iterations in world.run(work):
-        np.testing.assert_allclose(found, in_numpy(window, kind, is_bad), rtol=1e-5)
+        np.testing.assert_allclose(found, in_numpy(window, kind, is_bad, "starts" not in case), rtol=1e-5)
         assert (skipped, iterations) == (is_bad, NUM_UPDATES - is_bad)
