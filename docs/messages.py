@@ -27,18 +27,18 @@ SUBJECTS = (
     ("Data", "processes.md#data", r"data/"),
     ("Sharded state", "sharded_state.md", r"sharding/"),
     ("Saving and checkpoints", "saving.md", r"checkpoint/|wrapping/stored"),
-    ("Callbacks and summaries", "saving.md#callbacks", r"callbacks/|summaries/"),
+    ("Callbacks and summaries", "saving.md#callbacks", r"callbacks/|classic/summaries/"),
     (
         "Half precision and loss scaling",
         "loss_scaling.md",
         r"optimizers/(loss_|mixed|auto)",
     ),
     ("Schedules", "schedules.md", r"schedules/"),
-    ("Towers", "accumulation.md#towers", r"optimizers/tower"),
+    ("Towers", "accumulation.md#towers", r"classic/tower"),
     (
         "`build_optimizer` and `optimize_loss`",
         "summaries.md",
-        r"steps/|optimizers/(build|tf1)",
+        r"classic/(steps/|build|tf1)",
     ),
     ("Accumulation", "accumulation.md", r"update/accumulation"),
     ("Local SGD", "local_sgd.md", r"extensions/local_sgd"),
@@ -46,9 +46,9 @@ SUBJECTS = (
     (
         "Reducing gradients",
         "reduction.md",
-        r"backends/|update/|extensions/coding|optimizers/cross",
+        r"backends/|kernels/|update/|extensions/coding|optimizers/cross",
     ),
-    ("Optimizers and wrappers", "order.md", r"wrapping/|optimizers/"),
+    ("Optimizers and wrappers", "order.md", r"wrapping/|optimizers/|classic/"),
     ("Arguments", "how_to_choose.md", r""),
 )
 

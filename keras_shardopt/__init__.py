@@ -22,27 +22,23 @@ else:
 
 from keras_shardopt import callbacks, schedules
 from keras_shardopt.checkpoint.saving import save_model, save_weights
+from keras_shardopt.classic import LARC, NovoGrad, Tower, VariableClipping, replicate
+from keras_shardopt.classic.build import build_optimizer
+from keras_shardopt.classic.steps.optimize_loss import get_regularization_loss, optimize_loss
 from keras_shardopt.data import shard_data
 from keras_shardopt.extensions.coding import codecs as compression
 from keras_shardopt.fit.batch_normalization import synchronize_batch_normalization
 from keras_shardopt.fit.prepare import prepare
 from keras_shardopt.fit.scope import data_parallel
 from keras_shardopt.optimizers import (
-    LARC,
     AutomaticLossScaler,
     CrossShard,
     GradientClipping,
     LossScaling,
     MixedPrecision,
-    NovoGrad,
-    Tower,
-    VariableClipping,
     bfloat16_scope,
-    replicate,
 )
-from keras_shardopt.optimizers.build import build_optimizer
 from keras_shardopt.optimizers.gradient_clipping import clip_by_global_norm, clip_gradients_by_norm
-from keras_shardopt.steps.optimize_loss import get_regularization_loss, optimize_loss
 from keras_shardopt.update.gradient_noise import GradientNoise
 from keras_shardopt.update.step import Stage
 

@@ -11,9 +11,9 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.models import optimizers_in_step
-from keras_shardopt.summaries.event_file import checked_log_dir
-from keras_shardopt.summaries.recorder import Recorder
-from keras_shardopt.summaries.tags import checked_summaries, dynamic_loss_scale, rates
+from keras_shardopt.classic.summaries.event_file import checked_log_dir
+from keras_shardopt.classic.summaries.recorder import Recorder
+from keras_shardopt.classic.summaries.tags import checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 

@@ -14,7 +14,7 @@ from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.wrapping.chain import Wrapping, children
 
 # Backends with kernels that update in one pass.
-_kernels = for_backend({"torch": "keras_shardopt.backends.torch.fused"})
+_kernels = for_backend({"torch": "keras_shardopt.kernels.torch.fused"})
 
 
 class FusedUpdate(Stage):

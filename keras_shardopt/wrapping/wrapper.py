@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # Where gradients can be multiplied in the pass of an update.
-_kernels = for_backend({"torch": "keras_shardopt.backends.torch.fused"})
+_kernels = for_backend({"torch": "keras_shardopt.kernels.torch.fused"})
 
 _ASK_FOR_LOSS_SCALING = ("keras.src.trainers.trainer", "keras.src.optimizers.multi_optimizer")
 

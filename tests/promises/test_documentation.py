@@ -285,7 +285,7 @@ PASSED_ON = {
     "data/torch_loader.py": 2,
     "fit/tensorflow/trainer.py": 2,
     "launch/supervisor.py": 1,
-    "steps/jax.py": 1,
+    "classic/steps/jax.py": 1,
     "update/gradient_state.py": 3,
 }
 

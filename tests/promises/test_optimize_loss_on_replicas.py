@@ -6,14 +6,14 @@ import functools
 import numpy as np
 import pytest
 from conftest import BACKEND
+from keras_shardopt.steps import optimize_loss as training
 from promises.problems import steps
 from support import events, problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.steps import optimize_loss as training
-from keras_shardopt.steps.optimize_loss import TrainingStep
-from keras_shardopt.summaries.tags import SUMMARIES
+from keras_shardopt.classic.steps.optimize_loss import TrainingStep
+from keras_shardopt.classic.summaries.tags import SUMMARIES
 
 pytestmark = pytest.mark.timeout(300)
 

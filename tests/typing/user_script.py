@@ -9,8 +9,8 @@ from typing_extensions import assert_type
 
 import keras_shardopt as ks
 from keras_shardopt.backends.communicator import Communicator
+from keras_shardopt.classic.steps.optimize_loss import TrainingStep
 from keras_shardopt.sharding.report import MemoryReport
-from keras_shardopt.steps.optimize_loss import TrainingStep
 from keras_shardopt.update.step import Proceed, Step
 
 Array = np.ndarray[tuple[int, int], np.dtype[np.float32]]

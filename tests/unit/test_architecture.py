@@ -21,15 +21,15 @@ ROOMS = [
     "launch",
     "compile_for",
     "callbacks",
-    "steps",
+    "classic",
     "fit",
     "checkpoint",
-    "summaries",
     "optimizers",
     "schedules",
     "sharding",
     "update",
     "wrapping",
+    "kernels",
     "data",
     "backends",
     "numerics",
@@ -301,9 +301,9 @@ def test_trainers_use_no_private_members_of_the_optimizer():
 def test_the_numbers_of_the_house_can_be_too_large(monkeypatch):
     before = house()
     planted = {
-        "keras_shardopt.callbacks.more": "from keras_shardopt.steps import optimize_loss\n" + "\n" * 600,
+        "keras_shardopt.callbacks.more": "from keras_shardopt.launch import runtime\n" + "\n" * 600,
         "keras_shardopt.backends.jax.more": "class A(Runtime):\n  def cond(self, groups):\n    return self.__dict__",
-        "keras_shardopt.steps.more": "runtime.value_and_grad()",
+        "keras_shardopt.classic.more": "runtime.value_and_grad()",
         "keras_shardopt.more.room": "",
     }
     for name, source in planted.items():

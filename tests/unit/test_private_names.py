@@ -191,7 +191,7 @@ def test_torch_optimizers_live_in_a_private_module():
 def test_the_arithmetic_of_torch_optimizers_is_one_method():
     import torch
 
-    from keras_shardopt.backends.torch import pieces
+    from keras_shardopt.kernels.torch import pieces
 
     made = {
         "Adam": {"amsgrad": True},

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from keras_shardopt.backends.torch import communicator
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _tensor
-from keras_shardopt.backends.torch.pieces import values_of
+from keras_shardopt.backends.torch.held import values_of
 from keras_shardopt.backends.torch.process_group import explaining_failures, wait_for
 from keras_shardopt.backends.traffic import note
 from keras_shardopt.numerics import Tensor, Variable

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_shardopt.backends.torch import pieces
+from keras_shardopt.backends.torch import held
 from keras_shardopt.numerics import Tensor
 
 _SMALL = 2**12
@@ -30,7 +30,7 @@ def are_plain(values: Sequence[Any]) -> bool:
 def values_of(things: Sequence[Any]) -> list[Any]:
     """The values of variables, and everything else as it is."""
     variables = [thing for thing in things if isinstance(thing, keras.Variable)]
-    values = iter(pieces.values_of(variables))
+    values = iter(held.values_of(variables))
     return [next(values) if isinstance(thing, keras.Variable) else thing for thing in things]
 
 

@@ -39,8 +39,8 @@ from keras_shardopt.backends.keras_callers import caller_instance
 from keras_shardopt.backends.side_channel import NUM_FLAGS, SideChannel
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.flat_bucket import CALL, laid_out
+from keras_shardopt.backends.torch.held import values_of
 from keras_shardopt.backends.torch.nonfinite import first_not_finite
-from keras_shardopt.backends.torch.pieces import values_of
 from keras_shardopt.backends.torch.process_group import exchanges_statistics, explaining_failures, wait_for
 from keras_shardopt.backends.torch.sliced_bucket import Slices, cut_up
 from keras_shardopt.backends.traffic import Kind

@@ -8,7 +8,7 @@ from keras import ops
 from support import problem
 
 import keras_shardopt as ks
-from keras_shardopt.summaries.tags import SUMMARIES
+from keras_shardopt.classic.summaries.tags import SUMMARIES
 
 # Losses that come divided by the number of replicas on TensorFlow, and such that do not.
 CONFIGS = {

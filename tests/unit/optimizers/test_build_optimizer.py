@@ -5,7 +5,7 @@ from keras import ops
 from support import golden
 
 import keras_shardopt as ks
-from keras_shardopt.optimizers.tf1 import NAMES
+from keras_shardopt.classic.tf1 import NAMES
 
 ORIGINAL = golden.load("optimize_loss")
 

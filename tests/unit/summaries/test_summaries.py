@@ -8,7 +8,7 @@ from keras import ops
 from support import events, problem
 
 import keras_shardopt as ks
-from keras_shardopt.summaries.tags import SUMMARIES
+from keras_shardopt.classic.summaries.tags import SUMMARIES
 
 P = "Loss_Optimization/"
 OF_ONE_REPLICA = [name for name in SUMMARIES if name != "gradient_noise_scale"]

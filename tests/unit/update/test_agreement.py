@@ -10,7 +10,8 @@ from support import problem
 from support.suites import some
 
 import keras_shardopt as ks
-from keras_shardopt.optimizers import AutomaticLossScaler, NovoGrad
+from keras_shardopt.classic import NovoGrad
+from keras_shardopt.optimizers import AutomaticLossScaler
 from keras_shardopt.update.agreement import described
 
 SGD, layers = keras.optimizers.SGD, keras.layers

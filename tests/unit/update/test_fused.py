@@ -102,7 +102,7 @@ def assert_alike(name, found, expected):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    from keras_shardopt.backends.torch import pieces
+    from keras_shardopt.kernels.torch import pieces
 
     monkeypatch.setattr(pieces, "PIECE", 2**12)
 
@@ -110,7 +110,7 @@ def small_pieces(monkeypatch):
 @pytest.fixture
 def without_keras_arithmetic(monkeypatch):
     """Fails if an optimizer with a kernel updates by Keras' own operations."""
-    from keras_shardopt.backends.torch import fused as torch_fused
+    from keras_shardopt.kernels.torch import fused as torch_fused
 
     def refuse(*_):
         raise AssertionError("not fused")
@@ -272,7 +272,7 @@ def assert_equal_bits(found, expected):
 @pytest.fixture
 def num_pieces(monkeypatch):
     """Counts the pieces in which an optimizer updates."""
-    from keras_shardopt.backends.torch import pieces
+    from keras_shardopt.kernels.torch import pieces
 
     count = [0]
     real = pieces._update_piece
@@ -296,7 +296,7 @@ def num_threads(request):
 
 
 def test_every_optimizer_of_keras_in_pieces_is_tried():
-    from keras_shardopt.backends.torch import pieces
+    from keras_shardopt.kernels.torch import pieces
 
     leaves = [make() for name, make in EXACT.items() if name != "MixedPrecision"]
     assert {type(leaf) for leaf in leaves} == set(pieces._SLOTS)
@@ -346,8 +346,8 @@ def some_with_nan(step, dtype):
 @pytest.fixture
 def num_handed_over(monkeypatch):
     """Counts the updates that multiply gradients themselves."""
-    from keras_shardopt.backends.torch import fused as torch_fused
-    from keras_shardopt.backends.torch import pieces
+    from keras_shardopt.kernels.torch import fused as torch_fused
+    from keras_shardopt.kernels.torch import pieces
 
     count = [0]
     real = pieces.columns_of
@@ -570,7 +570,7 @@ def epsilon_not_divided(optimizer, rate, columns):
 
 
 def rate_forgotten(optimizer, rate, columns):
-    from keras_shardopt.backends.torch import fused as torch_fused
+    from keras_shardopt.kernels.torch import fused as torch_fused
 
     ((weights, grads, momentums),) = columns.lists()
     torch_fused._fused_sgd(weights, grads, momentums, momentum=optimizer.momentum, lr=-1.0, dampening=1.0)
@@ -581,7 +581,7 @@ def rate_forgotten(optimizer, rate, columns):
     [("Adam epsilon", "_adam", epsilon_not_divided), ("SGD momentum", "_momentum", rate_forgotten)],
 )
 def test_a_planted_fault_is_seen(monkeypatch, variant, rule, fault):
-    from keras_shardopt.backends.torch import fused as torch_fused
+    from keras_shardopt.kernels.torch import fused as torch_fused
 
     expected = trained(ks.CrossShard(VARIANTS[variant](), fused=False))
     monkeypatch.setattr(torch_fused, rule, fault)

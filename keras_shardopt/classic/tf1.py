@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from keras_shardopt.classic.novograd import NovoGrad
 from keras_shardopt.numerics import Tensor, Variable
-from keras_shardopt.optimizers.novograd import NovoGrad
 
 
 @keras.saving.register_keras_serializable(package="keras_shardopt")
@@ -37,7 +37,7 @@ class TF1Momentum(keras.optimizers.SGD):
 
     Example:
         >>> import keras
-        >>> from keras_shardopt.optimizers.tf1 import TF1Momentum
+        >>> from keras_shardopt.classic.tf1 import TF1Momentum
         >>> weight = keras.Variable(1.0)
         >>> optimizer = TF1Momentum(learning_rate=0.5)
         >>> optimizer.apply([keras.ops.convert_to_tensor(1.0)], [weight])
@@ -88,7 +88,7 @@ class TF1RMSProp(keras.optimizers.RMSprop):
 
     Example:
         >>> import keras
-        >>> from keras_shardopt.optimizers.tf1 import TF1RMSProp
+        >>> from keras_shardopt.classic.tf1 import TF1RMSProp
         >>> weight = keras.Variable(1.0)
         >>> TF1RMSProp(learning_rate=0.5).apply([keras.ops.convert_to_tensor(1.0)], [weight])
         >>> round(float(keras.ops.convert_to_numpy(weight)), 4)

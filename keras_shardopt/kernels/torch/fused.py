@@ -35,7 +35,9 @@ from keras.src.backend.torch.optimizers import (
     torch_sgd,
 )
 
-from keras_shardopt.backends.torch.pieces import (
+from keras_shardopt.backends.torch.held import values_of
+from keras_shardopt.backends.torch.runtime import runtime
+from keras_shardopt.kernels.torch.pieces import (
     DTYPES,
     Columns,
     Factors,
@@ -45,9 +47,7 @@ from keras_shardopt.backends.torch.pieces import (
     slot_names,
     step_of,
     update_in_pieces,
-    values_of,
 )
-from keras_shardopt.backends.torch.runtime import runtime
 from keras_shardopt.numerics import Tensor, Variable
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from keras import ops
 
 from keras_shardopt.backends.active import processes
-from keras_shardopt.summaries.event_file import event_writer
-from keras_shardopt.summaries.observer import Observer
-from keras_shardopt.summaries.tags import PREFIX, checked_summaries, dynamic_loss_scale, rates
+from keras_shardopt.classic.summaries.event_file import event_writer
+from keras_shardopt.classic.summaries.observer import Observer
+from keras_shardopt.classic.summaries.tags import PREFIX, checked_summaries, dynamic_loss_scale, rates
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 

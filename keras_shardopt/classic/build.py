@@ -10,15 +10,15 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
+from keras_shardopt.classic.larc import LARC
+from keras_shardopt.classic.tf1 import make_optimizer
 from keras_shardopt.optimizers import (
-    LARC,
     AutomaticLossScaler,
     CrossShard,
     GradientClipping,
     LossScaling,
     MixedPrecision,
 )
-from keras_shardopt.optimizers.tf1 import make_optimizer
 
 
 def build_optimizer(

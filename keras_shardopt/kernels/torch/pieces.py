@@ -12,8 +12,6 @@ Private names of Keras touched here (a test holds each of them):
         reads the `value` of variables and slots. `Ftrl` has `_backend_update_step`, which goes from variable to
         variable, and `assign`, `assign_add`.
     `Optimizer._get_variable_index` - the position of a variable's slots.
-    `Variable._value`, and in `keras.src.backend.common` `stateless_scope.in_stateless_scope` and
-        `variables.get_autocast_scope` - what a variable holds, and whether a scope stands in for it.
     The slots in `_SLOTS`, and `Nadam._u_product`, a number that each step multiplies.
 """
 
@@ -25,8 +23,6 @@ from typing import Any
 
 import keras
 import torch
-from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.common.variables import get_autocast_scope
 from keras.src.backend.torch.optimizers import (
     torch_adadelta,
     torch_adagrad,
@@ -39,6 +35,7 @@ from keras.src.backend.torch.optimizers import (
     torch_sgd,
 )
 
+from keras_shardopt.backends.torch.held import values_of
 from keras_shardopt.numerics import Tensor, Variable
 
 PIECE = 2**18
@@ -260,14 +257,6 @@ def columns_of(
     grads = [g.contiguous() if torch.is_tensor(g) and not g.is_sparse else g for g in grads]
     rows = list(zip(values_of(variables), grads, *slots))
     return Columns(rows, [factors.get(id(variable)) for variable in variables], divides)
-
-
-def values_of(variables: Sequence[Variable]) -> list[Tensor]:
-    """The value of each. Keras' property asks each time for scopes, which takes longer than its part of an update."""
-    if in_stateless_scope() or get_autocast_scope() is not None:
-        return [variable.value for variable in variables]
-    held = [variable._value if type(variable) is keras.Variable else None for variable in variables]
-    return [variable.value if tensor is None else tensor for variable, tensor in zip(variables, held)]
 
 
 def _update_piece(

@@ -11,6 +11,8 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.classic.larc import LARC
+from keras_shardopt.classic.summaries.tags import OF_LARC, PREFIX, rate_tag
 from keras_shardopt.numerics import (
     Gradients,
     Tensor,
@@ -22,9 +24,8 @@ from keras_shardopt.numerics import (
     map_values,
     overwrites_variable,
 )
-from keras_shardopt.optimizers import LARC, GradientClipping
+from keras_shardopt.optimizers import GradientClipping
 from keras_shardopt.optimizers.cross_shard import cross_shards
-from keras_shardopt.summaries.tags import OF_LARC, PREFIX, rate_tag
 from keras_shardopt.update import watch_noise
 from keras_shardopt.wrapping.chain import base_optimizers, descendants, leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper

@@ -14,15 +14,15 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
+from keras_shardopt.classic.build import build_optimizer
+from keras_shardopt.classic.summaries.event_file import checked_log_dir
+from keras_shardopt.classic.summaries.recorder import Recorder
+from keras_shardopt.classic.summaries.tags import checked_summaries
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.optimizers import AutomaticLossScaler
-from keras_shardopt.optimizers.build import build_optimizer
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.mixed_precision import updating_with
 from keras_shardopt.optimizers.two_phases import scalar_loss
-from keras_shardopt.summaries.event_file import checked_log_dir
-from keras_shardopt.summaries.recorder import Recorder
-from keras_shardopt.summaries.tags import checked_summaries
 from keras_shardopt.wrapping.rollback import note_before_assignment
 
 __all__ = ["TrainingStep", "build_optimizer", "get_regularization_loss", "optimize_loss"]
@@ -285,7 +285,7 @@ class TrainingStep:
             self._recorder.close()
 
 
-_STEPS = {name: f"keras_shardopt.steps.{name}" for name in ("tensorflow", "jax", "torch")}
+_STEPS = {name: f"keras_shardopt.classic.steps.{name}" for name in ("tensorflow", "jax", "torch")}
 
 
 def compile_step(

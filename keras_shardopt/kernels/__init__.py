@@ -1,0 +1,1 @@
+"""Updates in one pass over memory, on backends with such kernels."""
