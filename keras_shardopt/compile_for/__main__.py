@@ -86,6 +86,8 @@ def _running(program: Sequence[str]) -> Callable[[], Any]:
                 raise ValueError(
                     f"{program[0]} ended before its first step. Received: exit status {end.code}."
                 ) from end
+        except ValueError as error:  # else without its traceback
+            raise RuntimeError(f"{program[0]} failed before its first step.") from error
 
     return run
 

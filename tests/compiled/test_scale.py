@@ -1,6 +1,7 @@
 """The command for hundreds of devices: the same collectives and bytes, compiled and not extrapolated."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,15 +18,15 @@ PROGRAM = """
 import keras, numpy as np, keras_shardopt as ks
 
 with ks.data_parallel() as replicas:
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
-    model.compile(ks.CrossShard(keras.optimizers.Adam()), "mse")
-x = np.zeros((2 * replicas.num_replicas, 64), "float32")
+    model = keras.Sequential([keras.Input(({width},)), *[keras.layers.Dense({width}) for _ in range({layers})]])
+    model.compile(ks.CrossShard(keras.optimizers.Adam(), shard_state={shard_state}), "mse")
+x = np.zeros((2 * replicas.num_replicas, {width}), "float32")
 model.fit(x, x, batch_size=len(x), verbose=0)
 """
 
 
-def command(folder, *arguments):
-    (folder / "train.py").write_text(PROGRAM)
+def command(folder, *arguments, width=64, layers=1, shard_state=False):
+    (folder / "train.py").write_text(PROGRAM.format(width=width, layers=layers, shard_state=shard_state))
     line = [sys.executable, "-m", "keras_shardopt.compile_for", *arguments, "train.py"]
     environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=400)
@@ -41,6 +42,22 @@ def test_collectives_do_not_depend_on_the_number_of_devices(tmp_path):
     assert {each["collectives"][0]["num_bytes"] - each["weights_bytes"] for each in found} <= {0, 4}
     assert [each["collectives"][0]["group_size"] for each in found] == [8, 512, 128]
     assert (tmp_path / "scale.png").stat().st_size > 10_000
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("width", "max_over_ideal"), [(512, 1.02), (64, 1.29)])
+def test_each_of_1024_devices_holds_an_equal_share_of_the_state(width, max_over_ideal, tmp_path):
+    done = command(tmp_path, "--json", "h100:1024", width=width, layers=5, shard_state=True)
+    assert not done.returncode, done.stderr
+    found = json.loads(done.stdout)
+    weights, rows, loss = found["weights_bytes"], 2 * 2 * 4 * width, 2 * 4
+    assert weights == 5 * 4 * (width * width + width)
+    held = found["memory_bytes"]["arguments"] - weights - rows - loss
+    counters = 2 * 4
+    # Adam's two slots of each variable, padded to the next element.
+    assert held == counters + 2 * 4 * 5 * (math.ceil(width * width / 1024) + math.ceil(width / 1024))
+    # With five Dense(64) an equal share is 20.3 numbers a slot, of which each bias of 64 takes one.
+    assert held <= max_over_ideal * (counters + 2 * weights) / 1024
 
 
 def test_a_plot_needs_several_targets(tmp_path):

@@ -169,7 +169,13 @@ def _devices(target: Target) -> Any:
         os.environ.setdefault("TPU_LIBRARY_PATH", str(pathlib.Path(found.origin).parent / "libtpu.so"))
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no server of a cloud is asked what machine this is
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no process holds a TPU
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
+        try:
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(
+                f"A TPU target must have the shape of a slice, such as 2x2 or 4x4. Received: {target.name!r}. "
+                f"The compiler's error is: {error}"
+            ) from error
     else:
         topology = topologies.get_topology_desc(
             "", "cuda", topology=target.topology, target_config=target.device.gpu_config
