@@ -14,6 +14,7 @@ CHECKS = checks.names_in(SOURCE)
 BY_DEFAULT = [
     *("arrays", "class_weights", "nested_inputs_and_outputs", "py_datasets", "data_loaders", "generators"),
     *("evaluate_and_predict", "several_steps_per_execution", "predictions_in_the_middle_of_training"),
+    "outputs_of_other_kinds",
     *("parts_of_its_own", "parts_that_each_rank_loads", "data_that_differ_are_refused_on_every_rank"),
     *("batches_with_fewer_rows_than_ranks", "one_rank_alone_predicts_where_nothing_is_gathered"),
     *("losses_whose_values_are_chosen", "a_step_begins_before_others_have_their_rows"),

@@ -431,6 +431,26 @@ def test_what_a_round_cannot_send_it_sends_later(monkeypatch):
 
 
 @pytest.mark.backends("torch")
+def test_rounds_begin_from_weights_within_their_constraints(monkeypatch):
+    """The outer optimizer doubles what replicas move, so the first round ends beyond the limit of 0.75."""
+    world = FakeWorld(2).hold(monkeypatch)
+
+    def work(replicas):
+        outer = keras.optimizers.SGD(2.0)
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), sync_every=2, outer_optimizer=outer, sync_warmup=0)
+        weight = keras.Variable([0.0, 0.0])
+        weight.constraint = keras.constraints.MaxNorm(0.75)
+        optimizer.build([weight])
+        (local,) = local_updates_in([optimizer])
+        for first in (-0.25, -0.25, *[0.1 + 0.1 * replicas.replica_id] * 2):
+            optimizer.apply([keras.ops.convert_to_tensor([first, 0.0])], [weight])
+        return [keras.ops.convert_to_numpy(each) for each in (weight, *local.anchors)]
+
+    for found in np.reshape(world.run(work), (4, 2)):
+        np.testing.assert_allclose(found, [0.75 - 2 * 0.3, 0.0], atol=1e-6)
+
+
+@pytest.mark.backends("torch")
 def test_a_round_that_is_left_out_changes_nothing_of_what_was_not_sent(monkeypatch):
     world = FakeWorld(2).hold(monkeypatch)
 

@@ -483,6 +483,16 @@ def test_groups_drift_apart(way, clipnorm):
     assert problem.relative_difference(found[0], found[1]) > 1e-2
 
 
+def test_replicas_are_counted_within_their_groups():
+    from keras_shardopt.backends.jax.communicator import MappedAxis
+
+    def on_replica(_):
+        return MappedAxis("batch").split(GROUPS).replica_id[None]
+
+    run = jax.shard_map(on_replica, mesh=mesh(4), in_specs=P("batch"), out_specs=P("batch"), check_vma=False)
+    np.testing.assert_array_equal(run(np.zeros(4)), [0, 0, 1, 1])
+
+
 @pytest.mark.exhaustive
 def test_forgotten_groups_turn_the_check_red(monkeypatch):
     real = global_gradients

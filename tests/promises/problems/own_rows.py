@@ -14,7 +14,8 @@ NUM_ROWS = [13, 40, 26]
 BATCH = 2
 NUM_STEPS = 20  # of an epoch: more than ranks promise with the first messages
 EPOCHS = 2
-BAD_ROWS = {"early": (0, 9), "late": (1, 36)}  # a rank, and a row: while all have rows; when the others have none
+BAD_ROWS = {"early": (0, 9), "late": (1, 36), "last": (0, 12)}
+"""A rank and a row: while all have rows, when the others have none, and in the batch that its rank then repeats."""
 
 scaled = {"inner": lambda: ks.LossScaling(problem.sgd_momentum(), "Backoff", {"scale_max": 8.0})}
 windows, int8 = {"gradient_accumulation_steps": 4}, {"compression": ks.compression.Int8(block=16)}
@@ -25,6 +26,7 @@ CASES = {
     "scaled, NaN early": scaled,
     "scaled in windows, NaN early": scaled | windows,
     "skips in windows, NaN late": skips | windows,
+    "skips in windows, NaN last": skips | windows,
     "divided state": {"shard_state": True},
     "divided state, scaled in windows, NaN late": {"shard_state": True} | scaled | windows,
     "clipped": {"replica_clipnorm": problem.CLIPNORM},

@@ -33,6 +33,17 @@ def test_a_model_holds_optimizers_as_attributes_and_in_containers():
     assert nadam not in optimizers_of(model)
 
 
+@pytest.mark.backends("torch")
+def test_ranks_compare_the_state_of_the_outermost_model():
+    from keras_shardopt.backends.torch.communicator import TorchProcessGroup
+
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((2,)), layers.Dense(2), layers.BatchNormalization()])
+    outer = keras.Sequential([keras.Input((2,)), inner, layers.BatchNormalization(), layers.Dense(1)])
+    found = TorchProcessGroup.model_and_seed_state(None, [v.value for v in outer.trainable_variables])
+    assert {id(v.value) for v in outer.non_trainable_variables} <= {id(tensor) for tensor in found}
+
+
 def test_a_model_without_an_optimizer_holds_none():
     assert optimizers_of(Pair()) == []
     assert optimizers_of(object) == []
