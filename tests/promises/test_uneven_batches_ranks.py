@@ -57,8 +57,9 @@ def test_data_of_their_own_that_end_at_different_times(world, name):
     found, expected = world.run(own_rows.trained, 3, name, own_rows.CASES), own_rows.in_numpy(name)
     assert found["apart"] == 0
     assert found["counts"] == expected["counts"]
-    # What int8 has not sent yet is less than a hundredth of the movement.
-    tolerance = 0.01 if "int8" in name else problem.TOLERANCE
+    # By how much of the movement what is not sent yet may shift weights.
+    unsent = {"int8": 0.01, "int4": 0.1, "powersgd": 2 * problem.TOLERANCE}  # this one NumPy does alike
+    tolerance = unsent.get(name.split()[0], problem.TOLERANCE)
     assert problem.relative_difference(found["weights"], expected["weights"]) <= tolerance
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=max(tolerance, 1e-5))
 

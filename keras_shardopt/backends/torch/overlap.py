@@ -121,13 +121,11 @@ class Buckets:
             # The backward pass before has ended with an error. Others wait for the rest of its gradients, and then
             # do it all once more, along with what this rank sends next; if they still can.
             self._was_late, self._has_lost = True, not self._can_resend
-            nothing: list[Tensor | None] = [None] * len(self._variables)
-            self._reduced([False] * len(nothing), nothing, None)
+            self._reduced([False] * len(self._variables), [None] * len(self._variables), None)
         self._forget()
 
     def _forget(self) -> None:
-        self._is_running = False
-        self._task = -1
+        self._is_running, self._task = False, -1
         self._was_late = self._has_lost = False
         self._seen: dict[int, tuple[Any, int]] = {}
         self._num_sent = self._num_received = 0
@@ -348,7 +346,9 @@ class Buckets:
     # -- what both do ----------------------------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
-        self._of[i].put(i, grad if self._counts else None, weight)
+        if not self._counts:  # with zeros a codec sends what it has kept back until now, with None it would not
+            grad = None if grad is None or self._begin_transfer is None else torch.zeros_like(grad)
+        self._of[i].put(i, grad, weight)
 
     def _reduced_at_the_end(
         self,
