@@ -5,12 +5,15 @@ updates variables does not know whose they are.
 
 Private names of Keras touched here (a test holds each of them):
     `Layer._flatten_layers` - all layers of a model.
+    `KerasSaveable._unpickle_model` - the class method that a pickle of a model names.
     `keras.src.trainers.trainer` - the module of the class whose constructor and `compile` each model runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,7 +51,7 @@ def optimizers_of(model: Any) -> list[Any]:
 
 def has_built_in_step(model: Any) -> bool:
     """Whether the model trains with Keras' own `train_step`."""
-    return type(model).train_step is keras.Model.train_step
+    return model.__class__.train_step is keras.Model.train_step
 
 
 def optimizers_in_step(model: Any) -> list[Any]:
@@ -143,36 +146,72 @@ class Living:
 
 
 living_models = Living(Trainer, "__init__", "compile")
-_OUTERMOST = "_keras_shardopt_outermost"
 
 
-def override_method(model: Any, name: str, function: Callable[..., Any], outermost: bool = False) -> None:
-    """Lets `model.name(...)` call `function(model, real, ...)`, where `real` is the method that it replaces.
+class Prepared:
+    """A model whose `fit` is that of all replicas together: the base of the class that `prepare` mixes in."""
 
-    Doing it twice changes nothing. One that is `outermost` stays around those that come later.
+
+def is_prepared(model: Any) -> bool:
+    """Whether `prepare` has changed a model."""
+    return isinstance(model, Prepared)
+
+
+_made: weakref.WeakValueDictionary[tuple[type, ...], type] = weakref.WeakValueDictionary()
+_set_class: Callable[[Any, type], None] = vars(object)["__class__"].__set__
+_MIXINS = "_keras_shardopt_mixins"
+
+
+def mix_in(model: Any, mixin: type) -> None:
+    """Put the methods of a class in front of those of one model. Idempotent.
+
+    `type(model)` becomes a subclass of both classes. `model.__class__` remains the user's class, because Keras stores
+    that in files, clones and pickles. `super()` in the class reaches methods that were set on the model before. A
+    method that is set later hides the class's one.
     """
-    real = getattr(model, name)
-    around = []  # the functions that stand around the method, the outermost first
-    while isinstance(real, functools.partial) and len(real.args) == 2 and real.args[0] is model:
-        around.append(real.func)
-        real = real.args[1]
-    if function not in around:
-        place = sum(1 for other in around if hasattr(other, _OUTERMOST)) if not outermost else 0
-        around.insert(place, function)
-        if outermost:
-            vars(function)[_OUTERMOST] = True
-        for other in reversed(around):
-            real = functools.partial(other, model, real)
-        # Past Keras' attribute tracking, and torch's.
-        object.__setattr__(model, name, real)
+    kind = type(model)
+    if issubclass(kind, mixin):
+        return
+    mixins = vars(kind).get(_MIXINS, ())
+    cls = kind.__bases__[-1] if mixins else kind
+    names = {name for base in mixin.__mro__ if base not in kind.__mro__ for name in vars(base)}
+    own = {name: staticmethod(vars(model).pop(name)) for name in names & vars(model).keys()}
+    added = [mixin, type("OfThisModel", (), own)] if own else [mixin]
+    place = sum(hasattr(each, "is_outermost") for each in mixins)
+    _set_class(model, _mixed(cls, (*mixins[:place], *added, *mixins[place:])))
 
 
-_IS_PREPARED = "_keras_shardopt_prepared"
+def take_out(thing: Any) -> None:
+    """Undo each `mix_in`."""
+    if hasattr(type(thing), _MIXINS):
+        _set_class(thing, thing.__class__)
 
 
-def note_prepared(model: Any) -> None:
-    """Notes that `fit` of this model is that of all replicas together."""
-    object.__setattr__(model, _IS_PREPARED, True)
+def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
+    """Return the subclass of these classes and of the user's class. All models of a class share it."""
+    made = _made.get((cls, *mixins))
+    if made is None:
+        seen = property(lambda model: cls, lambda model, other: _set_class(model, _mixed(other, mixins)))
+        same = ("__module__", "__qualname__", "__doc__", "_unpickle_model")
+        content = {name: getattr(cls, name) for name in same if hasattr(cls, name)}
+        content |= {"__class__": seen, _MIXINS: mixins}
+        made = types.new_class(cls.__name__, (*mixins, cls), exec_body=lambda body: body.update(content))
+        _made[(cls, *mixins)] = made
+    return made
+
+
+def methods_inside(context: Callable[[Any], contextlib.AbstractContextManager[None]], names: Sequence[str]) -> Any:
+    """Return a class for `mix_in`. Its methods, which have these names, call Keras' ones inside `context(model)`."""
+
+    def method(name: str) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with context(self):
+                return getattr(super(mixin, self), name)(*args, **kwargs)
+
+        return call
+
+    mixin = type(context.__name__, (keras.Model,), {name: method(name) for name in names})
+    return mixin
 
 
 _HAS_OWN_STATISTICS = "_keras_shardopt_has_own_statistics"
@@ -186,8 +225,3 @@ def note_own_statistics(model: Any, has_own: bool) -> None:
 def has_own_statistics(model: Any) -> bool:
     """Whether they are."""
     return bool(vars(model).get(_HAS_OWN_STATISTICS))
-
-
-def is_prepared(model: Any) -> bool:
-    """Whether it is."""
-    return _IS_PREPARED in vars(model)

@@ -283,7 +283,7 @@ def _take_part(model: Any, method: str, path: str | None) -> None:
 
 def _write_alone(model: Any, method: str, path: str) -> None:
     """Lets Keras write a file while other processes do something else."""
-    save = getattr(type(model), method)  # not what a prepared model has in its place
+    save = getattr(model.__class__, method)  # not what a prepared model has in its place
     if processes.process()[0] == 1:
         save(model, path)
     else:
@@ -453,6 +453,17 @@ def raise_together(problem: Exception | None) -> None:
     found = next((theirs for theirs in everyones if theirs is not None), None)
     if found is not None:
         raise _error(*found)
+
+
+@contextlib.contextmanager
+def raising_together() -> Iterator[None]:
+    """Raises on every process what one raises in this block."""
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    raise_together(problem)
 
 
 def from_chief(function: Callable[[], Any]) -> Any:

@@ -26,18 +26,17 @@ import numpy as np
 from keras.callbacks import Callback, CallbackList
 
 from keras_shardopt.backends.active import processes
-from keras_shardopt.backends.models import is_prepared, override_method
+from keras_shardopt.backends.models import is_prepared, mix_in, take_out
 from keras_shardopt.checkpoint.saving import (
     ModelCheckpoint,
     is_chief,
     needs_all,
     raise_together,
+    raising_together,
     save_model,
     save_weights,
-    write_apart,
 )
 from keras_shardopt.fit.overrides import before_look, reducers_in
-from keras_shardopt.optimizers.cross_shard import cross_shards
 
 _WRITERS = (
     keras.callbacks.CSVLogger,
@@ -56,28 +55,21 @@ _BLIND = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callb
 _CALLBACKS = "_keras_shardopt_callbacks"
 
 
-def watch_saving(model: Any) -> None:
-    """Make concurrent `model.save` calls of several processes write complete files. Idempotent."""
-    override_method(model, "save", write_apart)
-    override_method(model, "save_weights", write_apart)
-
-
 def _watch_functions() -> None:
     """Redirect `keras.saving.save_model(model, ...)` and `save_weights` of a prepared model to its methods."""
     for module, name in itertools.product((keras.saving, keras.models), ("save_model", "save_weights")):
         function = getattr(module, name, None)
         if function is not None:
-            setattr(module, name, functools.wraps(function)(functools.partial(_save, function, _METHODS[name])))
+            setattr(module, name, functools.wraps(function)(functools.partial(_save, function)))
 
 
-_METHODS = {"save_model": "save", "save_weights": "save_weights"}
-
-
-def _save(in_keras: Callable[..., None], method: str, model: Any, *args: Any, **kwargs: Any) -> None:
-    if method in vars(model):  # overridden by `watch_saving`
-        getattr(model, method)(*args, **kwargs)
-    else:
+def _save(in_keras: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    if not is_prepared(model):
         in_keras(model, *args, **kwargs)
+    elif in_keras.__name__ == "save_model":
+        model.save(*args, **kwargs)
+    else:
+        model.save_weights(*args, **kwargs)
 
 
 _watch_functions()
@@ -93,6 +85,8 @@ _set_model_in_keras = CallbackList.set_model
 
 def _set_model(callback_list: Any, model: Any) -> None:
     """Replace Keras' method, the first call of each list of callbacks."""
+    for callback in callback_list.callbacks:
+        take_out(callback)  # another model may have trained with it
     if model is not None and is_prepared(model):
         if _are_several():
             callback_list.callbacks[:] = [each for each in callback_list.callbacks if _is_for_this_process(each)]
@@ -196,65 +190,94 @@ def _is_for_this_process(callback: Any) -> bool:
         return False
     if not is_chief() and type(callback).__module__.startswith("keras.") and vars(callback).get("verbose"):
         callback.verbose = 0
-    if isinstance(callback, keras.callbacks.ModelCheckpoint) and not isinstance(callback, ModelCheckpoint):
-        _stand_in(callback, "_save_model", _save_checkpoint)
-    elif isinstance(callback, keras.callbacks.TerminateOnNaN) and not is_chief():
-        _stand_in(callback, "on_batch_end", _stop_silently)
-    elif isinstance(callback, keras.callbacks.BackupAndRestore):
-        _stand_in(callback, "on_train_begin", _restore_backup)
-        _stand_in(callback, "_save_model", _save_backup)
-        _stand_in(callback, "on_train_end", _delete_backup)
-    elif isinstance(callback, _ORBAX) and not callback.is_multihost_enabled():  # if True, Orbax handles processes
-        _stand_in(callback, "on_train_begin", _begin_with_orbax)
-        _stand_in(callback, "_save_checkpoint", _save_with_orbax)
-        _stand_in(callback, "on_train_end", _finish_together)
-        _stand_in(callback, "wait_until_finished", _finish_together)
+    is_collective = isinstance(callback, ModelCheckpoint)
+    is_collective |= isinstance(callback, _ORBAX) and callback.is_multihost_enabled()
+    for kind, mixin in _TOGETHER.items():
+        if isinstance(callback, kind) and not is_collective:
+            mix_in(callback, mixin)
     return True
 
 
-def _stand_in(callback: Any, name: str, function: Callable[..., Any]) -> None:
-    if name not in vars(callback):
-        setattr(callback, name, functools.partial(_together, function, callback, getattr(callback, name)))
+class _SavesTogether(keras.callbacks.ModelCheckpoint):
+    """Saves the model on all processes."""
+
+    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+        with _saving_together(self.model):
+            super()._save_model(*args, **kwargs)
 
 
-def _together(function: Callable[..., Any], callback: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call `function(callback, real, ...)` for a prepared model on several processes, or `real(...)` otherwise."""
-    if is_prepared(callback.model) and _are_several():
-        function(callback, real, *args, **kwargs)
-    else:
-        real(*args, **kwargs)
+class _StopsSilently(keras.callbacks.TerminateOnNaN):
+    """Stops, and prints on the first process only."""
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        loss = (logs or {}).get("loss")
+        if is_chief() or loss is None or np.isfinite(loss) or getattr(self, "raise_error", False):
+            super().on_batch_end(batch, logs)
+        else:
+            self.model.stop_training = True
 
 
-def _stop_silently(callback: Any, real: Callable[..., None], batch: int, logs: Any = None) -> None:
-    """Stop without printing: the first process prints."""
-    loss = (logs or {}).get("loss")
-    if loss is None or np.isfinite(loss) or getattr(callback, "raise_error", False):
-        real(batch, logs)
-    else:
-        callback.model.stop_training = True
+class _BacksUpTogether(keras.callbacks.BackupAndRestore):
+    """Saves the model on all processes, and checks that all restore the same backup."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        with raising_together():
+            super().on_train_begin(logs)
+        epochs = processes.gather_objects(self.model._initial_epoch)
+        if any(epoch != epochs[0] for epoch in epochs):
+            raise ValueError(
+                "All processes must find the same backup. Received: training that goes on, by process, with the epochs "
+                f"{epochs}. Use a `backup_dir` that all of them see, or `keras_shardopt.callbacks.BackupAndRestore`, "
+                "which reads and writes on the first process only."
+            )
+
+    def _save_model(self) -> None:
+        if not is_chief():
+            save_weights(self.model, self._weights_path)
+            return
+        with _saving_together(self.model) as begun:
+            try:
+                super()._save_model()
+            except Exception as error:
+                if not begun:  # the other processes wait in `save_weights`
+                    raise_together(error)
+                raise
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if is_chief():  # it deletes the backup
+            super().on_train_end(logs)
 
 
-def _save_checkpoint(callback: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    with _saving_together(callback.model):
-        real(*args, **kwargs)
+class _WritesTogether(Callback):
+    """Writes with Orbax on the first process. The others wait."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        _check_whole(self)
+        super().on_train_begin(logs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        _check_whole(self)  # again, for optimizers that were not built when training began
+        before_look(reducers_in(self.model))
+        with raising_together():
+            if is_chief():
+                super()._save_checkpoint(*args, **kwargs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        super().on_train_end(logs)
+        raise_together(None)
+
+    def wait_until_finished(self) -> None:
+        super().wait_until_finished()
+        raise_together(None)
 
 
-def _save_backup(callback: Any, real: Callable[[], None]) -> None:
-    if not is_chief():
-        save_weights(callback.model, callback._weights_path)
-        return
-    with _saving_together(callback.model) as begun:
-        try:
-            real()
-        except Exception as error:
-            if not begun:  # the other processes wait in `save_weights`
-                raise_together(error)
-            raise
-
-
-def _begin_with_orbax(callback: Any, real: Callable[..., None], logs: Any = None) -> None:
-    _check_whole(callback)
-    real(logs)
+_TOGETHER = {
+    keras.callbacks.ModelCheckpoint: _SavesTogether,
+    keras.callbacks.TerminateOnNaN: _StopsSilently,
+    keras.callbacks.BackupAndRestore: _BacksUpTogether,
+    _ORBAX: _WritesTogether,
+}
+"""By Keras' class of callbacks, the class that several processes mix in."""
 
 
 def _check_whole(callback: Any) -> None:
@@ -267,45 +290,6 @@ def _check_whole(callback: Any) -> None:
         )
 
 
-def _save_with_orbax(callback: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    _check_whole(callback)  # again, for optimizers that were not built when training began
-    before_look(reducers_in(callback.model, cross_shards))
-    problem = None
-    if is_chief():
-        try:
-            real(*args, **kwargs)
-        except Exception as error:
-            problem = error
-    raise_together(problem)
-
-
-def _finish_together(callback: Any, real: Callable[..., None], *args: Any) -> None:
-    """Wait until the first process has written its files."""
-    real(*args)
-    raise_together(None)
-
-
-def _restore_backup(callback: Any, real: Callable[..., None], logs: Any = None) -> None:
-    problem = None
-    try:
-        real(logs)
-    except Exception as error:
-        problem = error
-    raise_together(problem)
-    epochs = processes.gather_objects(callback.model._initial_epoch)
-    if any(epoch != epochs[0] for epoch in epochs):
-        raise ValueError(
-            "All processes must find the same backup. Received: training that goes on, by process, with the epochs "
-            f"{epochs}. Use a `backup_dir` that all of them see, or `keras_shardopt.callbacks.BackupAndRestore`, which "
-            "reads and writes on the first process only."
-        )
-
-
-def _delete_backup(callback: Any, real: Callable[..., None], logs: Any = None) -> None:
-    if is_chief():
-        real(logs)
-
-
 @contextlib.contextmanager
 def _saving_together(model: Any) -> Iterator[list[str]]:
     """Make the model's `save` and `save_weights` collective over processes. Yield the names of started calls."""
@@ -313,10 +297,12 @@ def _saving_together(model: Any) -> Iterator[list[str]]:
 
     def together(save: Callable[..., None], name: str, filepath: Any, overwrite: bool = True) -> None:
         begun.append(name)
-        if "://" in os.fspath(filepath) and not needs_all(model):
-            _save_elsewhere(functools.partial(getattr(type(model), name), model), filepath)
-        else:
+        if "://" not in os.fspath(filepath) or needs_all(model):
             save(model, filepath)
+            return
+        with raising_together():  # Keras can write to a remote path, but files there cannot be replaced atomically
+            if is_chief():
+                getattr(model.__class__, name)(model, filepath)
 
     before = {name: getattr(model, name) for name in ("save", "save_weights")}
     object.__setattr__(model, "save", functools.partial(together, save_model, "save"))
@@ -326,14 +312,3 @@ def _saving_together(model: Any) -> Iterator[list[str]]:
     finally:
         for name, method in before.items():
             object.__setattr__(model, name, method)
-
-
-def _save_elsewhere(save: Callable[[Any], None], filepath: Any) -> None:
-    """Save to a remote path on the first process: Keras can write there, but files cannot be replaced atomically."""
-    problem = None
-    if is_chief():
-        try:
-            save(filepath)
-        except Exception as error:
-            problem = error
-    raise_together(problem)

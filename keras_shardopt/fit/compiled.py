@@ -22,7 +22,6 @@ from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.fit.overrides import reducers_in
 from keras_shardopt.fit.prepare import prepare_for
 from keras_shardopt.fit.sharing import set_sharing
-from keras_shardopt.optimizers.cross_shard import cross_shards
 
 # On a model: it is compiled, and what it trains with is not known yet; it is left as it is because somebody said so;
 # it was made or compiled in a block that prepares models.
@@ -70,7 +69,7 @@ class _Alone:
         """Lets the same program do what it does with several."""
         if _cuts_batches(model):
             prepare_for(model)
-        elif _steps is not None and model.steps_per_execution > 1 and reducers_in(model, cross_shards):
+        elif _steps is not None and model.steps_per_execution > 1 and reducers_in(model):
             _steps.step_one_by_one(model)
 
 
@@ -127,7 +126,7 @@ def _settle(model: Any) -> bool:
 
 def _prepare_if_possible(model: Any) -> bool:
     """Prepares a model if it trains with a `CrossShard`, and returns whether it does."""
-    reducers = reducers_in(model, cross_shards)
+    reducers = reducers_in(model)
     if any(len(reducer.group_assignment or ()) > 1 for reducer in reducers):
         object.__setattr__(model, _IS_LEFT, True)  # groups train apart, as was asked for
     elif reducers:
@@ -149,7 +148,7 @@ def _refuse_to_train_apart(model: Any) -> None:
     """Raises ValueError if each process would train a model of a `data_parallel()` block by itself."""
     if not vars(model).get(_IS_OF_BLOCK, False) or is_prepared(model) or not optimizers_in_step(model):
         return
-    if not reducers_in(model, cross_shards) and _train_apart(model):
+    if not reducers_in(model) and _train_apart(model):
         raise ValueError(_apart_in_words(model))
 
 
@@ -177,13 +176,13 @@ def _fit(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 def _cuts_batches(model: Any) -> bool:
     """Whether its optimizer works on parts of batches, which a single replica has several of, too."""
-    return any(reducer.virtual_replicas is not None for reducer in reducers_in(model, cross_shards))
+    return any(reducer.virtual_replicas is not None for reducer in reducers_in(model))
 
 
 def _warn_of_unprepared(model: Any) -> None:
     if processes.process()[0] == 1:
         return
-    if not reducers_in(model, cross_shards):
+    if not reducers_in(model):
         # Without a process group, which asking for replicas is an error about, a plain model trains by itself.
         with contextlib.suppress(ValueError):
             if has_built_in_step(model) and processes.num_replicas() > 1:

@@ -1,8 +1,4 @@
-"""Helpers of all backends in `fit/`: overriding methods of one model's trainer, and checks of its optimizers.
-
-Private names of Keras touched here (a test holds each of them):
-    `Trainer._get_metrics_result_or_logs` - the logs of an epoch, before validation.
-"""
+"""Helpers of all backends in `fit/`: arguments of calls, and checks of a model's optimizers."""
 
 from __future__ import annotations
 
@@ -13,13 +9,9 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends.models import optimizers_in_step, override_method
+from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.backends.user_warnings import warn
-
-
-def arguments_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
-    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+from keras_shardopt.optimizers.cross_shard import cross_shards
 
 
 def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -34,54 +26,15 @@ def call_silently(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return real(*bound.args, **bound.kwargs)
 
 
-def reducers_in(model: Any, reducers_of: Callable[[Any], list[Any]]) -> list[Any]:
-    """Return each `CrossShard` known to update the model.
-
-    Args:
-        model: a `keras.Model`.
-        reducers_of: returns each `CrossShard` in an optimizer's chain, outermost first.
-    """
-    return [reducer for optimizer in optimizers_in_step(model) for reducer in reducers_of(optimizer)]
+def reducers_in(model: Any) -> list[Any]:
+    """Return each `CrossShard` known to update the model."""
+    return [reducer for optimizer in optimizers_in_step(model) for reducer in cross_shards(optimizer)]
 
 
 def before_look(reducers: Sequence[Any]) -> None:
     """Prepare the weights that these `CrossShard` optimizers update for reading. All processes call it together."""
     for reducer in reducers:
         reducer.pipeline.before_look()
-
-
-def watch_empty_epochs(model: Any) -> None:
-    """Make an epoch of `fit` without batches warn and log nothing. Idempotent."""
-    override_method(model, "_get_metrics_result_or_logs", _logs_of_epoch)
-    override_method(model, "evaluate", _evaluate)
-
-
-def _logs_of_epoch(model: Any, real: Callable[..., Any], logs: Any) -> Any:
-    """Drop logs of an earlier epoch: without batches, Keras keeps them and returns metrics of zero rows."""
-    before = vars(model).get(_LAST_LOGS)
-    is_empty = before and (logs is before or logs == {})
-    if not is_empty:
-        object.__setattr__(model, _LAST_LOGS, logs)
-    else:
-        warn(
-            "An epoch without batches logs no metrics. Received: no batch left for an epoch of `fit`. "
-            "Repeat the data (`dataset.repeat()`), or leave out `steps_per_epoch`."
-        )
-    return real({} if is_empty else logs)
-
-
-def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Separate the logs of training from those of a validation between two epochs."""
-    before = vars(model).get(_LAST_LOGS)
-    object.__setattr__(model, _LAST_LOGS, None)
-    try:
-        return real(*args, **kwargs)
-    finally:
-        object.__setattr__(model, _LAST_LOGS, before)
-
-
-_LAST_LOGS = "_keras_shardopt_last_logs"
-"""Attribute of a model: the logs of the last training step."""
 
 
 def refuse_groups(reducers: Sequence[Any]) -> None:

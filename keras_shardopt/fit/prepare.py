@@ -9,10 +9,11 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes
-from keras_shardopt.backends.models import note_prepared, optimizers_of
+from keras_shardopt.backends.models import mix_in, optimizers_of
 from keras_shardopt.fit import TRAINERS
-from keras_shardopt.fit.callbacks import watch_callbacks, watch_saving
-from keras_shardopt.fit.overrides import reducers_in, refuse_groups, watch_empty_epochs
+from keras_shardopt.fit.callbacks import watch_callbacks
+from keras_shardopt.fit.overrides import reducers_in, refuse_groups
+from keras_shardopt.fit.prepared import PreparedModel
 from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.made import note_made
@@ -102,7 +103,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
             check.flag(name, value)
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a `keras.Model`. Received: model={model!r} (of type {type(model).__name__})")
-    reducers = reducers_in(model, cross_shards)
+    reducers = reducers_in(model)
     if not reducers:
         raise ValueError(
             "`model` must be compiled with a `CrossShard`, which averages the gradients of the replicas. "
@@ -129,9 +130,8 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
         if cross_shards(optimizer):
             note_made(optimizer)
     trainer = for_backend(TRAINERS)
-    if trainer is not None:
-        trainer.prepare(model, cross_shards)
     watch_callbacks()
-    watch_saving(model)
-    watch_empty_epochs(model)
-    note_prepared(model)
+    if trainer is None:
+        mix_in(model, PreparedModel)
+    else:
+        trainer.prepare(model)

@@ -9,7 +9,6 @@ Private names of Keras touched here (a test holds each of them):
     `keras.src.losses.losses` - the module of Keras' losses and their functions.
     `keras.src.losses.loss.squeeze_or_expand_to_same_rank`, `standardize_reduction` - its two helpers.
     `Trainer._loss_tracker`, `Trainer._compile_loss` - the metrics that hold mean losses.
-    `Trainer._aggregate_additional_loss` - reduces the value of a regularizer or an `add_loss` to a scalar.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import contextvars
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keras import ops
@@ -44,8 +43,6 @@ def share_losses(model: Any) -> None:
     for tracker in mean_losses(model):
         if "update_state" not in vars(tracker):
             object.__setattr__(tracker, "update_state", functools.partial(_update_mean_loss, tracker))
-    if "_aggregate_additional_loss" not in vars(model):
-        object.__setattr__(model, "_aggregate_additional_loss", functools.partial(_share_additional_loss, model))
 
 
 def share_loss_objects() -> None:
@@ -226,9 +223,11 @@ def own_additional_losses(losses: Sequence[Tensor]) -> Iterator[None]:
         _own_losses.reset(token)
 
 
-def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
-    """Replace `_aggregate_additional_loss`. Exact for weight penalties and for means over rows."""
+def additional_loss(model: Any, aggregate: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
+    """Return `aggregate(loss)` for one of `model.losses`. It is exact for weight penalties and for means over rows."""
     part = current_share()
+    if part is None:
+        return aggregate(loss)
     _refuse_losses_of_padding(model, part)
     own = _own_losses.get()
     if own is not None:
@@ -240,10 +239,10 @@ def _share_additional_loss(model: Any, loss: Tensor) -> Tensor:
                 "Add the loss to what `compute_loss` returns."
             )
         loss = next(losses)
-    loss = type(model)._aggregate_additional_loss(model, loss)
-    if part is not None and not part.losses_are_divided and _dividing is not None:
+    loss = aggregate(loss)
+    if not part.losses_are_divided and _dividing is not None:
         loss = _dividing.undivided(loss)
-    return loss if part is None else _counted_by_rows(loss, part)
+    return _counted_by_rows(loss, part)
 
 
 def _has_padding(part: BatchShare) -> bool:
@@ -251,9 +250,9 @@ def _has_padding(part: BatchShare) -> bool:
     return part.ends_early and not isinstance(part.local_batch_size, int)
 
 
-def _refuse_losses_of_padding(model: Any, part: BatchShare | None) -> None:
+def _refuse_losses_of_padding(model: Any, part: BatchShare) -> None:
     """Raise ValueError if an added loss includes padding rows."""
-    if part is None or not _has_padding(part):
+    if not _has_padding(part):
         return
     penalties = [v for v in model.trainable_variables if getattr(v, "regularizer", None) is not None]
     if len(model.losses) > len(penalties):

@@ -35,9 +35,9 @@ from keras_shardopt.backends.models import (
     buffers_of,
     ids_of_states,
     layers_of,
+    mix_in,
     models_with,
     optimizers_of,
-    override_method,
     states_of,
 )
 from keras_shardopt.backends.user_warnings import warn
@@ -79,9 +79,9 @@ class Rollback:
             ]
         for model in models:
             if runtime.updates_are_stateless:
-                override_method(model, "train_step", _stateless_train_step, outermost=True)
+                mix_in(model, _RollsBackStateless)
             elif sees_each_step:
-                override_method(model, "train_step", _train_step)
+                mix_in(model, _RollsBack)
 
     # -- in `apply` ----------------------------------------------------------------------------------------------
 
@@ -312,25 +312,33 @@ def statistics_in(models: Sequence[Any]) -> list[Variable]:
     return [v for v in changed_by_forward_passes(models) if id(v) not in own and keras.backend.is_float_dtype(v.dtype)]
 
 
-def _stateless_train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
-    result = real(state, data)
-    rollback = _of(model.optimizer)
-    if any(extension.settles_skips for extension in getattr(model.optimizer, "extensions", ())):
+class _RollsBackStateless(keras.Model):
+    """A model whose skipped updates leave nothing, where steps return all state."""
+
+    is_outermost = True  # it needs the state that the whole step returns
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        result = super().train_step(state, data)
+        rollback = _of(self.optimizer)
+        if any(extension.settles_skips for extension in getattr(self.optimizer, "extensions", ())):
+            return result
+        if rollback is not None:
+            return rollback.settled(self, state, result)
+        for optimizer in optimizers_of(self):
+            other = _of(optimizer)
+            if optimizer is not self.optimizer and other is not None:
+                other._warn("Received: a `train_step` with optimizers other than `model.optimizer`.")
         return result
-    if rollback is not None:
-        return rollback.settled(model, state, result)
-    for optimizer in optimizers_of(model):
-        other = _of(optimizer)
-        if optimizer is not model.optimizer and other is not None:
-            other._warn("Received: a `train_step` with optimizers other than `model.optimizer`.")
-    return result
 
 
-def _train_step(model: Any, real: Callable[..., Any], data: Any) -> Any:
-    rollback = _of(model.optimizer)
-    if rollback is not None:
-        runtime.no_compile(rollback._begin_step, bool(model.jit_compile))
-    return real(data)
+class _RollsBack(keras.Model):
+    """A model that notes what a step may have to put back, where Python runs each step."""
+
+    def train_step(self, data: Any) -> Any:
+        rollback = _of(self.optimizer)
+        if rollback is not None:
+            runtime.no_compile(rollback._begin_step, bool(self.jit_compile))
+        return super().train_step(data)
 
 
 # -- noting --------------------------------------------------------------------------------------------------------

@@ -538,6 +538,11 @@ def test_the_mean_losses_of_a_trainer():
     assert float(model._aggregate_additional_loss(keras.ops.ones((2,)))) == 2
 
 
+def test_the_class_method_that_a_pickle_of_a_model_names():
+    function, _ = problem.model().__reduce__()
+    assert function == keras.Sequential._unpickle_model
+
+
 def test_what_prepare_stands_in_for():
     from keras.src.trainers.epoch_iterator import EpochIterator
 

@@ -115,7 +115,6 @@ _CALLS = {  # of functions that ask for objects
     "check_start": "compares optimizer state before its first update",
     "on_epoch_end": "ends an epoch with a callback of all ranks",
     "on_train_begin": "looks for a backup",
-    "_restore_backup": "looks for a backup",
     "_from_chief": "restores a backup",
     "_restore_carried": "restores a backup",
     "_everyones": "gathers what a backup keeps of each rank",

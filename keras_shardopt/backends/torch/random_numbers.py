@@ -32,13 +32,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.torch import random as torch_random
 from keras.src.random.seed_generator import global_seed_generator
 
-from keras_shardopt.backends.models import override_method
+from keras_shardopt.backends.models import mix_in
 from keras_shardopt.numerics import FunctionT
 
 try:
@@ -71,7 +72,7 @@ def draw_apart(ranks: Any, models: Sequence[Any]) -> None:
     _ranks = ranks
     torch_random.draw_seed = torch_image.draw_seed = _draw_seed
     for model in models:
-        override_method(model, "train_step", _train_step)
+        mix_in(model, DrawsApart)
     # Not rank 0's, which has drawn from it. And not one that was seeded for this already, here or before a restart.
     if ranks.replica_id and torch.initial_seed() != _seeded_with:
         torch.manual_seed((torch.initial_seed() + ranks.replica_id * _BETWEEN_RANKS) % 2**63)
@@ -147,11 +148,14 @@ def in_step(function: FunctionT) -> FunctionT:
     return step  # type: ignore[return-value]
 
 
-@torch.compiler.disable(recursive=False)
-def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
-    del model
-    with _step():
-        return real(data)
+class DrawsApart(keras.Model):
+    """A model with a `train_step` in which ranks draw different numbers."""
+
+    @torch.compiler.disable(recursive=False)
+    def train_step(self, data: Any) -> Any:
+        """Run the step as a training step of this rank."""
+        with _step():
+            return super().train_step(data)
 
 
 @contextlib.contextmanager

@@ -353,7 +353,7 @@ class PartsStep(TrainStep):
 
     @property
     def _num_parts(self) -> int:
-        return num_parts_of(self.model, self.model._keras_shardopt_reducers_of)
+        return num_parts_of(self.model)
 
     def compiler_options(self) -> contextlib.AbstractContextManager[None]:
         """See `TrainStep.compiler_options`."""
@@ -374,7 +374,7 @@ class PartsStep(TrainStep):
     def test(self, real: Any, state: Any, data: Any) -> Any:
         """Run a step of `evaluate` in parts, as in training, so its logs do not depend on the number of devices."""
         model, distribution = self.model, keras.distribution.distribution()
-        if type(model).test_step is not keras.Model.test_step:
+        if model.__class__.test_step is not keras.Model.test_step:
             return real(state, data)
         data = x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         share_losses(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from keras_shardopt.backends.models import optimizers_in_step
@@ -16,13 +16,13 @@ def are_cut(reducers: Iterable[Any]) -> bool:
     return any(reducer.virtual_replicas is not None for reducer in reducers)
 
 
-def num_parts_of(model: Any, reducers_of: Callable[[Any], list[Any]]) -> int:
+def num_parts_of(model: Any) -> int:
     """Return `virtual_replicas` of a prepared model's optimizer. One of its `CrossShard`s must have it set.
 
     Raises:
         ValueError: if the parts of a batch cannot be computed one after another.
     """
-    reducers = reducers_in(model, reducers_of)
+    reducers = reducers_in(model)
     cutting = [reducer for reducer in reducers if reducer.virtual_replicas is not None]
     if len(optimizers_in_step(model)) > 1 or len(reducers) > 1:
         raise ValueError(

@@ -146,7 +146,7 @@ class PartsStep(TrainStep):
     def num_parts(self) -> int:
         """The number of parts of each batch, checked once per call."""
         if self._number is None:
-            self._number = num_parts_of(self._session.model, self._session._reducers_of)
+            self._number = num_parts_of(self._session.model)
         return self._number
 
     def begin_call(self) -> None:

@@ -15,9 +15,9 @@ import keras
 from jax.sharding import PartitionSpec
 
 from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, seed_offset
-from keras_shardopt.backends.models import has_built_in_step, override_method
+from keras_shardopt.backends.models import has_built_in_step, mix_in
 from keras_shardopt.extensions.local_sgd.apart import Rows
-from keras_shardopt.extensions.local_sgd.looks import local_updates_in, resume_apart, watch_looks
+from keras_shardopt.extensions.local_sgd.looks import ShowsMean, local_updates_in, resume_apart
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
 from keras_shardopt.fit.jax.step import TrainStep
@@ -26,19 +26,6 @@ from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
-
-
-def prepare(model: Any, reducers: list[Any]) -> None:
-    """Make `fit` of a model run local SGD if its optimizer has `sync_every`.
-
-    Raises:
-        ValueError: if it cannot: several processes, a custom step, or an optimizer around `CrossShard`.
-    """
-    apart = [reducer for reducer in reducers if local_updates_in([reducer])]
-    if apart:
-        _check(model, apart[0])
-        watch_looks(model)
-        override_method(model, "make_train_function", _make_train_function)
 
 
 def _check(model: Any, reducer: Any) -> None:
@@ -55,19 +42,17 @@ def _check(model: Any, reducer: Any) -> None:
         )
 
 
-def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    has_replicas = batch_size_of(keras.distribution.distribution()) > 1
-    for local in local_updates_in([model.optimizer]):  # none after another `compile`
-        if model.optimizer.built and has_replicas and not local.stacked:
-            local.stack()
-            model.train_function = None  # it was compiled without rows
-    real(*args, **kwargs)
+class _StacksRows(keras.Model):
+    """A model whose training steps take the rows of all replicas."""
 
-
-def resume(model: Any) -> None:
-    """Resume from each replica's own weights. Called before steps."""
-    if any(local.stacked for local in local_updates_in([model.optimizer])):
-        resume_apart([model.optimizer])
+    def make_train_function(self, *args: Any, **kwargs: Any) -> None:
+        """Make the function after the state has a row for each replica."""
+        has_replicas = batch_size_of(keras.distribution.distribution()) > 1
+        for local in local_updates_in([self.optimizer]):  # none after another `compile`
+            if self.optimizer.built and has_replicas and not local.stacked:
+                local.stack()
+                self.train_function = None  # it was compiled without rows
+        super().make_train_function(*args, **kwargs)
 
 
 def train_step(model: Any, state: Any, data: Any) -> Any:
@@ -180,12 +165,15 @@ class RoundsStep(TrainStep):
     stacks_windows = False
 
     def prepare(self) -> None:
-        """See `TrainStep.prepare`."""
-        prepare(self.model, self.reducers)
+        """Raise ValueError if it cannot run: several processes, a custom step, or an optimizer around `CrossShard`."""
+        _check(self.model, next(reducer for reducer in self.reducers if local_updates_in([reducer])))
+        mix_in(self.model, ShowsMean)
+        mix_in(self.model, _StacksRows)
 
     def before_step(self) -> None:
-        """See `TrainStep.before_step`."""
-        resume(self.model)
+        """Resume from each replica's own weights."""
+        if any(local.stacked for local in local_updates_in([self.model.optimizer])):
+            resume_apart([self.model.optimizer])
 
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
         """See `TrainStep.train`."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from keras_shardopt.backends.models import override_method
+import keras
+
+from keras_shardopt.backends.models import methods_inside
 from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
 from keras_shardopt.fit.overrides import before_look, reducers_in
 
@@ -36,38 +39,33 @@ def resume_apart(reducers: Sequence[Any], begins_epoch: bool = False) -> None:
         local.resume(begins_epoch)
 
 
-def watch_looks(model: Any) -> None:
-    """Make a model's readers of weights show the mean, when one program runs all replicas. Idempotent."""
-    for name in _LOOKING:
-        override_method(model, name, _showing)
-
-
-def watch_apart(model: Any) -> None:
-    """Do `watch_looks`, and make training steps resume from each replica's copies."""
-    watch_looks(model)
-    override_method(model, "make_train_function", _make_train_function)
-
-
-def _reducers(model: Any) -> list[Any]:
-    return reducers_in(model, model._keras_shardopt_reducers_of)
-
-
-def _showing(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@contextlib.contextmanager
+def _showing(model: Any) -> Iterator[None]:
     """Show the mean before a method that reads weights, or before readers at the end of an epoch."""
-    before_look(_reducers(model))
+    before_look(reducers_in(model))
     object.__setattr__(model, _LOOKED, True)
-    return real(*args, **kwargs)
+    yield
 
 
-def _make_train_function(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    real(*args, **kwargs)
-    object.__setattr__(model, _LOOKED, True)
-    if getattr(model.train_function, "func", None) is not _resuming:
-        model.train_function = functools.partial(_resuming, model, model.train_function)
+ShowsMean = methods_inside(_showing, _LOOKING)
+"""A model whose readers of weights show the mean, when one program runs all replicas."""
+
+
+class TrainsApart(keras.Model):
+    """A model whose training steps resume from each replica's copies."""
+
+    train_function: Any
+
+    def make_train_function(self, *args: Any, **kwargs: Any) -> None:
+        """Make the function, which resumes before each step."""
+        super().make_train_function(*args, **kwargs)
+        object.__setattr__(self, _LOOKED, True)
+        if getattr(self.train_function, "func", None) is not _resuming:
+            self.train_function = functools.partial(_resuming, self, self.train_function)
 
 
 def _resuming(model: Any, step: Callable[..., Any], *args: Any) -> Any:
     if vars(model).get(_LOOKED, False):
-        resume_apart(_reducers(model), begins_epoch=True)
+        resume_apart(reducers_in(model), begins_epoch=True)
         object.__setattr__(model, _LOOKED, False)
     return step(*args)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from keras_shardopt.extensions.local_sgd.looks import watch_apart
+from keras_shardopt.backends.models import mix_in
+from keras_shardopt.extensions.local_sgd.looks import ShowsMean, TrainsApart
 from keras_shardopt.fit.tensorflow.step import TrainStep
 
 
@@ -13,4 +14,5 @@ class RoundsStep(TrainStep):
 
     def prepare(self) -> None:
         """See `TrainStep.prepare`."""
-        watch_apart(self.model)
+        mix_in(self.model, ShowsMean)
+        mix_in(self.model, TrainsApart)

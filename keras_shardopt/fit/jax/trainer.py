@@ -1,4 +1,4 @@
-"""The methods that `prepare(model)` replaces in Keras' JAX trainer.
+"""The class that `prepare(model)` mixes in on JAX.
 
 Under a `keras.distribution` one program computes gradients, metrics and batch statistics of the whole batch. Two cases
 are missing: uneven batches, and optimizers that need each replica's own gradients. An uneven batch is padded, and
@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_shardopt.backends.jax.placement import assigning_alone, let_assign_alone, placement
 from keras_shardopt.backends.jax.processes import naming_lost_processes, predicting_together, tell
-from keras_shardopt.backends.models import has_built_in_step, layers_of, override_method
+from keras_shardopt.backends.models import has_built_in_step, layers_of, mix_in
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.fit.jax.batches import (
@@ -46,14 +46,14 @@ from keras_shardopt.fit.jax.batches import (
 )
 from keras_shardopt.fit.jax.step import step_of
 from keras_shardopt.fit.overrides import call_silently, refuse_groups
+from keras_shardopt.fit.prepared import PreparedModel, separate_logs
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 
 
-def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+def prepare(model: Any) -> None:
     """Support uneven batches, and replace the model's step if its optimizer needs per-replica gradients."""
     watch_batches()
     take_uneven()
-    object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     step = step_of(model)
     reducer, *_ = step.reducers
     # The reducer must be outermost: an outer wrapper would read one replica's gradients in each micro-batch.
@@ -63,61 +63,134 @@ def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
         reducer.accumulation.stack()
     step.prepare()
     reducer.pipeline.transport.stack()
-    override_method(model, "train_step", _train_step)
-    override_method(model, "test_step", _test_step)
-    for name in ("fit", "evaluate", "predict"):
-        override_method(model, name, _silent_unless_chief)
-    override_method(model, "fit", _fit)
-    override_method(model, "reset_metrics", _reset_metrics)
-    override_method(model, "predict", _predict)
-    override_method(model, "predict_step", _predict_step)
-    for name in ("train_on_batch", "test_on_batch"):
-        override_method(model, name, _on_batch)
-    override_method(model, "predict_on_batch", _predict_on_batch)
-    override_method(model, "_get_jax_state", _get_jax_state)
-    override_method(model, "make_train_function", _make_train_function)
-    override_method(model, "make_test_function", _make_test_function)
-    override_method(model, "load_weights", _load_weights)
     _let_assign_alone(model)
-    if hasattr(model, "_maybe_symbolic_build"):
-        override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
-    else:
-        override_method(model, "_symbolic_build", _symbolic_build)
+    mix_in(model, PreparedOnJax)
     # Functions compiled before call the replaced methods.
     model.train_function = model.test_function = model.predict_function = None
-
-
-def _make_train_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    _renew(model, "train_step")
-    with step_of(model).compiler_options():
-        real(*args, **kwargs)
-
-
-def _make_test_function(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    _renew(model, "test_step")
-    with step_of(model).compiler_options():
-        real(*args, **kwargs)
-
-
-def _renew(model: Any, name: str) -> None:
-    """Replace a step by an equivalent new function: otherwise JAX would reuse the trace of an earlier `compile`."""
-    step = vars(model).get(name)
-    if isinstance(step, functools.partial):
-        object.__setattr__(model, name, functools.partial(step.func, *step.args))
 
 
 # In Keras' order.
 _TAKEN = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 
-def _get_jax_state(model: Any, real: Callable[..., Any], purge_model_variables: bool = False, **which: bool) -> Any:
-    """Remember the values that Keras takes out of variables: a failed first step of an epoch must not lose them."""
-    if which.get("optimizer_variables"):
-        step_of(model).before_step()
-    taken = real(purge_model_variables=purge_model_variables, **which)
-    if purge_model_variables:
-        model._jax_state = dict(zip([name for name in _TAKEN if which.get(name)], taken))
-    return taken
+class PreparedOnJax(PreparedModel):
+    """A model that all replicas and processes train together."""
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        spans_processes = jax.process_count() > 1 and keras.distribution.distribution() is not None
+        if spans_processes:
+            tell("begins `fit` of a prepared model")
+        object.__setattr__(self, SPLITS_OWN_PART, splits_own_part(args, kwargs))
+        try:
+            with assigning_alone() if spans_processes else contextlib.nullcontext():
+                history = _call(self, super().fit, *args, **kwargs)
+        finally:
+            object.__delattr__(self, SPLITS_OWN_PART)
+        if spans_processes:
+            _let_assign_alone(self)
+            tell("leaves `fit` of a prepared model")
+        return history
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with separate_logs(self):
+            return _call(self, super().evaluate, *args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return all rows on each process if all have the same data. Keras' method, otherwise used, raises there."""
+        x = kwargs.get("x", args[0] if args else None)
+        sharing = sharing_of(self)
+        is_together = sharing.gather and sharing.auto_shard and not is_own_part(x)
+        with predicting_together() if is_together else contextlib.nullcontext():
+            return _call(self, super().predict, *args, **kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with filling_up(), _forgetting_failure(self), naming_lost_processes():
+            return super().train_on_batch(*args, **kwargs)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with filling_up(), _forgetting_failure(self), naming_lost_processes():
+            return super().test_on_batch(*args, **kwargs)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        is_built = all(layer.built for layer in layers_of(self))  # if False, Keras builds the model from these rows
+        with _forgetting_failure(self), naming_lost_processes():
+            return super().predict_on_batch(on_devices(x) if is_built else x)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        step = step_of(self)
+        refuse_groups(step.reducers)  # another `compile` may have set them
+        return step.train(super().train_step, state, rows_that_count(data))
+
+    def test_step(self, state: Any, data: Any) -> Any:
+        return step_of(self).test(super().test_step, state, rows_that_count(data))
+
+    def predict_step(self, state: Any, data: Any) -> Any:
+        outputs, others = super().predict_step(state, rows_that_count(data))
+        if is_together() or is_filled_up(data):
+            everywhere = NamedSharding(keras.distribution.distribution().device_mesh.backend_mesh, PartitionSpec())
+            outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
+        return outputs, others
+
+    def make_train_function(self, *args: Any, **kwargs: Any) -> None:
+        with _new_function(self, "train_step"), step_of(self).compiler_options():
+            super().make_train_function(*args, **kwargs)
+
+    def make_test_function(self, *args: Any, **kwargs: Any) -> None:
+        with _new_function(self, "test_step"), step_of(self).compiler_options():
+            super().make_test_function(*args, **kwargs)
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Load weights on one process or all. Keras creates an optimizer for it; JAX would make that a collective."""
+        real = super().load_weights
+        _let_assign_alone(self)
+        if jax.process_count() == 1:
+            real(*args, **kwargs)
+        else:
+            placement.outside_strategy(lambda: real(*args, **kwargs))
+
+    def reset_metrics(self) -> None:
+        """Check that all processes begin the epoch. Otherwise JAX would fail with an unclear error."""
+        if SPLITS_OWN_PART in vars(self) and is_together():
+            tell("starts an epoch of a prepared model")
+        super().reset_metrics()
+
+    def _get_jax_state(self, purge_model_variables: bool = False, **which: bool) -> Any:
+        """Remember the values that Keras takes out of variables: a failed first step of an epoch must not lose them."""
+        if which.get("optimizer_variables"):
+            step_of(self).before_step()
+        taken = super()._get_jax_state(purge_model_variables=purge_model_variables, **which)
+        if purge_model_variables:
+            self._jax_state = dict(zip([name for name in _TAKEN if which.get(name)], taken))
+        return taken
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Build from a batch of all processes, because this process may have none."""
+        if isinstance(iterator, EpochIterator) and takes_uneven(keras.distribution.distribution()):
+            if not any(self._get_unbuilt_components()):
+                return
+            data_batch = next(iterator.parts() if iterator._is_whole else iterator.batches(), None)
+        super()._maybe_symbolic_build(iterator=iterator, data_batch=_without_padding(data_batch))
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        super()._symbolic_build(iterator=iterator, data_batch=_without_padding(data_batch))
+
+
+def _without_padding(batch: Any) -> Any:
+    """Return the shapes of the rows without padding."""
+    return jax.eval_shape(rows_that_count, batch) if is_filled_up(batch) else batch
+
+
+@contextlib.contextmanager
+def _new_function(model: Any, name: str) -> Iterator[None]:
+    """Let a step be a new function: otherwise JAX would reuse the trace of an earlier `compile`."""
+    if name in vars(model):  # set by the user
+        yield
+        return
+    object.__setattr__(model, name, functools.partial(getattr(model, name)))
+    try:
+        yield
+    finally:
+        object.__delattr__(model, name)
 
 
 def _put_back(model: Any) -> None:
@@ -126,7 +199,7 @@ def _put_back(model: Any) -> None:
         model.jax_state_sync()
 
 
-def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     take_uneven()  # the distribution may have been set after `prepare`
     try:
         with naming_lost_processes():
@@ -138,56 +211,9 @@ def _silent_unless_chief(model: Any, real: Callable[..., Any], *args: Any, **kwa
         note_end_of_call()
 
 
-def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    spans_processes = jax.process_count() > 1 and keras.distribution.distribution() is not None
-    if spans_processes:
-        tell("begins `fit` of a prepared model")
-    object.__setattr__(model, SPLITS_OWN_PART, splits_own_part(args, kwargs))
-    try:
-        with assigning_alone() if spans_processes else contextlib.nullcontext():
-            history = real(*args, **kwargs)
-    finally:
-        object.__delattr__(model, SPLITS_OWN_PART)
-    if spans_processes:
-        _let_assign_alone(model)
-        tell("leaves `fit` of a prepared model")
-    return history
-
-
-def _load_weights(model: Any, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Load weights on one process or all. Keras creates an optimizer for it; JAX would make that a collective."""
-    _let_assign_alone(model)
-    if jax.process_count() == 1:
-        real(*args, **kwargs)
-    else:
-        placement.outside_strategy(lambda: real(*args, **kwargs))
-
-
 def _let_assign_alone(model: Any) -> None:
     if jax.process_count() > 1:
         let_assign_alone([*model.variables, *state_of(model)])
-
-
-def _reset_metrics(model: Any, real: Callable[[], None]) -> None:
-    """Check at the start of an epoch that all processes are here. Otherwise JAX would fail with an unclear error."""
-    if SPLITS_OWN_PART in vars(model) and is_together():
-        tell("starts an epoch of a prepared model")
-    real()
-
-
-def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return all rows on each process if all have the same data. Keras' method, otherwise used, raises there."""
-    x = kwargs.get("x", args[0] if args else None)
-    sharing = sharing_of(model)
-    if not (sharing.gather and sharing.auto_shard) or is_own_part(x):
-        return real(*args, **kwargs)
-    with predicting_together():
-        return real(*args, **kwargs)
-
-
-def _on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with filling_up(), _forgetting_failure(model), naming_lost_processes():
-        return real(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -198,45 +224,3 @@ def _forgetting_failure(model: Any) -> Iterator[None]:
     except BaseException:
         model._jax_state = None
         raise
-
-
-def _predict_on_batch(model: Any, real: Callable[[Any], Any], x: Any) -> Any:
-    is_built = all(layer.built for layer in layers_of(model))  # if False, Keras builds the model from these rows
-    with _forgetting_failure(model), naming_lost_processes():
-        return real(on_devices(x) if is_built else x)
-
-
-def _test_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
-    return step_of(model).test(real, state, rows_that_count(data))
-
-
-def _predict_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
-    del model
-    outputs, others = real(state, rows_that_count(data))
-    if is_together() or is_filled_up(data):
-        everywhere = NamedSharding(keras.distribution.distribution().device_mesh.backend_mesh, PartitionSpec())
-        outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
-    return outputs, others
-
-
-def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
-    """Build from a batch of all processes, because this process may have none."""
-    if isinstance(iterator, EpochIterator) and takes_uneven(keras.distribution.distribution()):
-        if not any(model._get_unbuilt_components()):
-            return
-        data_batch = next(iterator.parts() if iterator._is_whole else iterator.batches(), None)
-    _symbolic_build(model, real, iterator, data_batch)
-
-
-def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
-    """Build from the shapes of the rows without padding."""
-    del model
-    data_batch = jax.eval_shape(rows_that_count, data_batch) if is_filled_up(data_batch) else data_batch
-    real(iterator=iterator, data_batch=data_batch)
-
-
-def _train_step(model: Any, real: Callable[..., Any], state: Any, data: Any) -> Any:
-    """Run the trainer's step, or the step that the optimizer needs."""
-    step = step_of(model)
-    refuse_groups(step.reducers)  # another `compile` may have set them
-    return step.train(real, state, rows_that_count(data))

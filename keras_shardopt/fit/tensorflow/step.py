@@ -135,7 +135,7 @@ def _update_mean(metric: Any, values: Any, sample_weight: Any = None) -> Any:
 
 def step_of(model: Any) -> TrainStep:
     """Return the step for the optimizer of a prepared model."""
-    reducers = reducers_in(model, model._keras_shardopt_reducers_of)
+    reducers = reducers_in(model)
     step: TrainStep = step_class(reducers, TrainStep)(model, reducers)
     return step
 

@@ -1,4 +1,4 @@
-"""The methods that `prepare(model)` replaces in Keras' TensorFlow trainer to support uneven batches.
+"""The class that `prepare(model)` mixes in on TensorFlow: methods of Keras' trainer for uneven batches.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.tensorflow.trainer.TFEpochIterator` - what `fit` iterates over; its `distribute_strategy` divides
@@ -9,6 +9,7 @@ Private names of Keras touched here (a test holds each of them):
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -21,77 +22,149 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_shardopt.backends.keras_callers import caller_instance
-from keras_shardopt.backends.models import has_built_in_step, is_prepared, optimizers_of, override_method
+from keras_shardopt.backends.models import has_built_in_step, is_prepared, mix_in, optimizers_of
 from keras_shardopt.backends.tensorflow.placement import bring_inside, check_mirrored, mirror, num_mirrored
 from keras_shardopt.backends.tensorflow.processes import processes
 from keras_shardopt.data.whole_batches import rows_of_parts
 from keras_shardopt.fit.callbacks import BatchLogs, callbacks_of_call
+from keras_shardopt.fit.prepared import PreparedModel, separate_logs
 from keras_shardopt.fit.stateful import batch_sizes, fit_states, stateful_layers
 from keras_shardopt.fit.tensorflow import workers
-from keras_shardopt.fit.tensorflow.batches import spec_of, without_none
+from keras_shardopt.fit.tensorflow.batches import spec_of, unpacked, without_none
 from keras_shardopt.fit.tensorflow.step import OTHER_ROWS, TrainStep, calling, step_of, step_of_call
 from keras_shardopt.update.losses import own_additional_losses
 from keras_shardopt.wrapping.chain import descendants
 
 
-def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+def prepare(model: Any) -> None:
     """Replace the model's steps by steps that weight gradients and losses by each replica's rows."""
     if all(num_mirrored(variable) == 1 for variable in model.trainable_variables):
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
-    # Past Keras' attribute tracking.
-    object.__setattr__(model, "_keras_shardopt_reducers_of", reducers_of)
     if tensorflow_trainer.TFEpochIterator is _KerasEpochIterator:
         tensorflow_trainer.TFEpochIterator = _EpochIterator
-    override_method(model, "train_step", _train_step)
-    override_method(model, "test_step", _test_step)
-    override_method(model, "compute_loss", _compute_loss)
-    override_method(model, "_maybe_symbolic_build", _maybe_symbolic_build)
-    override_method(model, "_make_function", _make_function)
-    override_method(model, "evaluate", _evaluate)
-    override_method(model, "predict", _predict)
-    override_method(model, "fit", _fit)
-    override_method(model, "reset_metrics", _reset_metrics)
     object.__setattr__(model, _LOGS, BatchLogs(model))
-    workers.prepare(model)
+    workers.prepare()
+    mix_in(model, PreparedOnTensorFlow)
     step_of(model).prepare()
     # Functions compiled before call the replaced methods.
-    model.train_function = model.test_function = None
+    model.train_function = model.test_function = model.predict_function = None
 
 
 _LOGS = "_keras_shardopt_batch_logs"
 _KerasEpochIterator = tensorflow_trainer.TFEpochIterator
 
 
-def _with_callbacks(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+class PreparedOnTensorFlow(PreparedModel):
+    """A model that all replicas of a strategy train together."""
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        logs = vars(self)[_LOGS]
+        with workers.calling(self, "fit", *args, **kwargs) as call, _step_of_call(self, step_of(self)):
+            logs.is_fitting = True
+            try:
+                return call(super().fit, *args, **kwargs)
+            finally:
+                logs.is_fitting = False
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        on_all = workers.calling(self, "evaluate", *args, **kwargs)
+        with separate_logs(self), on_all as call, _step_of_call(self, step_of(self)):
+            return call(super().evaluate, *args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with workers.calling(self, "predict", *args, **kwargs) as call, _step_of_call(self, TrainStep(self, [])):
+            return call(super().predict, *args, **kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with workers.calling(self, "train_on_batch", *args, **kwargs):
+            return super().train_on_batch(*args, **kwargs)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with workers.calling(self, "test_on_batch", *args, **kwargs):
+            return super().test_on_batch(*args, **kwargs)
+
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with workers.calling(self, "predict_on_batch", *args, **kwargs):
+            return super().predict_on_batch(*args, **kwargs)
+
+    def train_step(self, data: Any) -> Any:
+        return step_of(self).train(super().train_step, data)
+
+    def test_step(self, data: Any) -> Any:
+        return step_of(self).test(super().test_step, data)
+
+    def predict_step(self, data: Any) -> Any:
+        return workers.outputs_of_all(self, super().predict_step(unpacked(data)), data)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a replica's loss.
+
+        Replicas are threads that take turns at every exchange, and layers keep the losses of the latest forward pass.
+        So each replica reads its `add_loss` values before the losses of `compile` exchange counts.
+        """
+        with own_additional_losses(self.losses):
+            return super().compute_loss(*args, **kwargs)
+
+    def reset_metrics(self) -> None:
+        vars(self)[_LOGS].forget()
+        super().reset_metrics()
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        # To get shapes, Keras averages the replicas' parts of the first batch. That fails for uneven parts. It also
+        # draws a batch: training would miss it, or get another order. So take shapes from the dataset's spec.
+        strategy = self.distribute_strategy
+        with strategy.scope():
+            bring_inside([part for optimizer in optimizers_of(self) for part in (optimizer, *descendants(optimizer))])
+        step = step_of_call(self)
+        if iterator is not None and (strategy.num_replicas_in_sync > 1 or step.divides_batches):
+            dataset = iterator.data_adapter.get_tf_dataset()
+            if isinstance(dataset, tf.distribute.DistributedDataset):
+                step.check_dataset(dataset)
+                local = strategy.experimental_local_results
+                data_batch = keras.tree.map_structure(lambda value: local(value)[0], next(iter(dataset)))
+            else:
+                # With the rows of one replica: a layer may require this number of rows.
+                data_batch = spec_of(dataset.element_spec, step.num_parts_of(strategy.num_replicas_in_sync))
+            iterator = None
+        super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
+        with strategy.scope():
+            mirror([variable for metric in self.metrics for variable in metric.variables])
+        if step_of(self).divides_batches and data_batch is not None:
+            self._symbolic_build(data_batch=data_batch)  # without a strategy, Keras would build while tracing the step
+        if data_batch is not None and not has_built_in_step(self):
+            _build_optimizers(self, data_batch)
+
+    def _make_function(self, step_function: Callable[..., Any]) -> Callable[..., Any]:
+        num_replicas = self.distribute_strategy.num_replicas_in_sync
+        step = step_of(self)
+        function = step.function(functools.partial(super()._make_function, step_function))
+        if num_replicas == 1 and not step.divides_batches:
+            return function
+        function = functools.partial(_explaining_empty_parts, function, num_replicas)
+        is_of_workers = workers.are_several(self)
+        shows_all = functools.partial(_with_logs_of_all, self, step_function == self.train_step)
+        if self.steps_per_execution == 1 and not is_of_workers:
+            return functools.partial(shows_all, function)
+
+        # Keras' loop puts a condition inside a loop inside a `tf.function`, and this fails with batches of several
+        # replicas. From a Python iterator, Keras takes batches one at a time.
+        def several_steps(iterator: Iterator[Any]) -> Any:
+            iterator = workers.packed_batches(self, iterator) if is_of_workers else iterator
+            batches = list(itertools.islice(iterator, 1))
+            if not batches:
+                raise StopIteration
+            return function(itertools.chain(batches, itertools.islice(iterator, self.steps_per_execution - 1)))
+
+        # Reading metrics is collective over workers, but callbacks of each worker decide when to read them.
+        return several_steps if is_of_workers else functools.partial(shows_all, several_steps)
+
+
+@contextlib.contextmanager
+def _step_of_call(model: Any, step: TrainStep) -> Iterator[None]:
     """Run `fit`, `evaluate` or `predict`, perhaps nested. Then restore the callbacks of the outer call."""
-    with callbacks_of_call(model):
-        return real(*args, **kwargs)
-
-
-def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    step = step_of(model)
     step.begin_call()
-    with calling(step):
-        return _with_callbacks(model, real, *args, **kwargs)
-
-
-def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with calling(TrainStep(model, [])):
-        return _with_callbacks(model, real, *args, **kwargs)
-
-
-def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    logs = vars(model)[_LOGS]
-    logs.is_fitting = True
-    try:
-        return _evaluate(model, real, *args, **kwargs)
-    finally:
-        logs.is_fitting = False
-
-
-def _reset_metrics(model: Any, real: Callable[[], None]) -> None:
-    vars(model)[_LOGS].forget()
-    real()
+    with calling(step), callbacks_of_call(model):
+        yield
 
 
 def _with_logs_of_all(model: Any, trains: bool, function: Callable[[Any], Any], iterator: Any) -> Any:
@@ -155,47 +228,6 @@ def _copied(value: Any) -> Any:
     return tf.raw_ops.DeepCopy(x=value) if is_number else value
 
 
-def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
-    return step_of(model).train(real, data)
-
-
-def _test_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
-    return step_of(model).test(real, data)
-
-
-def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Replicas are threads that take turns at every exchange, and layers keep the losses of the latest forward pass.
-    # So each replica reads its `add_loss` values before the losses of `compile` exchange counts.
-    with own_additional_losses(model.losses):
-        return real(*args, **kwargs)
-
-
-def _maybe_symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
-    # To get shapes, Keras averages the replicas' parts of the first batch. That fails for uneven parts. It also draws a
-    # batch: training would miss it, or get another order. So take shapes from the dataset's spec.
-    strategy = model.distribute_strategy
-    with strategy.scope():
-        bring_inside([part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))])
-    step = step_of_call(model)
-    if iterator is not None and (strategy.num_replicas_in_sync > 1 or step.divides_batches):
-        dataset = iterator.data_adapter.get_tf_dataset()
-        if isinstance(dataset, tf.distribute.DistributedDataset):
-            step.check_dataset(dataset)
-            local = strategy.experimental_local_results
-            data_batch = keras.tree.map_structure(lambda value: local(value)[0], next(iter(dataset)))
-        else:
-            # With the rows of one replica: a layer may require this number of rows.
-            data_batch = spec_of(dataset.element_spec, step.num_parts_of(strategy.num_replicas_in_sync))
-        iterator = None
-    real(iterator=iterator, data_batch=data_batch)
-    with strategy.scope():
-        mirror([variable for metric in model.metrics for variable in metric.variables])
-    if step_of(model).divides_batches and data_batch is not None:
-        model._symbolic_build(data_batch=data_batch)  # without a strategy, Keras would build while tracing the step
-    if data_batch is not None and not has_built_in_step(model):
-        _build_optimizers(model, data_batch)
-
-
 def _build_optimizers(model: Any, data_batch: Any) -> None:
     """Build the optimizers of a custom `train_step` before it runs, because replicas cannot create variables in it.
 
@@ -246,28 +278,3 @@ def _explaining_empty_parts(function: Callable[[Any], Any], num_replicas: int, i
             f"train convolutions and means over places. Received: a batch with fewer than {num_replicas} rows, perhaps "
             "the last one. Use another `batch_size`, or leave the last rows out."
         ) from error
-
-
-def _make_function(model: Any, real: Callable[..., Any], step_function: Callable[..., Any]) -> Callable[..., Any]:
-    num_replicas = model.distribute_strategy.num_replicas_in_sync
-    step = step_of(model)
-    function = step.function(functools.partial(real, step_function))
-    if num_replicas == 1 and not step.divides_batches:
-        return function
-    function = functools.partial(_explaining_empty_parts, function, num_replicas)
-    is_of_workers = workers.are_several(model)
-    shows_all = functools.partial(_with_logs_of_all, model, step_function is model.train_step)
-    if model.steps_per_execution == 1 and not is_of_workers:
-        return functools.partial(shows_all, function)
-
-    # Keras' loop puts a condition inside a loop inside a `tf.function`, and this fails with batches of several
-    # replicas. From a Python iterator, Keras takes batches one at a time.
-    def several_steps(iterator: Iterator[Any]) -> Any:
-        iterator = workers.packed_batches(model, iterator) if is_of_workers else iterator
-        batches = list(itertools.islice(iterator, 1))
-        if not batches:
-            raise StopIteration
-        return function(itertools.chain(batches, itertools.islice(iterator, model.steps_per_execution - 1)))
-
-    # Reading metrics is collective over workers, but each worker's callbacks decide independently when to read them.
-    return several_steps if is_of_workers else functools.partial(shows_all, several_steps)

@@ -28,7 +28,7 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
-from keras_shardopt.backends.models import optimizers_of, override_method
+from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.placement import placement, reading_is_collective
 from keras_shardopt.backends.tensorflow.processes import (
@@ -51,7 +51,7 @@ from keras_shardopt.fit.sharing import (
     splits_own_part,
     warn_of_same_parts,
 )
-from keras_shardopt.fit.tensorflow.batches import common_spec, is_packed, packed, rows_from, spec_of, unpacked
+from keras_shardopt.fit.tensorflow.batches import common_spec, is_packed, packed, rows_from, spec_of
 from keras_shardopt.wrapping.chain import shared_variables
 
 
@@ -88,13 +88,9 @@ def is_running() -> bool:
     return _running.get() is not None
 
 
-def prepare(model: Any) -> None:
-    """Lets the calls of the model be those of all workers."""
+def prepare() -> None:
+    """Let Keras leave the logs of several workers to this module."""
     tensorflow_trainer._collective_all_reduce_multi_worker = _takes_apart
-    for name, function in _CALLS.items():
-        override_method(model, name, function)
-    override_method(model, "predict_step", _predict_step)
-    model.predict_function = None
 
 
 _takes_apart_in_keras = tensorflow_trainer._collective_all_reduce_multi_worker
@@ -105,32 +101,26 @@ def _takes_apart(strategy: tf.distribute.Strategy) -> bool:
     return not is_running() and bool(_takes_apart_in_keras(strategy))
 
 
-def _call(name: str) -> Callable[..., Any]:
-    def function(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not are_several(model):
-            return real(*args, **kwargs)
-        gathers = name == "predict" and _gathers(model, *args, **kwargs)
-        if name.startswith("predict") and vars(model).get(_GATHERS) is not gathers:
-            object.__setattr__(model, _GATHERS, gathers)
-            model.predict_function = None  # it was traced for the other way
-        call = _Call(model, name, gathers, name == "fit" and splits_own_part(args, kwargs))
-        is_silent = name in ("fit", "evaluate", "predict") and processes.process()[1] > 0
-        token = _running.set(call)
-        try:
-            with model.distribute_strategy.scope(), naming_workers(model.distribute_strategy):
-                if not call.is_alone:
-                    tell(f"calls `{name}` of a prepared model")
-                return call_silently(real, *args, **kwargs) if is_silent else real(*args, **kwargs)
-        finally:
-            _running.reset(token)
-            note_end_of_call()
-
-    return function
-
-
-_CALLS = {
-    name: _call(name) for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-}
+@contextlib.contextmanager
+def calling(model: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[Callable[..., Any]]:
+    """Run a call of `model` on all workers. Yield how to call Keras' method: the first worker prints alone."""
+    if not are_several(model):
+        yield lambda real, *args, **kwargs: real(*args, **kwargs)
+        return
+    gathers = name == "predict" and _gathers(model, *args, **kwargs)
+    if name.startswith("predict") and vars(model).get(_GATHERS) is not gathers:
+        object.__setattr__(model, _GATHERS, gathers)
+        model.predict_function = None  # it was traced for the other way
+    call = _Call(model, name, gathers, name == "fit" and splits_own_part(args, kwargs))
+    token = _running.set(call)
+    try:
+        with model.distribute_strategy.scope(), naming_workers(model.distribute_strategy):
+            if not call.is_alone:
+                tell(f"calls `{name}` of a prepared model")
+            yield call_silently if processes.process()[1] > 0 else lambda real, *args, **kwargs: real(*args, **kwargs)
+    finally:
+        _running.reset(token)
+        note_end_of_call()
 
 
 def _gathers(model: Any, x: Any = None, *args: Any, **kwargs: Any) -> bool:
@@ -343,8 +333,8 @@ def logs_of_all(model: Any, logs: Any, replicas: ReplicaContext) -> Any:
     return keras.tree.pack_sequence_as(logs, replicas.all_reduce(flat, "mean"))
 
 
-def _predict_step(model: Any, real: Callable[..., Any], data: Any) -> Any:
-    outputs = real(unpacked(data))
+def outputs_of_all(model: Any, outputs: Any, data: Any) -> Any:
+    """Return what each replica of `predict` returns for the outputs of a batch: the rows of all workers, or its own."""
     if not are_several(model):
         return outputs
     strategy, context = model.distribute_strategy, tf.distribute.get_replica_context()

@@ -43,6 +43,7 @@ from keras_shardopt.fit.overrides import (
 from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
 from keras_shardopt.fit.torch.step import TrainStep, step_of
 from keras_shardopt.numerics import Tensor
+from keras_shardopt.optimizers.cross_shard import cross_shards
 
 SESSION = "_keras_shardopt_session"
 
@@ -62,8 +63,7 @@ class Phase(enum.Enum):
 class Session:
     """The state that the ranks share about one model."""
 
-    def __init__(self, model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
-        self._reducers_of = reducers_of
+    def __init__(self, model: Any) -> None:
         self._last_batch: dict[Phase, Any] = {}
         self.model = model
         self._unused: list[tuple[Any, int]] = []
@@ -111,7 +111,7 @@ class Session:
     @property
     def reducers(self) -> list[Any]:
         """Each `CrossShard` of the model."""
-        return reducers_in(self.model, self._reducers_of)
+        return reducers_in(self.model)
 
     @property
     def reducer(self) -> Any:
@@ -126,7 +126,7 @@ class Session:
 
     def check_reduces(self) -> None:
         """Raise ValueError if the optimizer (a later `compile` may have set it) would let the ranks' weights differ."""
-        reducers = reducers_in(self.model, self._reducers_of)
+        reducers = self.reducers
         refuse_groups(reducers)
         if not reducers:
             raise ValueError(
@@ -152,7 +152,7 @@ class Session:
     def start_equal(self) -> None:
         """Make the model's values equal on all ranks: rank 0's values if they differ. Raise if models differ."""
         assert self.ranks is not None
-        reducers = reducers_in(self.model, self._reducers_of)
+        reducers = self.reducers
         for reducer in reducers:
             reducer.peers.check(self.ranks)
             reducer.peers.check_parts()
@@ -174,7 +174,7 @@ class Session:
             self.ranks.broadcast_from_rank_0(trained, shared)
         else:
             draw_apart(self.ranks.world, [])  # again, because the program may have seeded PyTorch since the last call
-        plain = [o for o in optimizers if not self._reducers_of(o)]
+        plain = [o for o in optimizers if not cross_shards(o)]
         self._unused = [(o, int(o.iterations)) for o in plain]
         for reducer in reducers:
             # Prevents a second comparison after the first forward pass: it would broadcast rank 0's moving statistics.
@@ -305,7 +305,7 @@ class Session:
         if self._waits is None:
             # A custom step may never call `compute_loss`, the caller of `confirm`; compiled steps must not change.
             is_plain = not self.model.jit_compile and not synchronized_statistics(self.model)
-            tests_as_keras = type(self.model).test_step is keras.Model.test_step
+            tests_as_keras = self.model.__class__.test_step is keras.Model.test_step
             self._waits = is_plain and tests_as_keras and has_built_in_step(self.model)
         return self._waits and phase is not Phase.PREDICT_BATCH
 

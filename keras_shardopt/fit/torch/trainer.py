@@ -1,4 +1,4 @@
-"""The methods that `prepare(model)` replaces in Keras' torch trainer to support several ranks.
+"""The class that `prepare(model)` mixes in on PyTorch: methods of Keras' trainer for several ranks.
 
 All ranks draw the same batches, and each uses its part of every batch. If a rank's data is already divided, it uses
 its own batches instead. Ranks exchange their row counts for each batch, because these weight uneven batches. A rank
@@ -18,6 +18,7 @@ Private names of Keras touched here (a test holds each of them):
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,41 +29,140 @@ from keras.src.backend.torch import trainer as torch_trainer
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_shardopt.backends.active import processes, runtime
-from keras_shardopt.backends.models import note_own_statistics, override_method
+from keras_shardopt.backends.models import methods_inside, mix_in, note_own_statistics
 from keras_shardopt.backends.torch.communicator import TorchProcessGroup
 from keras_shardopt.backends.torch.process_group import note_error
 from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.callbacks import callbacks_of_call
-from keras_shardopt.fit.overrides import arguments_of, call_silently, num_rows
+from keras_shardopt.fit.overrides import call_silently, num_rows
+from keras_shardopt.fit.prepared import PreparedModel, logs_of_epoch, separate_logs
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 from keras_shardopt.fit.torch.batches import EpochIterator, KerasEpochIterator
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
 from keras_shardopt.update.trainer_context import joining_uneven_inputs
 
 
-def prepare(model: Any, reducers_of: Callable[[Any], list[Any]]) -> None:
+def prepare(model: Any) -> None:
     """Make `fit`, `evaluate`, `predict` and the calls on one batch collective over all ranks."""
     if SESSION not in vars(model):
-        object.__setattr__(model, SESSION, Session(model, reducers_of))
+        object.__setattr__(model, SESSION, Session(model))
     if torch_trainer.TorchEpochIterator is KerasEpochIterator:
         torch_trainer.TorchEpochIterator = EpochIterator
-    override_method(model, "fit", _fit)
-    override_method(model, "evaluate", _evaluate)
-    override_method(model, "predict", _predict)
-    override_method(model, "predict_on_batch", _stepping)
-    override_method(model, "train_on_batch", _train_on_batch)
-    override_method(model, "test_on_batch", _test_on_batch)
-    override_method(model, "train_step", _train_step)
-    override_method(model, "test_step", _step)
-    override_method(model, "compute_loss", _compute_loss)
-    override_method(model, "predict_step", _predict_step)
-    override_method(model, "_symbolic_build", _symbolic_build)
-    override_method(model, "_get_metrics_result_or_logs", _metrics_result_or_logs)
-    if hasattr(model, "_initialize_ddp"):
-        override_method(model, "_initialize_ddp", _without_ddp)
     if "get_metrics_result" in vars(_KerasTrainer):
         _KerasTrainer.get_metrics_result = _metrics_result
+    mix_in(model, PreparedOnTorch)
+
+
+class PreparedOnTorch(PreparedModel):
+    """A model that all ranks train together. Without several ranks, its steps are Keras'."""
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        session = session_of(self)
+        session.has_started, session.logs.is_fitting = False, True
+        session.splits_own_part = splits_own_part(args, kwargs)
+        try:
+            with joining_uneven_inputs():
+                history = _run(session, session, Phase.TRAIN_BATCH, super().fit, *args, **kwargs)
+        finally:
+            session.logs.is_fitting = session.splits_own_part = False
+        if session.ranks is not None:
+            session.exchange(Phase.END_OF_FIT)
+        return history
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        session = session_of(self)
+        session.look(session)
+        with separate_logs(self):
+            return _run(session, session, Phase.TEST_BATCH, super().evaluate, *args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict this rank's part of every batch and gather; or, without sharding or gathering, on this rank only."""
+        session, sharing = session_of(self), sharing_of(self)
+        together = session if sharing.gather and sharing.auto_shard else None
+        session.look(together)
+        return _run(session, together, Phase.PREDICT_BATCH, super().predict, *args, **kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return _on_batch(self, super().train_on_batch, Phase.TRAIN_BATCH, *args, **kwargs)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        session = session_of(self)
+        session.look(session)
+        return _on_batch(self, super().test_on_batch, Phase.TEST_BATCH, *args, **kwargs)
+
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with _one_by_one(self):
+            return super().predict_on_batch(*args, **kwargs)
+
+    def train_step(self, data: Any) -> Any:
+        session, real = session_of(self), super().train_step
+        if session.ranks is None:
+            step = session.step
+            return step.run(real, data, trains=True) if step.runs_alone else real(data)
+        session.check_reduces()
+        if session.mine is not None and not session.has_started:
+            session.confirm()
+            session.start_equal()
+        session.go_on()
+        logs = _step(session, real, data, trains=True)
+        session.check_unused()
+        return logs
+
+    @torch.compiler.disable(recursive=False)
+    def test_step(self, data: Any) -> Any:
+        return _step(session_of(self), super().test_step, data)
+
+    @torch.compiler.disable(recursive=False)
+    def predict_step(self, data: Any) -> Any:
+        """Predict this rank's part of a batch. Return the predictions of all ranks."""
+        session = session_of(self)
+        outputs = super().predict_step(data)
+        if session.ranks is None or session.mine is None or session.call is not Phase.PREDICT_BATCH:
+            return outputs
+        session.mine = None
+        return session.rows_of_all(outputs, session.rows())
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss after `confirm`: ranks exchange tensors from here, so all must be in the same step."""
+        session = session_of(self)
+        session.confirm()
+        loss = super().compute_loss(*args, **kwargs)
+        session.step.after_loss()
+        return loss
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        session, real = session_of(self), super()._symbolic_build
+        if iterator is None or session.ranks is None:
+            real(iterator=iterator, data_batch=data_batch)
+            return
+        try:
+            real(iterator=_Asked())
+        except _Unbuilt:
+            batch = iterator.first_batch()
+            batch = session.any_batch(batch)
+            real(data_batch=_first_part(session, batch) if iterator._is_whole else batch)
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        """Return metrics over all ranks: each variable is summed or averaged, according to its `aggregation`."""
+        session, real = session_of(self), super(PreparedModel, self)._get_metrics_result_or_logs
+        ranks, logs = session.ranks, logs_of_epoch(self, logs)
+        if ranks is None or running.get() is not session:
+            return real(logs)
+        session.end_epoch()
+        if session.step.logs_are_global:  # each step has already aggregated them
+            session.logs.forget()
+            return pythonify_logs(real(logs))
+        if session.call is Phase.TRAIN_BATCH or (session.call is None and self.training):
+            session.step.end_epoch(is_call=session.call is not None)
+            note_own_statistics(self, False)
+        # As Python numbers, because some metrics return their variable.
+        result = metrics_of_all(self, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
+        session.logs.forget()
+        return session.mean_logs(logs) if result is None else result
+
+    def _initialize_ddp(self) -> None:
+        """Skip DDP: it would average gradients before `CrossShard` weights them by rows."""
 
 
 def train_apart(model: Any) -> bool:
@@ -75,27 +175,7 @@ def train_apart(model: Any) -> bool:
 
 def step_one_by_one(model: Any) -> None:
     """Make an unprepared model run with `steps_per_execution=1`, as on several ranks."""
-    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
-        override_method(model, name, _stepping)
-
-
-def _stepping(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _one_by_one(model):
-        return real(*args, **kwargs)
-
-
-def _evaluate(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    session = session_of(model)
-    session.look(session)
-    return _run(session, session, Phase.TEST_BATCH, real, *args, **kwargs)
-
-
-def _predict(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Predict this rank's part of every batch and gather; or, without sharding or gathering, on this rank only."""
-    session, sharing = session_of(model), sharing_of(model)
-    together = session if sharing.gather and sharing.auto_shard else None
-    session.look(together)
-    return _run(session, together, Phase.PREDICT_BATCH, real, *args, **kwargs)
+    mix_in(model, _OneByOne)
 
 
 def _run(
@@ -108,7 +188,8 @@ def _run(
         try:
             if call is Phase.TRAIN_BATCH:
                 session.step.begin_fit()
-            return _print_on_chief(session, real, *args, **kwargs)
+            prints = session.ranks is None or session.ranks.replica_id == 0
+            return real(*args, **kwargs) if prints else call_silently(real, *args, **kwargs)
         except BaseException as error:
             if together is not None:
                 note_error(f"{type(error).__name__}: {error}")
@@ -135,23 +216,8 @@ def _one_by_one(model: Any) -> Iterator[None]:
         model.steps_per_execution = steps
 
 
-def _print_on_chief(session: Session, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    prints = session.ranks is None or session.ranks.replica_id == 0
-    return real(*args, **kwargs) if prints else call_silently(real, *args, **kwargs)
-
-
-def _fit(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    session = session_of(model)
-    session.has_started, session.logs.is_fitting = False, True
-    session.splits_own_part = splits_own_part(args, kwargs)
-    try:
-        with joining_uneven_inputs():
-            history = _run(session, session, Phase.TRAIN_BATCH, real, *args, **kwargs)
-    finally:
-        session.logs.is_fitting = session.splits_own_part = False
-    if session.ranks is not None:
-        session.exchange(Phase.END_OF_FIT)
-    return history
+_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_OneByOne = methods_inside(_one_by_one, _CALLS)
 
 
 class _Unbuilt(Exception):
@@ -163,19 +229,6 @@ class _Asked:
 
     def __iter__(self) -> Any:
         raise _Unbuilt
-
-
-def _symbolic_build(model: Any, real: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
-    session = session_of(model)
-    if iterator is None or session.ranks is None:
-        real(iterator=iterator, data_batch=data_batch)
-        return
-    try:
-        real(iterator=_Asked())
-    except _Unbuilt:
-        batch = iterator.first_batch()
-        batch = session.any_batch(batch)
-        real(data_batch=_first_part(session, batch) if iterator._is_whole else batch)
 
 
 def _first_part(session: Session, data: Any) -> Any:
@@ -191,19 +244,9 @@ _KerasTrainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module_
 _metrics_result_in_keras = _KerasTrainer.get_metrics_result
 
 
-def _train_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _on_batch(model, real, Phase.TRAIN_BATCH, arguments_of(real, *args, **kwargs))
-
-
-def _test_on_batch(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    session = session_of(model)
-    session.look(session)
-    return _on_batch(model, real, Phase.TEST_BATCH, arguments_of(real, *args, **kwargs))
-
-
-def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, arguments: dict[str, Any]) -> Any:
+def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, *args: Any, **kwargs: Any) -> Any:
     """Run a step on each rank's own rows (perhaps none). Return logs over all ranks."""
-    session = session_of(model)
+    session, arguments = session_of(model), dict(inspect.signature(real).bind(*args, **kwargs).arguments)
     return_dict = arguments.pop("return_dict", False)
     if session.ranks is None:
         with _one_by_one(model):
@@ -220,64 +263,10 @@ def _on_batch(model: Any, real: Callable[..., Any], phase: Phase, arguments: dic
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
-def _train_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
-    session = session_of(model)
-    if session.ranks is None:
-        step = session.step
-        return step.run(real, data, trains=True) if step.runs_alone else real(data)
-    session.check_reduces()
-    if session.mine is not None and not session.has_started:
-        session.confirm()
-        session.start_equal()
-    session.go_on()
-    logs = _step(model, real, data, trains=True)
-    session.check_unused()
-    return logs
-
-
 @torch.compiler.disable(recursive=False)  # it communicates
-def _step(model: Any, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
+def _step(session: Session, real: Callable[[Any], Any], data: Any, trains: bool = False) -> Any:
     """Run a step on this rank's part of the agreed batch."""
-    return session_of(model).step.run(real, data, trains)
-
-
-def _compute_loss(model: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute the loss after `confirm`: ranks exchange tensors from here, so all must be in the same step."""
-    session = session_of(model)
-    session.confirm()
-    loss = real(*args, **kwargs)
-    session.step.after_loss()
-    return loss
-
-
-@torch.compiler.disable(recursive=False)
-def _predict_step(model: Any, real: Callable[[Any], Any], data: Any) -> Any:
-    """Predict this rank's part of a batch. Return the predictions of all ranks."""
-    session = session_of(model)
-    outputs = real(data)
-    if session.ranks is None or session.mine is None or session.call is not Phase.PREDICT_BATCH:
-        return outputs
-    session.mine = None
-    return session.rows_of_all(outputs, session.rows())
-
-
-def _metrics_result_or_logs(model: Any, real: Callable[[Any], Any], logs: Any) -> Any:
-    """Return metrics over all ranks: each variable is summed or averaged, according to its `aggregation`."""
-    session = session_of(model)
-    ranks = session.ranks
-    if ranks is None or running.get() is not session:
-        return real(logs)
-    session.end_epoch()
-    if session.step.logs_are_global:  # each step has already aggregated them
-        session.logs.forget()
-        return pythonify_logs(real(logs))
-    if session.call is Phase.TRAIN_BATCH or (session.call is None and model.training):
-        session.step.end_epoch(is_call=session.call is not None)
-        note_own_statistics(model, False)
-    # As Python numbers, because some metrics return their variable.
-    result = metrics_of_all(model, ranks, lambda: None if (found := real(logs)) is logs else pythonify_logs(found))
-    session.logs.forget()
-    return session.mean_logs(logs) if result is None else result
+    return session.step.run(real, data, trains)
 
 
 def _metrics_result(model: Any) -> Any:
@@ -285,7 +274,3 @@ def _metrics_result(model: Any) -> Any:
     if hasattr(model, SESSION):
         return super(_KerasTrainer, model).get_metrics_result()
     return _metrics_result_in_keras(model)
-
-
-def _without_ddp(model: Any, real: Callable[[], None]) -> None:
-    """Skip DDP: it would average gradients before `CrossShard` weights them by rows."""

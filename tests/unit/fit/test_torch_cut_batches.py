@@ -4,7 +4,6 @@ import keras
 import pytest
 
 from keras_shardopt import CrossShard
-from keras_shardopt.optimizers.cross_shard import cross_shards
 
 pytestmark = pytest.mark.backends("torch")
 
@@ -23,7 +22,7 @@ def session():
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2), WithHead(1)])
     model.compile(CrossShard("sgd", virtual_replicas=4), "mse")
-    session = Session(model, cross_shards)
+    session = Session(model)
     session.call = Phase.TRAIN_BATCH
     return session
 

@@ -75,7 +75,7 @@ class PartsStep(TrainStep):
             ValueError: if the parts cannot be computed one after another.
         """
         model = self.model
-        num_parts = num_parts_of(model, model._keras_shardopt_reducers_of)
+        num_parts = num_parts_of(model)
         strategy = model.distribute_strategy
         is_several = strategy.num_replicas_in_sync > 1
         if num_workers(strategy) > 1 or (is_several and not isinstance(strategy, tf.distribute.MirroredStrategy)):
@@ -130,7 +130,7 @@ class PartsStep(TrainStep):
 
     def test(self, real: Callable[[Any], Any], data: Any) -> Any:
         """See `TrainStep.test`. A custom `test_step` runs on all rows of the replica at once."""
-        if type(self.model).test_step is keras.Model.test_step:
+        if self.model.__class__.test_step is keras.Model.test_step:
             return in_parts(self.model, rows_of(data), self.num_parts, trains=False)
         return super().test(real, rows_of(data).of_replica(self.num_parts))
 
@@ -193,7 +193,7 @@ class _Work:
 
     def __init__(self, model: Any, data: Rows, num_parts: int, trains: bool) -> None:
         self._model, self._data, self._num_parts, self._trains = model, data, num_parts, trains
-        self.reducers = reducers_in(model, model._keras_shardopt_reducers_of)
+        self.reducers = reducers_in(model)
         stages = self.reducers[0].pipeline.stages
         self.stage: Any = next(stage for stage in stages if isinstance(stage, VirtualReplicas))
         self.variables: list[Variable] = list(model.trainable_variables)

@@ -1,0 +1,63 @@
+"""The methods that a model has after `prepare(model)` on every backend.
+
+Private names of Keras touched here (a test holds each of them):
+    `Trainer._get_metrics_result_or_logs` - the logs of an epoch, before validation.
+    `Trainer._aggregate_additional_loss` - reduces the value of a regularizer or an `add_loss` to a scalar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from keras_shardopt.backends.models import Prepared
+from keras_shardopt.backends.user_warnings import warn
+from keras_shardopt.checkpoint.saving import write_apart
+from keras_shardopt.update.losses import additional_loss
+
+
+class PreparedModel(Prepared, keras.Model):
+    """Writes complete files, shares added losses, and warns of epochs without batches. Each backend has a subclass."""
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        write_apart(self, super().save, *args, **kwargs)
+
+    def save_weights(self, *args: Any, **kwargs: Any) -> None:
+        write_apart(self, super().save_weights, *args, **kwargs)
+
+    def _aggregate_additional_loss(self, loss: Any) -> Any:
+        return additional_loss(self, super()._aggregate_additional_loss, loss)
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        return super()._get_metrics_result_or_logs(logs_of_epoch(self, logs))
+
+
+def logs_of_epoch(model: Any, logs: Any) -> Any:
+    """Drop logs of an earlier epoch: without batches, Keras keeps them and returns metrics of zero rows."""
+    before = vars(model).get(_LAST_LOGS)
+    if not (before and (logs is before or logs == {})):
+        object.__setattr__(model, _LAST_LOGS, logs)
+        return logs
+    warn(
+        "An epoch without batches logs no metrics. Received: no batch left for an epoch of `fit`. "
+        "Repeat the data (`dataset.repeat()`), or leave out `steps_per_epoch`."
+    )
+    return {}
+
+
+@contextlib.contextmanager
+def separate_logs(model: Any) -> Iterator[None]:
+    """Separate the logs of training from those of a validation between two epochs."""
+    before = vars(model).get(_LAST_LOGS)
+    object.__setattr__(model, _LAST_LOGS, None)
+    try:
+        yield
+    finally:
+        object.__setattr__(model, _LAST_LOGS, before)
+
+
+_LAST_LOGS = "_keras_shardopt_last_logs"
+"""Attribute of a model: the logs of the last training step."""
