@@ -53,6 +53,8 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
       `predict` returns all rows on every process. The order of rows is that which one process draws. `train_on_batch`
       and `test_on_batch` take each process's own rows, and `predict_on_batch` is up to each process.
 
+    `type(model)` becomes a subclass with the methods that differ. `model.__class__` and files name the class as before.
+
     From then on all processes must make these calls together, with equal `epochs` and validation; where they do not,
     all of them raise. With one replica nothing changes, and doing it twice changes nothing.
 

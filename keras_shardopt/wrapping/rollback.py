@@ -301,11 +301,6 @@ def _is_step_of_keras(model: Any, state: Any, result: Any) -> bool:
     return isinstance(result, (tuple, list)) and len(result) == 2 and fits(state) and fits(result[1])
 
 
-def _of(optimizer: Any) -> Rollback | None:
-    found: Rollback | None = getattr(optimizer, "_rollback", None)
-    return found
-
-
 def statistics_in(models: Sequence[Any]) -> list[Variable]:
     """Of these models what forward passes change and means can be taken of: moving statistics."""
     own = {number for model in models for number in ids_of_states(model)}  # of each replica's rows
@@ -319,13 +314,13 @@ class _RollsBackStateless(keras.Model):
 
     def train_step(self, state: Any, data: Any) -> Any:
         result = super().train_step(state, data)
-        rollback = _of(self.optimizer)
+        rollback = getattr(self.optimizer, "_rollback", None)
         if any(extension.settles_skips for extension in getattr(self.optimizer, "extensions", ())):
             return result
         if rollback is not None:
             return rollback.settled(self, state, result)
         for optimizer in optimizers_of(self):
-            other = _of(optimizer)
+            other = getattr(optimizer, "_rollback", None)
             if optimizer is not self.optimizer and other is not None:
                 other._warn("Received: a `train_step` with optimizers other than `model.optimizer`.")
         return result
@@ -335,7 +330,7 @@ class _RollsBack(keras.Model):
     """A model that notes what a step may have to put back, where Python runs each step."""
 
     def train_step(self, data: Any) -> Any:
-        rollback = _of(self.optimizer)
+        rollback = getattr(self.optimizer, "_rollback", None)
         if rollback is not None:
             runtime.no_compile(rollback._begin_step, bool(self.jit_compile))
         return super().train_step(data)

@@ -46,6 +46,7 @@ NORMALIZED = "promises/test_synchronized_batch_normalization.py::test_update_is_
 WHOLE_BATCH = "unit/update/test_whole_batch.py::test_parts_add_up_to_the_loss_of_the_whole"
 WHOLE_DATA = "unit/data/test_whole_batches.py"
 CODECS = "unit/update/test_codecs.py"
+PREPARED = "unit/fit/test_prepared.py"
 ROUNDS = "promises/test_local_sgd.py"
 PARTS = "unit/fit/test_tensorflow_parts.py"
 SAME_BITS = "promises/test_same_bits_tensorflow.py::test_one_sha256_for_any_number_of_devices"
@@ -1097,6 +1098,24 @@ FAULTS = [
         "            anchor.assign(ops.cast(ops.convert_to_tensor(weight), anchor.dtype))\n",
         "            pass\n",
         f"{ROUNDS}::test_rounds_begin_from_weights_within_their_constraints",
+    ),
+    fault(
+        "backends/models.py",
+        "for name in names & vars(model).keys()",
+        "for name in set()",
+        f"{PREPARED}::test_methods_that_were_set_on_the_model_run_inside_and_later_ones_instead",
+    ),
+    fault(
+        "backends/models.py",
+        """content |= {"__class__": seen, _MIXINS: mixins}""",
+        "content |= {_MIXINS: mixins}",
+        f"{PREPARED}::test_everybody_but_type_sees_the_class_of_the_user[own]",
+    ),
+    fault(
+        "backends/models.py",
+        """same = ("__module__", "__qualname__", "__doc__", "_unpickle_model")""",
+        """same = ("__module__", "__qualname__", "__doc__")""",
+        f"{PREPARED}::test_everybody_but_type_sees_the_class_of_the_user[own]",
     ),
 ]
 HERE = [each for each in FAULTS if each.backend == BACKEND]

@@ -72,7 +72,7 @@ def draw_apart(ranks: Any, models: Sequence[Any]) -> None:
     _ranks = ranks
     torch_random.draw_seed = torch_image.draw_seed = _draw_seed
     for model in models:
-        mix_in(model, DrawsApart)
+        mix_in(model, _DrawsApart)
     # Not rank 0's, which has drawn from it. And not one that was seeded for this already, here or before a restart.
     if ranks.replica_id and torch.initial_seed() != _seeded_with:
         torch.manual_seed((torch.initial_seed() + ranks.replica_id * _BETWEEN_RANKS) % 2**63)
@@ -148,12 +148,11 @@ def in_step(function: FunctionT) -> FunctionT:
     return step  # type: ignore[return-value]
 
 
-class DrawsApart(keras.Model):
+class _DrawsApart(keras.Model):
     """A model with a `train_step` in which ranks draw different numbers."""
 
     @torch.compiler.disable(recursive=False)
     def train_step(self, data: Any) -> Any:
-        """Run the step as a training step of this rank."""
         with _step():
             return super().train_step(data)
 
