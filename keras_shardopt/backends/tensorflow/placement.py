@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from keras_shardopt.arguments import with_article
 from keras_shardopt.backends.keras_callers import warn_user
+from keras_shardopt.backends.models import is_prepared
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import _process_of
@@ -91,7 +92,7 @@ def _check_trainer(model: Any) -> None:
             f"Received: jit_compile=True, for the model `{model.name}`. Use `model.compile(..., jit_compile=False)`; "
             "for a model that is loaded from a file, set `model.jit_compile = False` before `fit`."
         )
-    if model.steps_per_execution > 1 and "_make_function" not in vars(model):
+    if model.steps_per_execution > 1 and not is_prepared(model):
         raise ValueError(
             "Under a strategy with several replicas Keras' loop of several steps fails. "
             f"Received: steps_per_execution={model.steps_per_execution}, for the model `{model.name}`. Call "
