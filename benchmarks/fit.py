@@ -39,7 +39,7 @@ def optimizers(num_replicas: int) -> dict[str, keras.optimizers.Optimizer]:
     adam, backend = keras.optimizers.Adam, keras.config.backend()
     made = {"Adam": adam(), "CrossShard(Adam)": ks.CrossShard(adam())}
     if backend == "torch":
-        made["CrossShard(Adam, fused=False)"] = ks.CrossShard(adam(), fused=False)
+        made["CrossShard(Adam, fused=False)"] = ks.CrossShard(adam(), torch=ks.TorchSpeed(fused=False))
     if num_replicas > 1:
         made["CrossShard(Adam, shard_state=True)"] = ks.CrossShard(adam(), shard_state=True)
         made[UNPREPARED] = ks.CrossShard(adam())

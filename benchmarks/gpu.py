@@ -140,7 +140,7 @@ def check() -> str:
     random = np.random.default_rng(0)
     x = random.normal(size=(64, 8)).astype("float32")
     weights = []
-    for make in (lambda o: o, ks.CrossShard, lambda o: ks.CrossShard(o, fused=False)):
+    for make in (lambda o: o, ks.CrossShard, lambda o: ks.CrossShard(o, torch=ks.TorchSpeed(fused=False))):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(8)])
         model.compile(make(keras.optimizers.Adam(RATE)), "mse")

@@ -65,7 +65,7 @@ def main() -> None:
         optimizers = {
             "Keras": make(),
             "CrossShard": ks.CrossShard(make()),
-            "CrossShard(fused=False)": ks.CrossShard(make(), fused=False),
+            "CrossShard(fused=False)": ks.CrossShard(make(), torch=ks.TorchSpeed(fused=False)),
         }
         reference = make_torch(parameters)
         way = "fused" if reference.defaults.get("fused") else "foreach"

@@ -65,7 +65,9 @@ def main() -> None:
             for num_parts in dict.fromkeys((None, number, 8)):
                 keras.utils.set_random_seed(0)
                 model = make(size[0])
-                optimizer = ks.CrossShard(keras.optimizers.Adam(1e-3), virtual_replicas=num_parts)
+                optimizer = ks.CrossShard(
+                    keras.optimizers.Adam(1e-3), extensions=[] if num_parts is None else [ks.VirtualReplicas(num_parts)]
+                )
                 model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
                 more = {"batch_size": rows, "verbose": 0, "shuffle": False}
                 label = name if num_parts is None else f"virtual_replicas={num_parts}"

@@ -173,7 +173,7 @@ FEATURES = [
         {"jax": "in `shard_map` and `pmap`; refused in `fit`"},
     ),
     Feature(
-        "`virtual_replicas`: the same bits on 1, 2, 4 or 8 replicas",
+        "`VirtualReplicas`: the same bits on 1, 2, 4 or 8 replicas",
         _on(
             jax="promises/test_same_bits_jax.py::test_one_sha256_for_any_number_of_devices",
             tensorflow="promises/test_same_bits_tensorflow.py::test_one_sha256_for_any_number_of_devices",
@@ -185,7 +185,7 @@ FEATURES = [
         },
     ),
     Feature(
-        "`sync_every`: local SGD and DiLoCo, as NumPy does it",
+        "`LocalSGD`: local SGD and DiLoCo, as NumPy does it",
         _on(
             everywhere="promises/test_local_sgd.py::test_weights_are_those_of_replicas_in_numpy"
         ),

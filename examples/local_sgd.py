@@ -40,19 +40,22 @@ def main():
     for name in ("synchronous", "mean of the weights", "outer optimizer"):
         keras.utils.set_random_seed(1)
         with ks.data_parallel(arguments.replicas) as replicas:
-            how = {} if name == "synchronous" else {"sync_every": EVERY}
+            rounds = ks.LocalSGD(EVERY)
             if name == "outer optimizer":
                 sgd = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-                how |= {"outer_optimizer": sgd, "sync_warmup": 2 * EVERY}
+                rounds = ks.LocalSGD(EVERY, outer_optimizer=sgd, warmup=2 * EVERY)
+            extensions = [] if name == "synchronous" else [rounds]
             hidden = keras.layers.Dense(64, activation="relu")
             model = keras.Sequential([keras.Input((64,)), hidden, keras.layers.Dense(10)])
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(ks.CrossShard(keras.optimizers.Adam(2e-3), **how), loss)
+            model.compile(
+                ks.CrossShard(keras.optimizers.Adam(2e-3), extensions=extensions), loss
+            )
         epochs = arguments.epochs
         model.fit(images[:1400], labels[:1400], batch_size=64, epochs=epochs, verbose=0)
         error = model.evaluate(*held_out, verbose=0)
         updates = epochs * 22  # batches of 64 of 1,400 rows
-        together = how.get("sync_warmup", 0) if how else updates
+        together = (rounds.warmup or 0) if extensions else updates
         times = together + (updates - together) // EVERY
         if replicas.is_chief:
             label = f"{replicas.num_replicas} replicas, {name}"

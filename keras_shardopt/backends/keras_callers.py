@@ -73,14 +73,14 @@ def running_local(function: str, name: str) -> Any:
     return None if frame is None else frame.f_locals.get(name)
 
 
-def warn_user(words: str) -> None:
+def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
     """Warns, at the line of the user's program that has led here.
 
     Not by a `stacklevel`: Keras and the frameworks put a varying number of frames between that line and this one.
     """
     frame = _user_frame()
     where = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "")
-    warnings.warn_explicit(words, UserWarning, *where, registry=frame.f_globals.setdefault("__warningregistry__", {}))
+    warnings.warn_explicit(words, category, *where, registry=frame.f_globals.setdefault("__warningregistry__", {}))
 
 
 def _user_frame() -> types.FrameType:

@@ -10,7 +10,7 @@ from keras_shardopt.backends.keras_callers import warn_user
 _before_devices = for_backend({"jax": "keras_shardopt.backends.jax.processes"})
 
 
-def warn(words: str) -> None:
+def warn(words: str, category: type[Warning] = UserWarning) -> None:
     """Warns on process 0 only, as all processes make the same calls."""
     if processes.process()[1] == 0 if _before_devices is None else _before_devices.is_first():
-        runtime.no_compile(warn_user, words)
+        runtime.no_compile(warn_user, words, category)

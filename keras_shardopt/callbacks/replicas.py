@@ -102,7 +102,7 @@ class CheckReplicas(keras.callbacks.Callback):
     within an epoch, and each replica's on TensorFlow where the model is not prepared. Buffers of `torch.nn` modules are
     compared from the end of an epoch of a prepared model until the next one trains. What a
     `CrossShard(group_assignment=...)` updates is compared within its groups only, since groups differ on purpose, and
-    with `sync_every=` weights only where a round has just ended.
+    with `LocalSGD` weights only where a round has just ended.
 
     Args:
         every: int >= 1. After how many training batches to check.
@@ -217,7 +217,7 @@ def _groups(model: Any, variables: Sequence[Variable], num_replicas: int) -> lis
     of_all: list[tuple[int, ...]] = [()] * num_replicas
     for part in [part for optimizer in optimizers_of(model) for part in (optimizer, *descendants(optimizer))]:
         groups: Groups | None = getattr(part, "group_assignment", None) if num_replicas > 1 else None
-        if isinstance(part, CrossShard) and any(extension.are_apart for extension in part.extensions):
+        if isinstance(part, CrossShard) and any(extension.are_apart for extension in part.extension_stages):
             groups = [[i] for i in range(num_replicas)]
         if groups is None and not isinstance(part, CrossShard):
             continue

@@ -382,14 +382,14 @@ def _variables_of(optimizer: Any) -> list[keras.Variable]:
     if _is_stored_whole(optimizer):  # what no file holds: how many steps were skipped
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
-    extensions = [extension for part in cross_shards(optimizer) for extension in part.extensions]
+    extensions = [extension for part in cross_shards(optimizer) for extension in part.extension_stages]
     private = {id(v) for extension in extensions for v in extension.private}
     return [v for v in shared_variables(optimizer) if id(v) not in private]
 
 
 def _extensions(model: Any) -> list[tuple[Any, str]]:
     """The extensions with state of each replica, and the name of this state in backups."""
-    found = [extension for part in _cross_shards(model) for extension in part.extensions if extension.keeps_state]
+    found = [extension for part in _cross_shards(model) for extension in part.extension_stages if extension.keeps_state]
     return [(extension, f"{'abcdefgh'[i]}_{_APART}") for i, extension in enumerate(found)]
 
 

@@ -175,8 +175,8 @@ def _fit(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 
 def _cuts_batches(model: Any) -> bool:
-    """Whether its optimizer works on parts of batches, which a single replica has several of, too."""
-    return any(reducer.virtual_replicas is not None for reducer in reducers_in(model))
+    """Whether an extension of its optimizer needs a prepared model on a single replica, too."""
+    return any(each.keeps_bits for part in reducers_in(model) for each in part.extension_stages)
 
 
 def _warn_of_unprepared(model: Any) -> None:

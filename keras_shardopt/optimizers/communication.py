@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_shardopt.backends.traffic import Collective
 from keras_shardopt.numerics import Variable, overwrites_variable
-from keras_shardopt.update.extension import Extension
+from keras_shardopt.update.extension import ExtensionStage
 from keras_shardopt.update.pipeline import Pipeline
 
 
@@ -25,14 +25,14 @@ class CommunicationReport:
     collectives: list[Collective]
     """Those of the last update; where steps are compiled, those in the compiled step. PowerSGD: after the warm-up.
 
-    With `sync_every`, once its warm-up is over, those of a round: of the last one, or of those in the compiled step.
+    With `LocalSGD`, once its warm-up is over, those of a round: of the last one, or of those in the compiled step.
     """
 
     float32_bytes: float
     """What the reduction of the same gradients sends, where they are float32 and sent as they are."""
 
     num_updates: int = 1
-    """In how many updates these collectives come: with `sync_every` in those of a round."""
+    """In how many updates these collectives come: with `LocalSGD` in those of a round."""
 
     @property
     def bytes_per_update(self) -> float:
@@ -61,14 +61,14 @@ class ReportsCommunication:
     """Has a report of what the replicas of its last update have sent."""
 
     pipeline: Pipeline
-    extensions: list[Extension]
+    extension_stages: list[ExtensionStage]
     _trainable_variables: list[Variable]
 
     def communication_report(self) -> CommunicationReport:
         """What each replica sends in an update: the bytes, their ratio to those of float32, and the collectives.
 
         Nothing before the first update, with one replica, and where gradients come reduced (`fit` of a JAX model that
-        is not prepared, or needs no local gradients; PyTorch's DDP). With `sync_every` it is the mean over the updates
+        is not prepared, or needs no local gradients; PyTorch's DDP). With `LocalSGD` it is the mean over the updates
         of a round; on PyTorch nothing between the warm-up and the first one.
 
         Returns:
@@ -82,7 +82,7 @@ class ReportsCommunication:
             0 bytes per replica and update, 0.000 of float32's
         """
         found, num_updates = self.pipeline.collectives, 1
-        for extension in self.extensions:
+        for extension in self.extension_stages:
             found, number = extension.sent(found)
             num_updates *= number
         size = max((collective.num_replicas for collective in found), default=1)

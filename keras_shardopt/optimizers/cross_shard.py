@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import keras
@@ -20,15 +20,17 @@ from keras_shardopt.sharding.sharded_optimizer import ShardedState
 from keras_shardopt.update import stages_of
 from keras_shardopt.update.accumulation import Accumulation, refuse_accumulation_inside
 from keras_shardopt.update.context import StageContext
-from keras_shardopt.update.extension import Extension
+from keras_shardopt.update.extension import Extension, ExtensionStage
 from keras_shardopt.update.gradient_state import GradientStateFinder, refuse_local_gradients_inside
 from keras_shardopt.update.nonfinite import SkipNonFinite
+from keras_shardopt.update.old_arguments import with_objects
 from keras_shardopt.update.options import CrossShardOptions, HasOptions, LocalTransform
 from keras_shardopt.update.peers import Peers
 from keras_shardopt.update.pipeline import Pipeline
 from keras_shardopt.update.reducers import reducer_of
 from keras_shardopt.update.replica_transform import scaled_gradients
 from keras_shardopt.update.step import Stage, Step
+from keras_shardopt.update.torch_speed import TorchSpeed
 from keras_shardopt.update.trainer_context import joins_uneven_inputs, row_share
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
@@ -67,21 +69,14 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
             stage 1). Saving is then a call of all processes. See [sharded state](../sharded_state.md).
         compression: None (default), "float16", "bfloat16", "int8", "int4", "powersgd" or an object of
             `keras_shardopt.compression`: how gradients are sent. See [fewer bytes](../compression.md).
-        sync_every: int >= 1 or None. After how many updates, each with a replica's own gradients, replicas take the
-            mean of their weights; or a function of the number of updates. See [local SGD](../local_sgd.md).
-        outer_optimizer: a Keras optimizer, its name or config, or None. What moves the weights at such a round, by the
-            mean of how far replicas have moved (DiLoCo), such as `SGD(0.7, momentum=0.9, nesterov=True)`.
-        sync_fragments: int >= 1. In how many parts weights are joined, one after the other.
-        sync_warmup: int >= 0 or None. How many synchronous updates come first; None for 5 rounds' with outer_optimizer.
-        fused: "auto" (default) or False. PyTorch: whether Keras' Adam, AdamW, Nadam, SGD and Adagrad update in one pass
-            over memory, which changes last digits. See [speed on PyTorch](../torch_speed.md).
-        overlap: "auto" (default) or False. PyTorch: whether `fit` sends gradients while others are computed.
-        bucket_mib: float > 0, 25 by default. PyTorch: how many MiB of gradients are sent at a time.
-        virtual_replicas: a power of two or None. Parts of each batch, for [equal bits](../randomness.md) on fewer replicas.
+        extensions: a list of `LocalSGD` (see [local SGD](../local_sgd.md)) and `VirtualReplicas` (see
+            [equal bits](../randomness.md)) objects, at most one of each.
+        torch: a `TorchSpeed` or None (default). PyTorch: the settings of [speed](../torch_speed.md).
         stages: further `keras_shardopt.Stage` objects, in the order in which gradients pass through them. See
             [custom stages](../stages.md).
         axis_name: str, "batch" by default. JAX: the name of the mapped axis over which replicas are laid out.
         name: str or None for one made of the class name.
+        **old: arguments that are objects now, for one more release: those of `TorchSpeed`, and of the extensions.
 
     Raises:
         TypeError: if an argument has a wrong type.
@@ -116,20 +111,27 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
         shard_state: bool = False,
         compression: Any = None,
-        sync_every: int | Callable[[Any], Any] | None = None,
-        outer_optimizer: Any = None,
-        sync_fragments: int = 1,
-        sync_warmup: int | None = None,
-        fused: Literal["auto", False] = "auto",
-        overlap: Literal["auto", False] = "auto",
-        bucket_mib: float = 25.0,
-        virtual_replicas: int | None = None,
+        extensions: Sequence[Extension] = (),
+        torch: TorchSpeed | None = None,
         stages: Sequence[Stage] = (),
         axis_name: str = "batch",
         name: str | None = None,
+        **old: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in CrossShardOptions.__dataclass_fields__}
-        options = CrossShardOptions(**given)
+        options = CrossShardOptions(
+            reduction=reduction,
+            group_assignment=group_assignment,
+            gradients=gradients,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            replica_clipnorm=replica_clipnorm,
+            replica_transform=replica_transform,
+            on_nonfinite=on_nonfinite,
+            shard_state=shard_state,
+            compression=compression,
+            stages=stages,
+            axis_name=axis_name,
+            **with_objects(extensions, torch, old),
+        )
         self._options = options  # Keras' constructor, which is yet to come, asks for some of them
         super().__init__(inner_optimizer, name=name)
         refuse_local_gradients_inside(self.inner)
@@ -152,10 +154,10 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         found = stages_of(options, self._context)
         self.accumulation = next((stage for stage in found if isinstance(stage, Accumulation)), None)
         self._nonfinite = next((stage for stage in found if isinstance(stage, SkipNonFinite)), None)
-        self.extensions = [stage for stage in found if isinstance(stage, Extension)]
-        self._keeps_state = any(extension.keeps_state for extension in self.extensions)
+        self.extension_stages = [stage for stage in found if isinstance(stage, ExtensionStage)]
+        self._keeps_state = any(extension.keeps_state for extension in self.extension_stages)
         self.state_finder = GradientStateFinder(options, self.accumulation is not None, self)
-        reducers = [extension.reducer for extension in self.extensions if extension.reducer is not None]
+        reducers = [extension.reducer for extension in self.extension_stages if extension.reducer is not None]
         reducer: Any = reducers[0] if reducers else reducer_of(self._context, options)
         self.peers = Peers(self, reducer.members)
         self.pipeline = Pipeline(found, reducer, self._update, self.axis_name, self.state_finder.classify)
@@ -200,7 +202,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
     @property
     def _lasting_state(self) -> list[Variable]:
         """None of a window of micro-batches, of which a file does not hold what there is; all that rounds go by."""
-        return [variable for extension in self.extensions for variable in extension.lasting]
+        return [variable for extension in self.extension_stages for variable in extension.lasting]
 
     @property
     def _replica_state(self) -> list[Variable]:
@@ -260,7 +262,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
 
     def _written(self) -> list[Variable]:
         """All that an update reads or assigns."""
-        private = [variable for extension in self.extensions for variable in extension.private]
+        private = [variable for extension in self.extension_stages for variable in extension.private]
         return [*self._trainable_variables, *self._shared_variables, *private, *self.pipeline.carried]
 
     def _on_outer_loss_scaling(self) -> None:
@@ -272,8 +274,6 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
             'Under the "mixed_float16" policy, where `compile` puts one around an optimizer that does not scale the '
             "loss: `model.compile(optimizer=CrossShard(LossScaling(inner_optimizer)))`."
         )
-
-    # -- configuration -------------------------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
         """See `keras.optimizers.Optimizer.get_config`."""

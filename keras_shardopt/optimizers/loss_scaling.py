@@ -326,7 +326,7 @@ class LossScaling(ScaledUpdate):
 
 def _refuse_several_gradients_inside(outer: ScaledUpdate) -> None:
     for optimizer in descendants(outer):
-        for extension in getattr(optimizer, "extensions", ()):
+        for extension in getattr(optimizer, "extension_stages", ()):
             extension.check_outside(outer)
         if getattr(optimizer, "accumulation", None) is not None:
             name = type(outer).__name__

@@ -25,7 +25,6 @@ from keras_shardopt.update.gradient_noise import GradientNoise
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.plugs import Place
-from keras_shardopt.update.plugs import stages as extended
 from keras_shardopt.update.reducers import whole_reducer_of
 from keras_shardopt.update.replica_transform import ReplicaClip, ReplicaTransform
 from keras_shardopt.update.step import Stage
@@ -42,9 +41,10 @@ STAGES: list[tuple[Place, Any]] = [
 """The core's stage classes. `UserStage` wraps those of the argument `stages`."""
 
 
-def kinds_of_stages() -> list[Any]:
-    """Return all stage classes, extensions included, from the outermost to the innermost."""
-    return [kind for _, kind in sorted([*STAGES, *extended], key=lambda row: row[0])]
+def _rows(options: CrossShardOptions) -> list[Any]:
+    """Return the makers of stages, from the outermost to the innermost: those of the core, and the extensions."""
+    rows = [*STAGES, *((extension.place, extension) for extension in options.extensions)]
+    return [maker for _, maker in sorted(rows, key=lambda row: row[0])]
 
 
 def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[GradientNoise, Callable[[], None]]:
@@ -70,8 +70,8 @@ def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[Gradi
     stage = UserStage(noise, optimizer._context)
     stage.build(optimizer._trainable_variables, add_variable)
     before = pipeline.stages, pipeline.reducer
-    kinds = kinds_of_stages()
-    place = sum(isinstance(each, tuple(kinds[: kinds.index(UserStage) + 1])) for each in pipeline.stages)
+    inner = tuple(kind for place, kind in STAGES if place > Place.LOCAL)
+    place = sum(not isinstance(each, inner) for each in pipeline.stages)
     pipeline.change([*pipeline.stages[:place], stage, *pipeline.stages[place:]], whole_reducer_of(pipeline.reducer))
     optimizer.state_finder.needing.append('summaries=["gradient_noise_scale"]')
 
@@ -89,4 +89,4 @@ def stages_of(options: CrossShardOptions, context: StageContext) -> list[Stage]:
     """Return the stages that these options require, for a `CrossShard` under construction."""
     for stage in options.stages:
         stage.check(context.optimizer)
-    return [stage for kind in kinds_of_stages() for stage in kind.from_options(options, context)]
+    return [stage for maker in _rows(options) for stage in maker.from_options(options, context)]

@@ -11,7 +11,7 @@ from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
-from keras_shardopt.wrapping.chain import Wrapping, children
+from keras_shardopt.wrapping.chain import children
 
 # Backends with kernels that update in one pass.
 _kernels = for_backend({"torch": "keras_shardopt.kernels.torch.fused"})
@@ -38,7 +38,7 @@ class FusedUpdate(Stage):
         """Find the optimizers with an update rule, once."""
         # A kernel rounds the last elements of an array differently, and slices end at other elements.
         optimizer = self._context.optimizer
-        varies = optimizer.shard_state and any(extension.keeps_bits for extension in optimizer.extensions)
+        varies = optimizer.shard_state and any(extension.keeps_bits for extension in optimizer.extension_stages)
         self._innermost = [
             (leaf, exactly)
             for leaf, exactly in _leaves(optimizer, varies)
@@ -63,7 +63,7 @@ class FusedUpdate(Stage):
 
 def _leaves(optimizer: Any, exactly: bool) -> Iterator[tuple[Any, bool]]:
     """Yield each optimizer with an update rule, and whether a wrapper around it has `fused=False`."""
-    exactly = exactly or (isinstance(optimizer, Wrapping) and getattr(optimizer, "fused", "auto") is False)
+    exactly = exactly or getattr(getattr(optimizer, "speed", None), "fused", "auto") is False
     inside = children(optimizer)
     if not inside:
         yield optimizer, exactly

@@ -139,7 +139,7 @@ def refuse_local_gradients_inside(optimizer: Any) -> None:
             )
         if optimizer.group_assignment or optimizer.state_finder.needs_local_gradients:
             raise ValueError(
-                "`group_assignment`, `sync_every`, `replica_clipnorm`, `replica_transform`, `compression` and `stages` "
+                "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression`, `extensions` and `stages` "
                 "that look at them need the gradients of each replica, and inside another `CrossShard` they are global "
                 "already. "
                 f"Received: inner_optimizer={optimizer!r}. "

@@ -27,11 +27,11 @@ class NoiseAverages:
 
     def check(self, optimizer: Any) -> None:
         """Raise ValueError if the options of a `CrossShard` break the formulas of `GradientNoise`."""
-        others = (optimizer.shard_state, optimizer.group_assignment, optimizer.sync_every, optimizer.virtual_replicas)
+        others = (optimizer.shard_state, optimizer.group_assignment, optimizer.extensions)
         if any(others) or optimizer.reduction == "sum":
             raise ValueError(
-                "`GradientNoise` needs the mean of whole gradients over all replicas: no `shard_state`, `sync_every`, "
-                f'`group_assignment`, `virtual_replicas` or `reduction="sum"`. Received: {optimizer!r}.'
+                "`GradientNoise` needs the mean of whole gradients over all replicas: no `shard_state`, `extensions`, "
+                f'`group_assignment` or `reduction="sum"`. Received: {optimizer!r}.'
             )
         window = optimizer._options.gradient_accumulation_steps  # this optimizer's, not that of an inner one
         self._num_micro_batches = window or 1

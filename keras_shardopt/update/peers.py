@@ -40,7 +40,7 @@ class Peers:
     def before_build(self, variables: Sequence[Variable]) -> None:
         """Check and describe the variables before the optimizer is built."""
         self._leaves = base_optimizers(self._optimizer)
-        outers = [outer for extension in self._optimizer.extensions for outer in extension.optimizers]
+        outers = [outer for extension in self._optimizer.extension_stages for outer in extension.optimizers]
         placement.before_build(variables, self._optimizer, [*self._leaves, *outers], self._optimizer.shard_state)
         if processes.process()[0] > 1:
             # Describe it now: callbacks change the learning rate later, and a traced step cannot read it.

@@ -15,7 +15,7 @@ from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import Collective, recording
 from keras_shardopt.numerics import Gradients, Tensor, Variable
-from keras_shardopt.update.extension import Extension
+from keras_shardopt.update.extension import ExtensionStage
 from keras_shardopt.update.fused import FusedUpdate
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.update.transport import Transport
@@ -119,7 +119,7 @@ class Pipeline:
     def before_look(self) -> None:
         """Notify extensions that weights are about to be read or saved. All processes call it together."""
         for stage in self.stages:
-            if isinstance(stage, Extension):
+            if isinstance(stage, ExtensionStage):
                 stage.before_look()
 
     def run(self, step: Step) -> None:

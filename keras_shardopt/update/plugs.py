@@ -1,4 +1,4 @@
-"""The registry of extensions: transports by argument, stages by place, steps by package."""
+"""The registry of extensions: transports by argument, classes with old arguments, steps by package."""
 
 from __future__ import annotations
 
@@ -33,13 +33,8 @@ class Place(enum.IntEnum):
 
 _plugs: dict[str, Plug] = {}
 _steps: list[tuple[Callable[[Sequence[Any]], Any], str, str]] = []
-stages: list[tuple[Place, Any]] = []
-"""The stage classes of extensions, and their places."""
-
-
-def register_stage(place: Place, kind: Any) -> None:
-    """Register a class with `from_options(options, context)` that returns stages."""
-    stages.append((place, kind))
+extensions: list[Any] = []
+"""The classes that users can pass to `CrossShard(extensions=[...])`, if they replace old arguments."""
 
 
 def register(argument: str, plug: Plug) -> None:

@@ -246,7 +246,7 @@ class Overlapped:
             self.buckets, self._among = None, comm
             variables = self._context.trainable
             if _overlap is not None and not any(map(overwrites_variable, variables)):
-                takes_mean, num_bytes = self._options.reduction == "mean", self._options.bucket_mib * 2**20
+                takes_mean, num_bytes = self._options.reduction == "mean", self._options.speed.bucket_mib * 2**20
                 slices = None if self._shards is None else self._shards.gradient_slices
                 checks, transport = self._options.on_nonfinite != "ignore", self.transport
 
@@ -271,7 +271,7 @@ def reducer_of(
     else:
         at_the_end = ReduceScatter(context, options, transport, shards)
         can_overlap = shards.gradient_slices is not None and transport.early_in_slices
-    if options.overlap == "auto" and options.is_plain and can_overlap:
+    if options.speed.overlap == "auto" and options.is_plain and can_overlap:
         return Overlapped(at_the_end, context, options, shards)
     return at_the_end
 

@@ -315,7 +315,7 @@ class _RollsBackStateless(keras.Model):
     def train_step(self, state: Any, data: Any) -> Any:
         result = super().train_step(state, data)
         rollback = getattr(self.optimizer, "_rollback", None)
-        if any(extension.settles_skips for extension in getattr(self.optimizer, "extensions", ())):
+        if any(extension.settles_skips for extension in getattr(self.optimizer, "extension_stages", ())):
             return result
         if rollback is not None:
             return rollback.settled(self, state, result)

@@ -195,11 +195,11 @@ def test_bad_arguments_and_the_config():
     optimizer = ks.CrossShard("sgd", compression="float16", overlap=False, bucket_mib=3)
     restored = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
     assert (restored.compression, restored.overlap, restored.bucket_mib) == ("float16", False, 3.0)
-    assert "compression='float16'" in repr(restored) and "bucket_mib=3" in repr(restored)
+    assert "compression='float16'" in repr(restored) and "bucket_mib=3.0" in repr(restored)
     coded = ks.CrossShard("sgd", compression=ks.compression.Int4(block=128))
     restored = keras.optimizers.deserialize(keras.optimizers.serialize(coded))
     assert restored.compression == ks.compression.Int4(block=128) and "compression=Int4(block=128)" in repr(restored)
-    with pytest.raises(ValueError, match="`compression` and `stages` .* need"):
+    with pytest.raises(ValueError, match="`compression`, `extensions` and `stages` .* need"):
         ks.CrossShard(optimizer)
     for wrong, error in ((0, ValueError), (float("nan"), ValueError), ("1", TypeError)):
         with pytest.raises(error, match="`bucket_mib`"):

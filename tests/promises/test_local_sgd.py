@@ -271,16 +271,16 @@ def _without_decay_of(name):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"sync_every": 0}, "`sync_every` must be at least 1"),
-        ({"sync_every": 2.5}, "`sync_every` must be an int"),
+        ({"sync_every": 0}, "`every` must be at least 1"),
+        ({"sync_every": 2.5}, "`every` must be an int"),
         ({"sync_fragments": 2}, "without `sync_every`"),
         ({"outer_optimizer": "sgd"}, "without `sync_every`"),
         ({"sync_warmup": 3}, "without `sync_every`"),
-        ({"sync_every": 2, "sync_fragments": 3}, "at most `sync_every`"),
-        ({"sync_every": 2, "sync_warmup": -1}, "`sync_warmup` must be at least 0"),
+        ({"sync_every": 2, "sync_fragments": 3}, "at most `every`"),
+        ({"sync_every": 2, "sync_warmup": -1}, "`warmup` must be at least 0"),
         ({"sync_every": 2, "shard_state": True}, "shard_state"),
         ({"sync_every": 2, "group_assignment": [[0], [1]]}, "group_assignment"),
-        ({"sync_every": 2, "virtual_replicas": 4}, "virtual_replicas"),
+        ({"sync_every": 2, "virtual_replicas": 4}, "`extensions` with another one"),
         ({"sync_every": 2, "reduction": "sum"}, "reduction"),
         ({"sync_every": 2, "on_nonfinite": "raise"}, "on_nonfinite"),
         ({"sync_every": 2, "gradients": "global"}, "gradients"),
@@ -305,7 +305,7 @@ def test_arguments_are_those_of_a_file():
     loaded = ks.CrossShard.from_config(optimizer.get_config())
     assert repr(loaded) == repr(optimizer)
     assert loaded.outer_optimizer.get_config() == outer.get_config()
-    assert not {"sync_every", "outer_optimizer"} & ks.CrossShard("adam").get_config().keys()
+    assert not {"extensions", "sync_every", "outer_optimizer"} & ks.CrossShard("adam").get_config().keys()
 
 
 @pytest.mark.parametrize("is_new", [True, False])

@@ -11,7 +11,7 @@ Rank 0 draws what a single process draws.
 PyTorch's own generator, from which Keras' dropout without a seed draws, has another seed on each rank from then on,
 in training steps and elsewhere.
 
-Where batches are cut into parts (`CrossShard(virtual_replicas=...)`), the number of the part takes the place of the
+Where batches are cut into parts (`VirtualReplicas`), the number of the part takes the place of the
 rank's, and each part draws from the states with which the batch began, whichever rank works on it. PyTorch's own
 generator is seeded for each part by its seed, the update and the part, and then put back.
 

@@ -1,8 +1,10 @@
 """Batches in a fixed number of parts: bitwise identical results on any number of replicas."""
 
 from keras_shardopt.extensions.equal_bits.num_parts import are_cut
-from keras_shardopt.extensions.equal_bits.stage import VirtualReplicas
-from keras_shardopt.update.plugs import Place, register_stage, register_step
+from keras_shardopt.extensions.equal_bits.settings import VirtualReplicas
+from keras_shardopt.update.plugs import extensions, register_step
 
-register_stage(Place.OUTERMOST, VirtualReplicas)
+__all__ = ["VirtualReplicas"]
+
+extensions.append(VirtualReplicas)
 register_step(are_cut, __name__, "PartsStep")

@@ -1,4 +1,4 @@
-"""The JAX step of `CrossShard(virtual_replicas=...)`: it computes a replica's parts of a batch one after another.
+"""The JAX step of `VirtualReplicas`: it computes a replica's parts of a batch one after another.
 
 XLA fuses operations with their surroundings, so equal operations round differently in different programs. Therefore
 each replica computes its parts in a loop. The loop body has equal shapes for any number of replicas and is compiled
@@ -35,9 +35,9 @@ from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
 from keras_shardopt.extensions.equal_bits.stage import (
     CountingReplica,
+    SumOfParts,
     Tree,
     VirtualReplica,
-    VirtualReplicas,
     first_found,
     parts_of_each,
 )
@@ -65,8 +65,8 @@ def compiled_alike(model: Any, num_parts: int) -> Iterator[None]:
     if model.run_eagerly or not model.jit_compile:
         received = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
         raise ValueError(
-            "`virtual_replicas` needs steps that JAX compiles as a whole. "
-            f"Received: {received}, virtual_replicas={num_parts}. Leave one of them out."
+            "`VirtualReplicas` needs steps that JAX compiles as a whole. "
+            f"Received: {received}, VirtualReplicas({num_parts}). Leave one of them out."
         )
     options = {"xla_disable_hlo_passes": _passes_left_out()}
     with making_steps(lambda jit: functools.partial(jit, compiler_options=options)):
@@ -87,7 +87,7 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
         of all rows; and the values of the non-trainable and the metric variables.
     """
     cut = _Cut(model, distribution, data, num_parts)
-    stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, VirtualReplicas))
+    stage = next(stage for stage in reducer.pipeline.stages if isinstance(stage, SumOfParts))
     variables = model.trainable_variables
     iterations = [v is model.optimizer.iterations for v in model.optimizer.variables].index(True)
     weights, others, optimizer_state, metrics = state

@@ -1,8 +1,8 @@
-"""Bitwise identical results on any number of replicas (`virtual_replicas`): batches in parts, summed in a fixed order.
+"""Bitwise identical results on any number of replicas (`VirtualReplicas`): batches in parts, summed in a fixed order.
 
 The number of replicas changes the rounding of a gradient in two ways. The order in which kernels sum rows depends on
 the number of rows, and the order in which an all-reduce sums replicas depends on their number. So every batch is cut
-into `virtual_replicas` parts, regardless of the number of replicas. A replica computes its parts one after another,
+into `VirtualReplicas` parts, regardless of the number of replicas. A replica computes its parts one after another,
 each with equal shapes, and all parts are summed in one fixed binary tree. A replica sums its subtree locally. Then an
 all-to-all gives each replica a slice of all sums, and an all-gather returns the totals of the slices (`Tree`). That
 sends the same number of bytes as a ring.
@@ -24,19 +24,17 @@ from typing import Any, NoReturn
 from keras import ops
 
 from keras_shardopt.backends import for_backend
-from keras_shardopt.backends.active import placement, runtime
+from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable, dense, dtype_of, overwrites_variable
 from keras_shardopt.update.context import StageContext
-from keras_shardopt.update.extension import Extension
-from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.extension import ExtensionStage
 from keras_shardopt.update.parts import CountingPart, NotCountedError, PartOfBatch
 from keras_shardopt.update.reducers import AllReduce
 from keras_shardopt.update.row_weights import weighted_by_rows
-from keras_shardopt.update.step import Proceed, Stage, Step
+from keras_shardopt.update.step import Proceed, Step
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.update.transport import Transport
-from keras_shardopt.wrapping.chain import descendants
 
 _SMALL = 2**14
 """Up to this number of elements, every replica gathers all sums and adds them: one exchange instead of two."""
@@ -49,11 +47,11 @@ _devices = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.commun
 class _OfVirtualReplicas:
     def _refuse(self) -> NoReturn:
         raise NotCountedError(
-            "`virtual_replicas` works on the parts of a batch one after another, so that none can wait for numbers of "
+            "`VirtualReplicas` works on the parts of a batch one after another, so that none can wait for numbers of "
             "the others. Received: a layer or loss that does: a synchronized `BatchNormalization`; or, in a custom "
             '`train_step`, a loss with a mask or `reduction="mean_with_sample_weight"`, or a loss that is not '
             "one of Keras' own. Use the built-in `train_step`, sample weights in place of the mask, a loss of Keras or "
-            '`reduction="sum"`, or leave `virtual_replicas` out.'
+            '`reduction="sum"`, or leave `VirtualReplicas` out.'
         )
 
 
@@ -86,9 +84,9 @@ def parts_of_each(num_parts: int, num_replicas: int) -> int:
     """
     if num_parts % num_replicas:
         raise ValueError(
-            "`virtual_replicas` must be a multiple of the number of replicas, so that each works on as many parts. "
-            f"Received: virtual_replicas={num_parts}, with {num_replicas} replicas. Start 1, 2, 4, ... or {num_parts} "
-            "of them, or leave `virtual_replicas` out."
+            "`VirtualReplicas` must be a multiple of the number of replicas, so that each works on as many parts. "
+            f"Received: VirtualReplicas({num_parts}), with {num_replicas} replicas. Start 1, 2, 4, ... or {num_parts} "
+            "of them, or leave `VirtualReplicas` out."
         )
     return num_parts // num_replicas
 
@@ -198,7 +196,7 @@ def _added_up(rows: Tensor) -> Tensor:
     return rows[0]
 
 
-class VirtualReplicas(Extension):
+class SumOfParts(ExtensionStage):
     """A stage that sums the gradients of this replica's parts of a batch, then proceeds with the total of all replicas.
 
     Args:
@@ -217,30 +215,14 @@ class VirtualReplicas(Extension):
         self._found: Any = None
         self._next: int | None = None
 
-    @classmethod
-    def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage if `virtual_replicas` is set."""
-        if options.virtual_replicas is None:
-            return []
-        if options.shard_state and placement.state_sharding != "layout":
-            for inside in descendants(context.optimizer):
-                if getattr(inside, "_adds_up_slices", False):
-                    raise ValueError(
-                        "`virtual_replicas` adds up in one order on any number of replicas, and where `shard_state` "
-                        "divides state into slices, a norm over all gradients is added up slice by slice. "
-                        f"Received: {inside!r}, with virtual_replicas={options.virtual_replicas}, shard_state=True. "
-                        "Leave one of the three out."
-                    )
-        return [cls(options.virtual_replicas, context)]
-
     def check_outside(self, outer: Any) -> None:
         """See `Extension.check_outside`: loss scaling must be inside."""
         name = type(outer).__name__
         raise ValueError(
-            f"`{name}` must be inside a `CrossShard` with `virtual_replicas`, not around it: outside it sees the "
+            f"`{name}` must be inside a `CrossShard` with `VirtualReplicas`, not around it: outside it sees the "
             "parts of a batch one after another, would skip single ones, and change its scale after each. "
             f"Received: inner_optimizer={outer.inner!r}. "
-            f"Use `CrossShard({name}(inner_optimizer), virtual_replicas=...)`."
+            f"Use `CrossShard({name}(inner_optimizer), extensions=[VirtualReplicas(...)])`."
         )
 
     def collect(self, step: Step, proceed: Proceed) -> None:
@@ -255,24 +237,24 @@ class VirtualReplicas(Extension):
         parts_of_each(self._num_parts, comm.num_replicas)
         if part is None or part.num_replicas != self._num_parts or step.is_reduced:
             raise ValueError(
-                "`virtual_replicas` needs `fit` or `train_on_batch` of a prepared model, which cut each batch into "
+                "`VirtualReplicas` needs `fit` or `train_on_batch` of a prepared model, which cut each batch into "
                 f"parts. Received: {self._optimizer!r} in a step that does not. Compile the model inside "
                 "`with keras_shardopt.data_parallel():`, or call `keras_shardopt.prepare(model)` after `compile`; in a "
-                "custom training loop leave `virtual_replicas` out."
+                "custom training loop leave `VirtualReplicas` out."
             )
         if part.is_first:
             self._next = int(part.replica_id)
         if self._next != int(part.replica_id):
             raise ValueError(
-                "`virtual_replicas` needs a `train_step` that updates once with each optimizer, as Keras' own does. "
-                f"Received: several updates, or none, in part {self._next} of a batch. Leave `virtual_replicas` out."
+                "`VirtualReplicas` needs a `train_step` that updates once with each optimizer, as Keras' own does. "
+                f"Received: several updates, or none, in part {self._next} of a batch. Leave `VirtualReplicas` out."
             )
         self._next += 1
         # On a single replica, gradients of a part are always local.
         state = self._optimizer.state_finder.find(step, part if comm.num_replicas == 1 else comm)
         if state is not GradientState.LOCAL:
             raise ValueError(
-                "`virtual_replicas` needs the gradients of each replica, before they are reduced. Received: gradients "
+                "`VirtualReplicas` needs the gradients of each replica, before they are reduced. Received: gradients "
                 "that are global already. Leave out `DistributedDataParallel`."
             )
         self.add(step, part)
@@ -325,8 +307,8 @@ class VirtualReplicas(Extension):
 def _dense(grad: Tensor | None, variable: Variable) -> Tensor | None:
     if grad is not None and overwrites_variable(variable):
         raise ValueError(
-            "`virtual_replicas` adds up gradients. Received: the next value of "
-            f"`{variable.path}` in place of a gradient, as float8 has it. Leave `virtual_replicas` out."
+            "`VirtualReplicas` adds up gradients. Received: the next value of "
+            f"`{variable.path}` in place of a gradient, as float8 has it. Leave `VirtualReplicas` out."
         )
     return None if grad is None else dense(grad, variable)
 

@@ -1,4 +1,4 @@
-"""The PyTorch step of `CrossShard(virtual_replicas=...)`: it computes a rank's parts of a batch one after another.
+"""The PyTorch step of `VirtualReplicas`: it computes a rank's parts of a batch one after another.
 
 Each part is a Keras step that starts from the state before the batch. Changes of state are summed in the same binary
 tree as gradients. After each batch, state is bitwise identical on any number of ranks. Metrics add the sum of all
@@ -112,7 +112,7 @@ def in_parts(
 
 def _warn_of_compiling(model: Any) -> None:
     warn(
-        "With `virtual_replicas` PyTorch's steps are not compiled, which gives equal operations other last digits. "
+        "With `VirtualReplicas` PyTorch's steps are not compiled, which gives equal operations other last digits. "
         f"Received: jit_compile=True, for the model `{model.name}`. Use `model.compile(..., jit_compile=False)`.",
     )
 

@@ -1,8 +1,10 @@
-"""Local SGD: replicas update independently and average their weights every `sync_every` updates."""
+"""Local SGD: replicas update independently and average their weights after a number of updates."""
 
 from keras_shardopt.extensions.local_sgd.looks import local_updates_in
-from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
-from keras_shardopt.update.plugs import Place, register_stage, register_step
+from keras_shardopt.extensions.local_sgd.settings import LocalSGD
+from keras_shardopt.update.plugs import extensions, register_step
 
-register_stage(Place.WINDOW, LocalUpdates)
+__all__ = ["LocalSGD"]
+
+extensions.append(LocalSGD)
 register_step(local_updates_in, __name__, "RoundsStep")

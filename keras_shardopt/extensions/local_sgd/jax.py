@@ -29,16 +29,16 @@ from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
 def _check(model: Any, reducer: Any) -> None:
-    rule = "With `sync_every` JAX's `fit` runs each replica's whole step by itself."
+    rule = "With `LocalSGD` JAX's `fit` runs each replica's whole step by itself."
     if jax.process_count() > 1:
         raise ValueError(
             f"{rule} Received: {jax.process_count()} processes. Use the devices of one process, or PyTorch, or "
-            "leave `sync_every` out."
+            "leave `LocalSGD` out."
         )
     if model.optimizer is not reducer or not has_built_in_step(model):
         raise ValueError(
             f"{rule} Received: {model.optimizer!r}, for {type(model).__name__}. Use the built-in `train_step`, and "
-            "`CrossShard(..., sync_every=...)` outermost."
+            "`CrossShard(..., extensions=[LocalSGD(...)])` outermost."
         )
 
 

@@ -28,7 +28,7 @@ def local_updates_in(optimizers: Iterable[Any]) -> list[LocalUpdates]:
     return [
         each
         for optimizer in optimizers
-        for each in getattr(optimizer, "extensions", ())
+        for each in getattr(optimizer, "extension_stages", ())
         if isinstance(each, LocalUpdates)
     ]
 

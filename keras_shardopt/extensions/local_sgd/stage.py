@@ -31,10 +31,10 @@ from keras_shardopt.extensions.local_sgd.apart import Copies, Rows, replicas_are
 from keras_shardopt.extensions.local_sgd.own_gradients import OwnGradients
 from keras_shardopt.numerics import Tensor, Variable, dtype_of, overwrites_variable
 from keras_shardopt.update.context import StageContext
-from keras_shardopt.update.extension import Extension
+from keras_shardopt.update.extension import ExtensionStage
 from keras_shardopt.update.known import Known
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.step import Proceed, Stage, Step
+from keras_shardopt.update.step import Proceed, Step
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.update.transport import transport_of
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
@@ -43,23 +43,24 @@ from keras_shardopt.wrapping.slots import empty_name_scope
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
-class LocalUpdates(Extension):
+class LocalUpdates(ExtensionStage):
     """Local updates with each replica's own gradients, and rounds that average the weights.
 
     Args:
+        settings: the `LocalSGD` object that users passed.
         options: the options of the `CrossShard`.
         context: the `CrossShard`.
     """
 
     keeps_state = True
 
-    def __init__(self, options: CrossShardOptions, context: StageContext) -> None:
-        self._options = options
+    def __init__(self, settings: Any, options: CrossShardOptions, context: StageContext) -> None:
+        self._settings = settings
         self._optimizer = optimizer = context.optimizer
         optimizer.scope_inside.updates_differ = True
-        self._every: Callable[[Any], Any] = options.updates_per_round
-        self.num_fragments = options.sync_fragments
-        outer = options.outer_optimizer
+        self._every: Callable[[Any], Any] = settings.updates_per_round
+        self.num_fragments = settings.fragments
+        outer = settings.outer_optimizer
         copies = [] if outer is None else [outer.from_config(outer.get_config()) for _ in range(self.num_fragments - 1)]
         self.outers: list[OptimizerWrapper] = [] if outer is None else list(map(OptimizerWrapper, [outer, *copies]))
         """The outer optimizer of each fragment. Its `iterations` count rounds. Empty without `outer_optimizer`."""
@@ -88,11 +89,6 @@ class LocalUpdates(Extension):
         """The value of `left_out` at the last warning. Also in files: a restart does not repeat the warning."""
         self._sent: dict[Any, list[Collective]] = {}
         # The collectives of the last (or, if compiled, traced) round by fragment; also of statistics and warm-up.
-
-    @classmethod
-    def from_options(cls, options: CrossShardOptions, context: StageContext) -> list[Stage]:
-        """Return the stage if `sync_every` is set."""
-        return [] if options.sync_every is None else [cls(options, context)]
 
     # -- variables -----------------------------------------------------------------------------------------------
 
@@ -126,24 +122,24 @@ class LocalUpdates(Extension):
     def _check(self, variables: Sequence[Variable]) -> None:
         if len(variables) < self.num_fragments:
             raise ValueError(
-                "`sync_fragments` must be at most the number of trainable variables. "
-                f"Received: sync_fragments={self.num_fragments}, for {len(variables)} variables."
+                "`fragments` must be at most the number of trainable variables. "
+                f"Received: fragments={self.num_fragments}, for {len(variables)} variables."
             )
         if any(map(overwrites_variable, variables)):
             raise ValueError(
-                "`sync_every` takes the mean of weights, and the scales of float8 have none. Received: "
-                f"{next(v.path for v in variables if overwrites_variable(v))}. Leave `sync_every` out."
+                "`LocalSGD` takes the mean of weights, and the scales of float8 have none. Received: "
+                f"{next(v.path for v in variables if overwrites_variable(v))}. Leave `LocalSGD` out."
             )
         if processes.process()[0] > 1 and not replicas_are_processes():
             raise ValueError(
-                "With `sync_every` replicas are the devices of one process, or ranks of PyTorch. "
+                "With `LocalSGD` replicas are the devices of one process, or ranks of PyTorch. "
                 f"Received: {processes.process()[0]} processes, of which each has some of the replicas. "
-                "Use the devices of one process, or PyTorch, or leave `sync_every` out."
+                "Use the devices of one process, or PyTorch, or leave `LocalSGD` out."
             )
         theirs = [p for p in descendants(self._optimizer) if isinstance(p, keras.optimizers.LossScaleOptimizer)]
         if theirs and not replicas_are_processes():
             raise ValueError(
-                "With `sync_every` each replica skips updates by itself, and Keras' loss scaling takes one decision "
+                "With `LocalSGD` each replica skips updates by itself, and Keras' loss scaling takes one decision "
                 f"for all replicas of a program. Received: {theirs[0]!r}. Use `keras_shardopt.LossScaling` instead."
             )
 
@@ -205,7 +201,7 @@ class LocalUpdates(Extension):
 
     def collect(self, step: Step, proceed: Proceed) -> None:
         """Set `is_together` for this update. With a traced count, run both cases in a condition."""
-        warmup = self._options.warmup_steps
+        warmup = self._settings.warmup_steps
         if not warmup or runtime.communicator(self._optimizer.axis_name).num_replicas == 1:
             proceed(step)
             return
@@ -281,14 +277,14 @@ class LocalUpdates(Extension):
     def _start_rounds(self, count: Any) -> None:
         """Begin the rounds of all fragments at a count, or at the end of the warm-up. Space their ends evenly."""
         if isinstance(count, int):
-            count = max(count, self._options.warmup_steps)
+            count = max(count, self._settings.warmup_steps)
         every, number = self._every(count), self.num_fragments
         firsts = [count + (i + 1) * every // number - every for i in range(number)]
         self.last_rounds.assign(ops.stack([ops.cast(first, self.last_rounds.dtype) for first in firsts]))
 
     def _length(self, since: Any) -> Any:
         """Return the updates per round for the round that began at `since` (negative: a fragment's first round)."""
-        start = self._options.warmup_steps
+        start = self._settings.warmup_steps
         return self._every(max(since, start) if isinstance(since, int) else ops.maximum(since, start))
 
     def anchor_all(self) -> None:
@@ -384,7 +380,7 @@ class LocalUpdates(Extension):
             each: the collectives of every update.
         """
         count = 0 if self.count is None else self.num_updates
-        if count <= self._options.warmup_steps:
+        if count <= self._settings.warmup_steps:
             return [*each, *self._sent.get(_TOGETHER, ())] if count else [], 1
         length = int(self._length(int(max(ops.convert_to_numpy(self.last_rounds)))))
         rounds = [found for key, found in self._sent.items() if key != _TOGETHER]
@@ -453,7 +449,7 @@ class LocalUpdates(Extension):
     def apart(self) -> list[int]:
         """Return the positions of the weights updated since their last round."""
         count = self.num_updates
-        starts = np.maximum(ops.convert_to_numpy(self.last_rounds), self._options.warmup_steps)
+        starts = np.maximum(ops.convert_to_numpy(self.last_rounds), self._settings.warmup_steps)
         return sorted(i for positions, start in zip(self.fragments, starts) if count > start for i in positions)
 
     def before_look(self) -> None:

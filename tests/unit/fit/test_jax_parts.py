@@ -65,7 +65,7 @@ def test_steps_that_are_not_compiled_are_refused(received):
     x, y = np.ones((NUM_ROWS, 3), "float32"), np.ones((NUM_ROWS, 1), "float32")
     ((name, value),) = received.items()
     for call in (model.fit, model.evaluate):
-        with pytest.raises(ValueError, match=rf"^`virtual_replicas` needs steps .* Received: {name}={value}, .*=4"):
+        with pytest.raises(ValueError, match=rf"^`VirtualReplicas` needs steps .* Received: {name}={value}, .*4"):
             call(x, y, verbose=0)
 
 

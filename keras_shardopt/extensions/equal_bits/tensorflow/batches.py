@@ -83,8 +83,8 @@ def rows_of(data: Any) -> Rows:
     """
     if not is_cut(data):
         raise ValueError(
-            "`virtual_replicas` needs `fit`, `evaluate`, `train_on_batch` or `test_on_batch` of a prepared model, "
-            "which cut each batch into parts. Received: a step that is called by itself. Leave `virtual_replicas` out."
+            "`VirtualReplicas` needs `fit`, `evaluate`, `train_on_batch` or `test_on_batch` of a prepared model, "
+            "which cut each batch into parts. Received: a step that is called by itself. Leave `VirtualReplicas` out."
         )
     ((key, tensors),) = [(key, value) for key, value in data.items() if key != _ALL_ROWS]
     return Rows(restored(_SPECS[key], tensors), data[_ALL_ROWS])

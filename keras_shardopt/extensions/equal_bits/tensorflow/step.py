@@ -1,4 +1,4 @@
-"""The TensorFlow step of `CrossShard(virtual_replicas=...)`: it computes a replica's parts of a batch one by one.
+"""The TensorFlow step of `VirtualReplicas`: it computes a replica's parts of a batch one by one.
 
 TensorFlow's graph optimizer (Grappler) rewrites arithmetic depending on its surroundings, so a part would round
 differently on another number of replicas. So each part is a separate function that is not inlined, and the arithmetic
@@ -37,9 +37,9 @@ from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
 from keras_shardopt.extensions.equal_bits.stage import (
     CountingReplica,
     Subtrees,
+    SumOfParts,
     Tree,
     VirtualReplica,
-    VirtualReplicas,
     first_found,
     parts_of_each,
 )
@@ -80,19 +80,19 @@ class PartsStep(TrainStep):
         is_several = strategy.num_replicas_in_sync > 1
         if num_workers(strategy) > 1 or (is_several and not isinstance(strategy, tf.distribute.MirroredStrategy)):
             raise ValueError(
-                "`virtual_replicas` works on TensorFlow with the devices of one machine, under a `MirroredStrategy`. "
-                f"Received: {type(strategy).__name__}, virtual_replicas={num_parts}. Leave `virtual_replicas` out."
+                "`VirtualReplicas` works on TensorFlow with the devices of one machine, under a `MirroredStrategy`. "
+                f"Received: {type(strategy).__name__}, VirtualReplicas({num_parts}). Leave `VirtualReplicas` out."
             )
         if not has_built_in_step(model):
             raise ValueError(
-                "`virtual_replicas` needs Keras' own `train_step` on TensorFlow, which is taken apart for the parts of "
-                f"a batch. Received: {type(model).__name__}.train_step, virtual_replicas={num_parts}. Use the built-in "
-                "`train_step`, perhaps with a custom `compute_loss`, or leave `virtual_replicas` out."
+                "`VirtualReplicas` needs Keras' own `train_step` on TensorFlow, which is taken apart for the parts of "
+                f"a batch. Received: {type(model).__name__}.train_step, VirtualReplicas({num_parts}). Use the built-in "
+                "`train_step`, perhaps with a custom `compute_loss`, or leave `VirtualReplicas` out."
             )
         if model.run_eagerly:
             raise ValueError(
-                "`virtual_replicas` needs steps that TensorFlow compiles to graphs: without them equal operations have "
-                f"other last digits. Received: run_eagerly=True, virtual_replicas={num_parts}. Leave one of them out."
+                "`VirtualReplicas` needs steps that TensorFlow compiles to graphs: without them equal operations have "
+                f"other last digits. Received: run_eagerly=True, VirtualReplicas({num_parts}). Leave one of them out."
             )
         parts_of_each(num_parts, strategy.num_replicas_in_sync)
         draw_apart()
@@ -113,8 +113,8 @@ class PartsStep(TrainStep):
     def check_dataset(self, dataset: Any) -> None:
         """See `TrainStep.check_dataset`. Called for datasets that a strategy has divided."""
         raise ValueError(
-            "`virtual_replicas` cuts whole batches into parts. Received: a dataset that a strategy has divided "
-            f"already, virtual_replicas={self.num_parts}. Give `fit` the dataset itself."
+            "`VirtualReplicas` cuts whole batches into parts. Received: a dataset that a strategy has divided "
+            f"already, VirtualReplicas({self.num_parts}). Give `fit` the dataset itself."
         )
 
     def function(self, make: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -195,7 +195,7 @@ class _Work:
         self._model, self._data, self._num_parts, self._trains = model, data, num_parts, trains
         self.reducers = reducers_in(model)
         stages = self.reducers[0].pipeline.stages
-        self.stage: Any = next(stage for stage in stages if isinstance(stage, VirtualReplicas))
+        self.stage: Any = next(stage for stage in stages if isinstance(stage, SumOfParts))
         self.variables: list[Variable] = list(model.trainable_variables)
         self.num_gradients = len(self.variables) if trains else 0
         self._metrics = list(model.metrics_variables)
@@ -310,10 +310,10 @@ class _Work:
         self._moving, self._same = ([v for v in each if id(v) in assigned] for each in (self._moving, self._same))
         if others:
             raise ValueError(
-                "With `virtual_replicas` a step on a part of a batch may change metrics and variables of layers that "
+                "With `VirtualReplicas` a step on a part of a batch may change metrics and variables of layers that "
                 f"are not trained. Received: a change of {', '.join(others)}. Make it a weight of a layer with "
                 "`trainable=False`; for random numbers without a seed, give the layer a `keras.random.SeedGenerator`; "
-                "or leave `virtual_replicas` out."
+                "or leave `VirtualReplicas` out."
             )
 
     def settle(self, tree: Tree, changes: Sequence[Tensor], same: Sequence[Tensor]) -> Any:
@@ -341,9 +341,9 @@ class _Work:
             logs = self._model.get_metrics_result()
         if not logs.keys() >= set(self._returned):
             raise ValueError(
-                "With `virtual_replicas` `compute_metrics` must return results of metrics, which add up over parts. "
+                "With `VirtualReplicas` `compute_metrics` must return results of metrics, which add up over parts. "
                 f"Received: {sorted(set(self._returned) - logs.keys())}. Make each of these a `keras.metrics.Metric` "
-                "of the model, or leave `virtual_replicas` out."
+                "of the model, or leave `VirtualReplicas` out."
             )
         return {name: logs[name] for name in self._returned}
 
@@ -374,7 +374,7 @@ def _without_xla(model: Any) -> Iterator[None]:
     before = model.jit_compile
     if before:
         warn(
-            "With `virtual_replicas` TensorFlow's steps are not compiled with XLA, which gives equal operations other "
+            "With `VirtualReplicas` TensorFlow's steps are not compiled with XLA, which gives equal operations other "
             f"last digits. Received: jit_compile=True, for the model `{model.name}`. Use "
             "`model.compile(..., jit_compile=False)`.",
         )

@@ -1,0 +1,168 @@
+"""The arguments of local SGD.
+
+Private names of Keras touched here (a test holds each of them):
+    `Optimizer._exclude_from_weight_decay` - the keys of variables that do not decay, after `exclude_from_weight_decay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import keras
+
+from keras_shardopt import arguments as check
+from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
+from keras_shardopt.update.context import StageContext
+from keras_shardopt.update.extension import Extension
+from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.plugs import Place
+from keras_shardopt.update.step import Stage
+from keras_shardopt.wrapping.chain import Wrapping, get_optimizer, shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_WARMUP_ROUNDS = 5
+"""Default length of the synchronous warm-up with an outer optimizer, in rounds."""
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class LocalSGD(Extension):
+    """Replicas update with their own gradients, and average their weights once in a while.
+
+    Args:
+        every: int >= 1, the updates of a round, which ends with the mean of the weights; or a function of the number
+            of updates so far. See [local SGD](../local_sgd.md).
+        outer_optimizer: a Keras optimizer, its name or config, or None (default). It moves the weights at the end of a
+            round by the mean of how far replicas have moved (DiLoCo), such as `SGD(0.7, momentum=0.9, nesterov=True)`.
+        fragments: int >= 1, 1 by default. In how many parts weights are averaged, one after the other.
+        warmup: int >= 0 or None (default). How many synchronous updates come first; None for 0, or for those of 5
+            rounds with `outer_optimizer`.
+
+    Raises:
+        TypeError: if an argument has a wrong type.
+        ValueError: if a number is too small, `fragments` is larger than `every`, or `outer_optimizer` wraps another
+            optimizer, was used before, or has settings that rounds ignore.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+        >>> rounds = ks.LocalSGD(every=50, outer_optimizer=outer)
+        >>> optimizer = ks.CrossShard(keras.optimizers.AdamW(), extensions=[rounds])
+
+    References:
+        Stich, "Local SGD Converges Fast and Communicates Little", 2019; Douillard et al., "DiLoCo", 2023.
+    """
+
+    place = Place.WINDOW
+    needs_local_gradients = True
+    old_arguments: ClassVar[Mapping[str, Any]] = {
+        "sync_every": None,
+        "outer_optimizer": None,
+        "sync_fragments": 1,
+        "sync_warmup": None,
+    }
+
+    def __init__(
+        self,
+        every: int | Callable[[Any], Any],
+        outer_optimizer: Any = None,
+        fragments: int = 1,
+        warmup: int | None = None,
+    ) -> None:
+        fix = "Give it in updates, or a function of the number of updates so far."
+        self.every = every if callable(every) else check.integer("every", every, fix=fix)
+        self.fragments = check.integer("fragments", fragments, fix="Leave it out for one round of all variables.")
+        if warmup is not None:
+            check.integer("warmup", warmup, at_least=0, fix="Give it in updates.")
+        self.warmup = warmup
+        if isinstance(self.every, int) and self.fragments > self.every:
+            raise ValueError(
+                "`fragments` must be at most `every`, so that their rounds come one after the other. "
+                f"Received: fragments={fragments}, every={self.every}."
+            )
+        self.outer_optimizer = None if outer_optimizer is None else _checked(outer_optimizer)
+
+    @classmethod
+    def from_old(cls, arguments: Mapping[str, Any]) -> Self:
+        """See `Settings.from_old`."""
+        if "sync_every" not in arguments:
+            more = [f"{name}={value!r}" for name, value in arguments.items()]
+            raise ValueError(
+                "`outer_optimizer`, `sync_fragments` and `sync_warmup` are about replicas that train apart. "
+                f"Received: {', '.join(more)} without `sync_every`. Use for example "
+                "`extensions=[LocalSGD(every=50, outer_optimizer=...)]`."
+            )
+        return cls(**{cls._new_name(name): value for name, value in arguments.items()})
+
+    def to_old(self) -> dict[str, Any]:
+        """See `Settings.to_old`."""
+        return {name: getattr(self, self._new_name(name)) for name in self.old_arguments}
+
+    @staticmethod
+    def _new_name(old: str) -> str:
+        return old.removeprefix("sync_")
+
+    def check(self, options: CrossShardOptions) -> None:
+        """See `Extension.check`."""
+        if self.outer_optimizer is not None:
+            _checked(self.outer_optimizer)  # another `CrossShard` may have used it since
+        others = {
+            "`shard_state=True`": options.shard_state,
+            "`group_assignment`": options.group_assignment,
+            "`extensions` with another one": len(options.extensions) > 1,
+            '`reduction="sum"`': options.reduction == "sum",
+            '`on_nonfinite="raise"`': options.on_nonfinite == "raise",
+            f"`gradients={options.gradients!r}`": options.gradients in ("summed", "global"),
+        }
+        for name, is_given in others.items():
+            if is_given:
+                raise ValueError(
+                    "With `LocalSGD` each replica updates all weights with its own gradients, and takes part in the "
+                    f"mean of the weights. Received: {name}. Leave one of them out."
+                    + (' Use `on_nonfinite="skip"`.' if "nonfinite" in name else "")
+                )
+
+    def from_options(self, options: CrossShardOptions, context: StageContext) -> list[Stage]:
+        """See `Extension.from_options`."""
+        return [LocalUpdates(self, options, context)]
+
+    @property
+    def updates_per_round(self) -> Callable[[Any], Any]:
+        """Function of the number of updates so far (int or tensor): the local updates until the next mean."""
+        every = self.every
+        return every if callable(every) else lambda count: every
+
+    @property
+    def warmup_steps(self) -> int:
+        """The number of initial synchronous updates."""
+        if self.warmup is not None:
+            return self.warmup
+        return 0 if self.outer_optimizer is None else _WARMUP_ROUNDS * int(self.updates_per_round(0))
+
+
+def _checked(outer_optimizer: Any) -> Any:
+    """Return the outer optimizer, made from its name or config.
+
+    Raises:
+        ValueError: if it cannot move the weights at rounds.
+    """
+    outer = get_optimizer(outer_optimizer, "LocalSGD", "outer_optimizer")
+    wraps = isinstance(outer, (Wrapping, keras.optimizers.LossScaleOptimizer)) or hasattr(outer, "optimizers")
+    if wraps or outer.gradient_accumulation_steps or outer.built:
+        raise ValueError(
+            "`outer_optimizer` must be a new optimizer of Keras without accumulation, which no other is around. "
+            f"Received: outer_optimizer={shown(outer)}. "
+            "Use for example `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`."
+        )
+    ignored = [name for name in ("use_ema", "loss_scale_factor") if getattr(outer, name)]
+    if hasattr(outer, "_exclude_from_weight_decay"):
+        ignored.append("exclude_from_weight_decay")
+    if ignored:
+        raise ValueError(
+            "`outer_optimizer` moves the weights at rounds, and has no part in losses, in what `fit` does when it "
+            f"ends, or in the names of weights. Received: outer_optimizer={shown(outer)} with `{ignored[0]}`. "
+            "Leave it out, or give it to the inner optimizer."
+        )
+    return outer

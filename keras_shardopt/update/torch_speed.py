@@ -1,0 +1,61 @@
+"""The arguments of `CrossShard` about speed on PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import keras
+
+from keras_shardopt import arguments as check
+from keras_shardopt.update.extension import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@keras.saving.register_keras_serializable(package="keras_shardopt")
+class TorchSpeed(Settings):
+    """Settings of `CrossShard(torch=...)`. Other backends ignore them.
+
+    Args:
+        fused: "auto" (default) or False. Whether Keras' Adam, AdamW, Nadam, SGD and Adagrad update in one pass over
+            memory, which changes last digits. See [speed on PyTorch](../torch_speed.md).
+        overlap: "auto" (default) or False. Whether `fit` sends gradients while it computes others.
+        bucket_mib: float > 0, 25 by default. How many MiB of gradients are sent at a time.
+
+    Raises:
+        TypeError: if `bucket_mib` is not a number.
+        ValueError: if a value is none of the above.
+
+    Example:
+        >>> import keras, keras_shardopt as ks
+        >>> ks.CrossShard(keras.optimizers.Adam(), torch=ks.TorchSpeed(fused=False)).fused
+        False
+    """
+
+    old_arguments: ClassVar[Mapping[str, Any]] = {"fused": "auto", "overlap": "auto", "bucket_mib": 25.0}
+    spelling = "torch={}"
+
+    def __init__(
+        self,
+        fused: Literal["auto", False] = "auto",
+        overlap: Literal["auto", False] = "auto",
+        bucket_mib: float = 25.0,
+    ) -> None:
+        for name, value in (("fused", fused), ("overlap", overlap)):
+            if value is not False and not (isinstance(value, str) and value == "auto"):
+                raise ValueError(f'`{name}` must be "auto" or False. Received: {name}={value!r}')
+        check.real("bucket_mib", bucket_mib, above=0, fix="The default is 25.")
+        self.fused = fused
+        self.overlap = overlap
+        self.bucket_mib = float(bucket_mib)
+
+    @classmethod
+    def from_old(cls, arguments: Mapping[str, Any]) -> Self:
+        """See `Settings.from_old`."""
+        return cls(**arguments)
+
+    def to_old(self) -> dict[str, Any]:
+        """See `Settings.to_old`."""
+        return dict(vars(self))

@@ -1,0 +1,102 @@
+"""Arguments of `CrossShard` that are objects now work in their old spelling for one more release."""
+
+import copy
+import pickle
+
+import keras
+import pytest
+
+import keras_shardopt as ks
+
+
+def sgd():
+    return keras.optimizers.SGD(0.7, name="outer")
+
+
+def arguments_of(optimizer):
+    config = optimizer.get_config()
+    return {name: value for name, value in config.items() if name not in ("name", "inner_optimizer")}
+
+
+CASES = {
+    "rounds": (
+        lambda: {"sync_every": 3, "outer_optimizer": sgd(), "sync_fragments": 2, "sync_warmup": 4},
+        lambda: {"extensions": [ks.LocalSGD(3, outer_optimizer=sgd(), fragments=2, warmup=4)]},
+        "`sync_every` and `outer_optimizer` and `sync_fragments` and `sync_warmup` .* extensions=.LocalSGD.every=3, ",
+    ),
+    "parts": (
+        lambda: {"virtual_replicas": 8},
+        lambda: {"extensions": [ks.VirtualReplicas(8)]},
+        r"`virtual_replicas` .*extensions=\[VirtualReplicas\(number=8\)\]",
+    ),
+    "speed": (
+        lambda: {"fused": False, "overlap": False, "bucket_mib": 3},
+        lambda: {"torch": ks.TorchSpeed(fused=False, overlap=False, bucket_mib=3.0)},
+        r"`fused` and .* torch=TorchSpeed\(fused=False, overlap=False, bucket_mib=3.0\)",
+    ),
+}
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("name", CASES)
+def test_an_old_spelling_makes_the_same_and_names_the_new_one(name):
+    old, new, words = CASES[name]
+    with pytest.warns(DeprecationWarning, match=words) as caught:
+        before = ks.CrossShard("adam", **old())
+    assert [each.filename for each in caught if "next release" in str(each.message)] == [__file__]
+    after = ks.CrossShard("adam", **new())  # warnings are errors
+    assert arguments_of(before) == arguments_of(after) and repr(before) == repr(after)
+    for argument, value in old().items():
+        found = getattr(after, argument)
+        assert found == value or found.get_config() == value.get_config()
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("name", CASES)
+def test_files_copies_and_pickles_hold_the_objects(name):
+    optimizer = ks.CrossShard("adam", **CASES[name][1]())
+    config = optimizer.get_config()
+    assert config.keys() & CASES[name][1]().keys()
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), ks.CrossShard.from_config(config)]
+    assert [each.get_config() for each in copies] == [config] * 3
+
+
+@pytest.mark.neutral
+@pytest.mark.filterwarnings("error:.* next release:DeprecationWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_files_with_old_arguments_load_without_a_warning(name):
+    old, new, _ = CASES[name]
+    written = {key: keras.saving.serialize_keras_object(value) for key, value in old().items()}
+    plain = ks.CrossShard("adam").get_config()
+    assert arguments_of(ks.CrossShard.from_config({**plain, **written})) == arguments_of(ks.CrossShard("adam", **new()))
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda: {"sync_evry": 3}, r"unexpected keyword argument 'sync_evry'"),
+        (lambda: {"sync_every": 3, "extensions": [ks.LocalSGD(2)]}, "`sync_every` and a `LocalSGD` are both given"),
+        (lambda: {"fused": False, "torch": ks.TorchSpeed()}, "`fused` and a `TorchSpeed` are both given"),
+        (lambda: {"extensions": ks.LocalSGD(2)}, "`extensions` must be a list .* Received: extensions=LocalSGD"),
+        (lambda: {"extensions": [ks.LocalSGD(2), ks.LocalSGD(3)]}, "`extensions` must hold one of each kind"),
+        (lambda: {"torch": {"fused": False}}, "`torch` must be a `keras_shardopt.TorchSpeed` or None"),
+    ],
+)
+def test_what_is_wrong_is_refused(arguments, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        ks.CrossShard("sgd", **arguments())
+
+
+@pytest.mark.neutral
+def test_an_outer_optimizer_moves_the_weights_of_one_optimizer():
+    rounds = ks.LocalSGD(2, outer_optimizer=sgd())
+    ks.CrossShard("adam", extensions=[rounds]).build([keras.Variable([1.0])])
+    with pytest.raises(ValueError, match="`outer_optimizer` must be a new optimizer"):
+        ks.CrossShard("adam", extensions=[rounds])
+
+
+@pytest.mark.neutral
+def test_an_unknown_attribute_is_an_error_of_python():
+    with pytest.raises(AttributeError, match="'CrossShard' object has no attribute 'sync_evry'"):
+        ks.CrossShard("sgd").sync_evry  # noqa: B018
