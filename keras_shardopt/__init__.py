@@ -29,6 +29,7 @@ from keras_shardopt.data import shard_data
 from keras_shardopt.extensions.coding import codecs as compression
 from keras_shardopt.extensions.equal_bits import VirtualReplicas
 from keras_shardopt.extensions.local_sgd import LocalSGD
+from keras_shardopt.extensions.noise import GradientNoise
 from keras_shardopt.fit.batch_normalization import synchronize_batch_normalization
 from keras_shardopt.fit.prepare import prepare
 from keras_shardopt.fit.scope import data_parallel
@@ -41,7 +42,6 @@ from keras_shardopt.optimizers import (
     bfloat16_scope,
 )
 from keras_shardopt.optimizers.gradient_clipping import clip_by_global_norm, clip_gradients_by_norm
-from keras_shardopt.update.gradient_noise import GradientNoise
 from keras_shardopt.update.step import Stage
 from keras_shardopt.update.torch_speed import TorchSpeed
 

@@ -1,5 +1,5 @@
 """Features that plug into an update. Importing this package registers them."""
 
-from keras_shardopt.extensions import coding, equal_bits, local_sgd
+from keras_shardopt.extensions import coding, equal_bits, local_sgd, noise
 
-__all__ = ["coding", "equal_bits", "local_sgd"]
+__all__ = ["coding", "equal_bits", "local_sgd", "noise"]

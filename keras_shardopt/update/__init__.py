@@ -21,7 +21,6 @@ from typing import Any
 from keras_shardopt.update.accumulation import Accumulation
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.fused import FusedUpdate
-from keras_shardopt.update.gradient_noise import GradientNoise
 from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.plugs import Place
@@ -47,42 +46,44 @@ def _rows(options: CrossShardOptions) -> list[Any]:
     return [maker for _, maker in sorted(rows, key=lambda row: row[0])]
 
 
-def watch_noise(optimizer: Any, add_variable: Callable[..., Any]) -> tuple[GradientNoise, Callable[[], None]]:
-    """Insert a temporary `GradientNoise` stage into a built `CrossShard`, or return the one it has.
+def watch(optimizer: Any, stage: Stage, asker: str, add_variable: Callable[..., Any]) -> tuple[Any, Callable[[], None]]:
+    """Insert a temporary stage into a built `CrossShard`, or return the one of this class that it has.
 
     Args:
         optimizer: the `CrossShard`.
+        stage: a stage that `CrossShard(stages=...)` accepts.
+        asker: the argument that needs it, as `name=value`, for errors.
         add_variable: as in `Stage.build`.
 
     Returns:
         The stage, and a function that removes it. Recompile compiled steps after inserting and after removing it.
 
     Raises:
-        ValueError: if the optimizer's options do not support `GradientNoise`.
+        ValueError: if the optimizer's options do not support the stage.
     """
-    own = [stage for stage in optimizer.stages if isinstance(stage, GradientNoise)]
+    own = [each for each in optimizer.stages if type(each) is type(stage)]
     if own:
         return own[0], lambda: None
-    pipeline, noise = optimizer.pipeline, GradientNoise()
+    pipeline = optimizer.pipeline
     if pipeline.end_watch is not None:  # left by a training that ended with an error
         pipeline.end_watch()
-    noise.check(optimizer)
-    stage = UserStage(noise, optimizer._context)
-    stage.build(optimizer._trainable_variables, add_variable)
+    stage.check(optimizer)
+    inserted = UserStage(stage, optimizer._context)
+    inserted.build(optimizer._trainable_variables, add_variable)
     before = pipeline.stages, pipeline.reducer
     inner = tuple(kind for place, kind in STAGES if place > Place.LOCAL)
     place = sum(not isinstance(each, inner) for each in pipeline.stages)
-    pipeline.change([*pipeline.stages[:place], stage, *pipeline.stages[place:]], whole_reducer_of(pipeline.reducer))
-    optimizer.state_finder.needing.append('summaries=["gradient_noise_scale"]')
+    pipeline.change([*pipeline.stages[:place], inserted, *pipeline.stages[place:]], whole_reducer_of(pipeline.reducer))
+    optimizer.state_finder.needing.append(asker)
 
     def end() -> None:
         if pipeline.end_watch is end:
             pipeline.end_watch = None
             pipeline.change(*before)
-            optimizer.state_finder.needing.remove('summaries=["gradient_noise_scale"]')
+            optimizer.state_finder.needing.remove(asker)
 
     pipeline.end_watch = end
-    return noise, end
+    return stage, end
 
 
 def stages_of(options: CrossShardOptions, context: StageContext) -> list[Stage]:

@@ -76,7 +76,7 @@ class Pipeline:
     ) -> None:
         self.change(stages, reducer)
         self.end_watch: Callable[[], None] | None = None
-        """The function that removes the stage of `watch_noise`, or None."""
+        """The function that removes the stage of `update.watch`, or None."""
         self._update = update
         self._axis_name = axis_name
         self._classify = classify

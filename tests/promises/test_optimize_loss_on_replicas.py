@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 from conftest import BACKEND
-from keras_shardopt.steps import optimize_loss as training
+from keras_shardopt.classic.steps import optimize_loss as training
 from promises.problems import steps
 from support import events, problem
 from support.suites import some

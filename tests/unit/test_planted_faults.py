@@ -87,7 +87,7 @@ FAULTS = [
         "promises/test_stages_of_your_own.py::test_a_stage_sees_gradients_of_the_mean_loss_however_they_arrive",
     ),
     fault(
-        "update/noise_averages.py",
+        "extensions/noise/averages.py",
         "ops.where(uneven > 0, 0.0, (1 - self._momentum) * (now - before))",
         "(1 - self._momentum) * (now - before)",
         "unit/update/test_gradient_noise.py::test_the_noise_scale_is_that_of_the_formulas",
@@ -1056,7 +1056,7 @@ FAULTS = [
         backend="tensorflow",
     ),
     fault(
-        "update/gradient_noise.py",
+        "extensions/noise/stage.py",
         "abs(step.weight * step.row_share - 1)",
         "abs(step.row_share - 1)",
         "unit/update/test_gradient_noise.py::test_the_noise_scale_is_that_of_the_formulas[unequal start]",

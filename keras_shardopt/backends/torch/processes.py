@@ -118,7 +118,7 @@ _CALLS = {  # of functions that ask for objects
     "_from_chief": "restores a backup",
     "_restore_carried": "restores a backup",
     "_everyones": "gathers what a backup keeps of each rank",
-    "_watch_noise": "begins a summary of the gradient noise",
+    "_watch": "begins a summary of each replica's gradients",
     "_means": "averages the weights of all ranks",
     "states": "gathers the weights of all ranks",
 }

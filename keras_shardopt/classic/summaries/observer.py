@@ -12,7 +12,7 @@ from keras import ops
 
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.classic.larc import LARC
-from keras_shardopt.classic.summaries.tags import OF_LARC, PREFIX, rate_tag
+from keras_shardopt.classic.summaries.tags import OF_LARC, PREFIX, STAGES, rate_tag
 from keras_shardopt.numerics import (
     Gradients,
     Tensor,
@@ -26,7 +26,7 @@ from keras_shardopt.numerics import (
 )
 from keras_shardopt.optimizers import GradientClipping
 from keras_shardopt.optimizers.cross_shard import cross_shards
-from keras_shardopt.update import watch_noise
+from keras_shardopt.update import watch
 from keras_shardopt.wrapping.chain import base_optimizers, descendants, leaf_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -43,7 +43,7 @@ class Observer:
 
     def __init__(self, optimizer: OptimizerWrapper, names: Sequence[str], every: int) -> None:
         self.is_due: bool | None = True
-        self._noise_notes: dict[str, list[Variable]] = {}
+        self._of_stages: dict[str, list[Variable]] = {}
         self._optimizer = optimizer
         self._every = every
         chain = [o for o in [optimizer, *descendants(optimizer)] if isinstance(o, OptimizerWrapper)]
@@ -68,47 +68,48 @@ class Observer:
         self._looks.append((last, "before_update", self._see_update))
         self._names = names
         self._larc = larcs[-1] if larcs and "larc_summaries" in names else None
-        self._noise: Any
-        self._noise, self._end_noise = self._watch_noise() if "gradient_noise_scale" in names else (None, lambda: None)
+        self._stages = [(STAGES[name][1], *self._watch(name)) for name in names if name in STAGES]
         self._watched = [wrapper for wrapper in chain if any(wrapper is look[0] for look in self._looks)]
         self._leaves = base_optimizers(optimizer)
         self._updated = list(last._variables_inside(last._trainable_variables))
         with placement.colocate_with(self._updated[0]):
-            self._notes = {**self._noise_notes, **self._new_notes(bool(clipping))}
+            self._notes = {**self._of_stages, **self._new_notes(bool(clipping))}
         placement.place(self._all_notes(), "replicated")
         for wrapper in self._watched:
             wrapper._observe(self)
 
     def leave(self) -> None:
         """Looks no longer."""
-        self._end_noise()
+        for _, _, end in self._stages:
+            end()
         for wrapper in self._watched:
             wrapper._observe(None)
 
-    def _watch_noise(self) -> tuple[Any, Callable[[], None]]:
-        """Lets the outermost `CrossShard` measure the noise of gradients, which needs each replica's own."""
+    def _watch(self, name: str) -> tuple[Any, Callable[[], None]]:
+        """Insert the stage of a summary into the outermost `CrossShard`, which has each replica's gradients."""
         found = cross_shards(self._optimizer)
         if not found:
             raise ValueError(
-                '`summaries=["gradient_noise_scale"]` needs a `CrossShard`, which has the gradients of each replica. '
+                f'`summaries=["{name}"]` needs a `CrossShard`, which has the gradients of each replica. '
                 f"Received: {self._optimizer!r}. Use `CrossShard({self._optimizer!r})`."
             )
         window = found[0].accumulation
 
         def note(shape: Sequence[int], dtype: str = "float32", **_: Any) -> Variable:
-            self._noise_notes.setdefault("noise", []).append(_note(shape, dtype))
-            return self._noise_notes["noise"][-1]
+            self._of_stages.setdefault(name, []).append(_note(shape, dtype))
+            return self._of_stages[name][-1]
 
         with placement.colocate_with(found[0]._trainable_variables[0]):
             if processes.num_replicas() == 1 and window is None:
                 raise ValueError(
-                    '`summaries=["gradient_noise_scale"]` compares the gradients of replicas, or of micro-batches. '
+                    f'`summaries=["{name}"]` compares the gradients of replicas, or of micro-batches. '
                     f"Received: 1 replica, with {found[0]!r}. "
                     "Train on several, or use `CrossShard(..., gradient_accumulation_steps=k)`."
                 )
             if processes.process()[0] > 1:  # they exchange more from now on, so all must have this summary
-                processes.gather_objects("gradient_noise_scale")
-            return watch_noise(found[0], note)
+                processes.gather_objects(name)
+            made, _ = STAGES[name]
+            return watch(found[0], made(), f'summaries=["{name}"]', note)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -248,11 +249,8 @@ class Observer:
         ):
             if name in notes:
                 tags[PREFIX + tag] = float(notes[name][0])
-        if self._noise is not None:
-            found = {
-                "gradient_noise_scale": self._noise.in_rows,
-                "gradient_noise_scale_in_batches": self._noise.in_batches,
-            }
+        for attributes, stage, _ in self._stages:
+            found = {tag: getattr(stage, attribute) for tag, attribute in attributes.items()}
             tags.update({PREFIX + tag: value for tag, value in found.items() if np.isfinite(value)})
         paths = _unique([v.path for v in self._updated])
         has_gradient = [True] * len(paths)

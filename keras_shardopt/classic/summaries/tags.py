@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras import ops
 
 from keras_shardopt.wrapping.chain import base_optimizers
 
-SUMMARIES = (
+SUMMARIES = [
     "learning_rate",
     "gradients",
     "gradient_norm",
@@ -18,9 +18,18 @@ SUMMARIES = (
     "variable_norm",
     "larc_summaries",
     "loss_scale",
-    "gradient_noise_scale",
-)
-"""What can be asked for."""
+]
+"""The names that users can ask for."""
+
+STAGES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {}
+"""By name of a summary: the maker of a stage that measures it, and the attribute of the stage for each tag."""
+
+
+def register(name: str, made: Callable[[], Any], tags: dict[str, str]) -> None:
+    """Register a summary that a stage of the outermost `CrossShard` measures."""
+    SUMMARIES.append(name)
+    STAGES[name] = made, tags
+
 
 DEFAULT_SUMMARIES = ("learning_rate", "global_gradient_norm", "loss_scale")
 """What None asks for."""
@@ -46,7 +55,7 @@ def checked_summaries(summaries: Sequence[str] | None) -> tuple[str, ...]:
     ]
     unknown = [name for name in names if name not in SUMMARIES]
     if unknown:
-        raise ValueError(f"`summaries` may hold {list(SUMMARIES)}. Received: {unknown} among them.")
+        raise ValueError(f"`summaries` may hold {SUMMARIES}. Received: {unknown} among them.")
     return tuple(name for name in SUMMARIES if name in names)
 
 

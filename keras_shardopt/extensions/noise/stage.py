@@ -11,8 +11,8 @@ from keras import ops
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.norms import global_norm
+from keras_shardopt.extensions.noise.averages import NoiseAverages
 from keras_shardopt.numerics import Tensor, Variable, dense
-from keras_shardopt.update.noise_averages import NoiseAverages
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 
