@@ -139,6 +139,22 @@ def test_compression_in_groups_divides_by_the_size_of_a_group(reduction, compres
         np.testing.assert_array_equal(copy, expected[0 if replica in (0, 3) else 1])
 
 
+def test_parts_go_to_the_members_of_a_group():
+    from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
+
+    strategy = replicas(4)
+
+    def on_replica():
+        context = tf.distribute.get_replica_context()
+        mine = tf.cast(context.replica_id_in_sync_group, tf.float32) + [0.0, 0.25, 0.5, 0.75]
+        (parts,) = ReplicaContext(strategy, context).split([[0, 3], [1, 2]]).all_to_all([mine])
+        return parts
+
+    found = np.array(strategy.experimental_local_results(strategy.run(on_replica)))
+    expected = [[0.0, 0.25, 3.0, 3.25], [1.0, 1.25, 2.0, 2.25], [1.5, 1.75, 2.5, 2.75], [0.5, 0.75, 3.5, 3.75]]
+    np.testing.assert_array_equal(found, expected)
+
+
 # -- what a custom train_step logs -----------------------------------------------------------------------------------
 
 

@@ -451,6 +451,25 @@ def test_rounds_begin_from_weights_within_their_constraints(monkeypatch):
 
 
 @pytest.mark.backends("torch")
+def test_rounds_begin_from_weights_that_were_set_between_epochs_where_all_replicas_are_equal(monkeypatch):
+    world = FakeWorld(2).hold(monkeypatch)
+
+    def work(replicas):
+        rounds = ks.LocalSGD(every=1, outer_optimizer=keras.optimizers.SGD(2.0), warmup=0)
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), extensions=[rounds])
+        weight = keras.Variable([0.0])
+        optimizer.build([weight])
+        (local,) = local_updates_in([optimizer])
+        optimizer.apply([keras.ops.convert_to_tensor([1.0])], [weight])
+        weight.assign([5.0])
+        local.resume(begins_epoch=True)
+        optimizer.apply([keras.ops.convert_to_tensor([1.0 + replicas.replica_id])], [weight])
+        return keras.ops.convert_to_numpy(weight)
+
+    np.testing.assert_allclose(world.run(work), [[5.0 - 2 * 1.5]] * 2)
+
+
+@pytest.mark.backends("torch")
 def test_a_round_that_is_left_out_changes_nothing_of_what_was_not_sent(monkeypatch):
     world = FakeWorld(2).hold(monkeypatch)
 

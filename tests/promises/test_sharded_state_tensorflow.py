@@ -121,6 +121,16 @@ def test_updates_are_those_of_whole_state(name):
     both(problem.keras_optimizers()[name], num_steps=2)
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras has no ScheduleFreeAdamW")
+def test_state_that_starts_with_the_weights_does_so_in_parts():
+    found, expected = (
+        saved(trained(keras.optimizers.ScheduleFreeAdamW, shard_state=divided, num_steps=0)[0])
+        for divided in (True, False)
+    )
+    assert list(found) == list(expected) and largest(found.values(), expected.values()) == 0
+    assert any(np.ptp(array) for array in found.values() if array.size)
+
+
 def spoiled(number, rows):
     if number == 1:
         rows[-1][1][0, 0] = np.inf

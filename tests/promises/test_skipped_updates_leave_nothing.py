@@ -242,6 +242,20 @@ def test_what_others_set_between_updates_stays(tmp_path):
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(first), keras.ops.convert_to_numpy(other))
 
 
+@pytest.mark.backends("torch")
+def test_what_others_set_between_a_forward_pass_and_its_update_stays():
+    layer = keras.layers.BatchNormalization()
+    built = keras.Sequential([keras.Input((2,)), layer])
+    weights, optimizer = built.trainable_variables, skipping(inner())
+    optimizer.build(weights)
+    optimizer.apply([keras.ops.zeros(v.shape) for v in weights], weights)
+    built(keras.ops.ones((4, 2)), training=True)
+    layer.moving_mean.assign([7.0, 8.0])
+    optimizer.apply([keras.ops.full(v.shape, np.nan) for v in weights], weights)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(layer.moving_mean), [7.0, 8.0])
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(layer.moving_variance), [1.0, 1.0])
+
+
 def others(kind, start, folder):
     """A model that skips, made in some way out of one that does."""
     if kind == "loaded":

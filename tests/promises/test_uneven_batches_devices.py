@@ -237,8 +237,10 @@ class WithState(keras.Model):
         self.normalize = keras.layers.BatchNormalization(momentum=0.5)
         self.drop = keras.layers.Dropout(0.5, seed=5)
         self.out = keras.layers.Dense(problem.NUM_OUTPUTS)
+        self.count = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
 
     def call(self, x, training=False):
+        self.count.assign_add(2**24 + 1 if training else 0)  # no number of float32
         return self.out(self.drop(self.normalize(x, training=training), training=training))
 
 
@@ -257,6 +259,7 @@ def test_state_of_layers_in_a_shard_map():
     np.testing.assert_allclose(model.normalize.moving_mean, mean, rtol=1e-5)
     seed = keras.ops.convert_to_numpy(model.drop.seed_generator.state)
     assert seed[0] == 5 and seed[1] == 2  # one draw for each batch, and the seed itself as it was
+    assert model.count.value == 2 * (2**24 + 1)
 
 
 def test_what_cannot_be_prepared_says_so():

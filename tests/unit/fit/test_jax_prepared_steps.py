@@ -117,7 +117,7 @@ def test_training_goes_on_after_averages_have_become_the_weights(policy):
 # -- steps that fail ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["train_on_batch", "test_on_batch", "predict_on_batch"])
+@pytest.mark.parametrize("call", ["train_on_batch", "test_on_batch", "predict_on_batch", "evaluate"])
 def test_what_was_set_after_a_step_stays_where_the_next_ones_fail(call):
     with compiled(net) as model:
         model.train_on_batch(X[:8], Y[:8])

@@ -180,3 +180,17 @@ def test_a_callback_is_keras_again_for_a_model_that_is_not_prepared(monkeypatch)
     assert isinstance(stops, callbacks._StopsSilently) and stops.__class__ is keras.callbacks.TerminateOnNaN
     keras.callbacks.CallbackList([stops], model=functional())
     assert type(stops) is keras.callbacks.TerminateOnNaN
+
+
+@pytest.mark.backends("torch")
+@pytest.mark.parametrize(("auto_shard", "gather"), [(True, True), (True, False), (False, True)])
+def test_ranks_predict_together_where_they_divide_batches_and_gather(auto_shard, gather, monkeypatch):
+    from keras_shardopt.fit.torch.session import session_of
+
+    model = problem.model()
+    model.compile(ks.CrossShard("sgd"), "mse")
+    session = session_of(ks.prepare(model, auto_shard=auto_shard, gather=gather))
+    looks = []
+    monkeypatch.setattr(session, "look", looks.append)  # local SGD puts the mean of all ranks in place there
+    model.predict(X, verbose=0)
+    assert looks == [session if auto_shard and gather else None]

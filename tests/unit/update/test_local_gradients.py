@@ -373,7 +373,7 @@ def test_half_precision_does_not_overflow(transform, monkeypatch):
     results = reduced_by(
         optimizer,
         # Squares overflow, and so would the whole gradient: 4 times 20000.
-        lambda r: [ops.convert_to_tensor(np.array([12000.0, 16000.0], "float16"))],
+        lambda r: [ops.convert_to_tensor(np.array([15000.0, 20000.0], "float16"))],
         weights,
         4,
         GradientState.LOCAL_PRESCALED,
@@ -540,14 +540,19 @@ def test_a_replica_counts_with_its_weight_after_it_is_clipped(gradient_state, as
     local[1] = [np.full_like(g, np.nan) for g in local[1]]  # as the mean over no rows
     optimizer = ks.CrossShard("sgd", replica_clipnorm=CLIPNORM)
     world = FakeWorld(3, gradient_state).hold(monkeypatch)
-    targets = variables()
+    scale = keras.Variable([0.0])
+    scale.overwrite_with_gradient = True
+    targets = [*variables(), scale]
 
     def of_replica(replicas):
         r = replicas.replica_id
         unit = 3 if gradient_state is GradientState.LOCAL_PRESCALED else 1
         weight = ops.convert_to_tensor(weights[r]) if as_tensor else weights[r]
-        return reduced(optimizer, [ops.convert_to_tensor(g / unit) for g in local[r]], targets, weight)
+        grads = [ops.convert_to_tensor(g / unit) for g in local[r]]
+        return reduced(optimizer, [*grads, ops.convert_to_tensor([3.0 - r])], targets, weight)
 
-    found = [[ops.convert_to_numpy(g) for g in grads] for grads in world.run(of_replica)]
+    *found, next_values = zip(*[[ops.convert_to_numpy(g) for g in grads] for grads in world.run(of_replica)])
+    assert next_values == ([3.0],) * 3  # those have no weight
+    found = list(zip(*found))
     counted = [[w * g for g in clipped(local[r])] for r, w in ((0, 0.5), (2, 2.5))]
     assert_close(found, [[(a + b) / 3 for a, b in zip(*counted)]] * 3)
