@@ -1143,6 +1143,12 @@ FAULTS = [
         "unit/backends/test_torch_buckets.py::test_a_gradient_counts_with_the_weight_of_its_rank",
     ),
     fault(
+        "backends/torch/sliced_bucket.py",
+        "grad = (grad if weight == 1 else grad * weight).reshape(-1)",
+        "grad = grad.reshape(-1)",
+        "unit/backends/test_torch_buckets.py::test_so_it_does_where_state_is_divided",
+    ),
+    fault(
         "fit/torch/trainer.py",
         "together = session if sharing.gather and sharing.auto_shard else None",
         "together = session if sharing.gather else None",
@@ -1203,6 +1209,44 @@ FAULTS = [
         "                pass",
         "unit/fit/test_jax_prepared_steps.py::test_training_goes_on_after_averages_have_become_the_weights[float32]",
         backend="jax",
+    ),
+    fault(
+        "sharding/slices.py",
+        "replicas.broadcast([flat], root=replica)[0] if size else flat",
+        "replicas.broadcast([flat], root=0)[0] if size else flat",
+        SHARDS,
+    ),
+    fault(
+        "sharding/even_slices.py",
+        "whole += int(np.prod(self.stored_shape(variable))) * item_size(variable)",
+        "whole += size",
+        "promises/test_sharded_state_tensorflow.py::test_each_replica_holds_and_sends_a_part",
+        backend="tensorflow",
+    ),
+    fault(
+        "data/tf_dataset.py",
+        " or _shuffles_inside(tf, step):",
+        ":",
+        "unit/data/test_data.py::test_tf_datasets_without_a_common_order_are_refused",
+        backend="tensorflow",
+    ),
+    fault(
+        "classic/novograd.py",
+        "if self.weight_decay and self._use_weight_decay(variable):",
+        "if self.weight_decay:",
+        "unit/optimizers/test_novograd.py::test_weight_decay_is_not_applied_twice_and_can_be_excluded",
+    ),
+    fault(
+        "optimizers/mixed_precision.py",
+        "        master.constraint = variable.constraint",
+        "        pass",
+        "unit/optimizers/test_mixed_precision.py::test_constraints_decay_and_averages_work_on_the_masters",
+    ),
+    fault(
+        "callbacks/summaries.py",
+        "            if prefix and _num_updates(optimizer) == self._updates_before[prefix]:",
+        "            if False:",
+        "promises/test_two_optimizers.py::test_summaries_are_of_every_optimizer",
     ),
 ]
 HERE = [each for each in FAULTS if each.backend == BACKEND]
