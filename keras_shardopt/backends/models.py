@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -160,6 +159,14 @@ def is_prepared(model: Any) -> bool:
 _made: weakref.WeakValueDictionary[tuple[type, ...], type] = weakref.WeakValueDictionary()
 _set_class: Callable[[Any, type], None] = vars(object)["__class__"].__set__
 _MIXINS = "_keras_shardopt_mixins"
+_OWN = "_keras_shardopt_own"
+
+
+class _Quiet:
+    """Keeps a user's `__init_subclass__` from a class that is made here."""
+
+    def __init_subclass__(cls) -> None:
+        pass
 
 
 def mix_in(model: Any, mixin: type) -> None:
@@ -175,28 +182,45 @@ def mix_in(model: Any, mixin: type) -> None:
     mixins = vars(kind).get(_MIXINS, ())
     cls = kind.__bases__[-1] if mixins else kind
     names = {name for base in mixin.__mro__ if base not in kind.__mro__ for name in vars(base)}
-    own = {name: staticmethod(vars(model).pop(name)) for name in names & vars(model).keys()}
-    added = [mixin, type("OfThisModel", (), own)] if own else [mixin]
+    own = {name: vars(model).pop(name) for name in names & vars(model).keys()}
+    methods = {name: staticmethod(method) for name, method in own.items()}
+    added = [mixin, type("OfThisModel", (), {**methods, _OWN: own})] if own else [mixin]
     place = sum(hasattr(each, "is_outermost") for each in mixins)
     _set_class(model, _mixed(cls, (*mixins[:place], *added, *mixins[place:])))
 
 
 def take_out(thing: Any) -> None:
     """Undo each `mix_in`."""
-    if hasattr(type(thing), _MIXINS):
+    mixins = getattr(type(thing), _MIXINS, ())
+    if mixins:
         _set_class(thing, thing.__class__)
+    for mixin in mixins:
+        vars(thing).update(getattr(mixin, _OWN, {}))
 
 
 def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
-    """Return the subclass of these classes and of the user's class. All models of a class share it."""
-    made = _made.get((cls, *mixins))
+    """Return the subclass of these classes and of the user's class. All models of a class share it.
+
+    Instances that it makes, or that pickles and copies of its instances make, are of the user's class.
+    """
+    made: Any = _made.get((cls, *mixins))
+
+    def reduced(model: Any, protocol: Any) -> Any:
+        found = cls.__reduce_ex__(model, protocol)
+        if isinstance(found, str):
+            return found
+        plain = [cls if part is made else part for part in (found[0], *found[1])]
+        return (plain[0], tuple(plain[1:]), *found[2:])
+
     if made is None:
         seen = property(lambda model: cls, lambda model, other: _set_class(model, _mixed(other, mixins)))
         same = ("__module__", "__qualname__", "__doc__", "_unpickle_model")
         content = {name: getattr(cls, name) for name in same if hasattr(cls, name)}
-        content |= {"__class__": seen, _MIXINS: mixins}
-        made = types.new_class(cls.__name__, (*mixins, cls), exec_body=lambda body: body.update(content))
-        _made[(cls, *mixins)] = made
+        content |= {"__class__": seen, _MIXINS: mixins, "__reduce_ex__": reduced}
+        content["__new__"] = lambda kind, *args, **kwargs: cls(*args, **kwargs)
+        made = type.__new__(type(cls), cls.__name__, (_Quiet, *mixins, cls), content)
+        if not any(hasattr(mixin, _OWN) for mixin in mixins):  # whose methods may hold the model
+            _made[(cls, *mixins)] = made
     return made
 
 

@@ -304,11 +304,12 @@ def _saving_together(model: Any) -> Iterator[list[str]]:
             if is_chief():
                 getattr(model.__class__, name)(model, filepath)
 
-    before = {name: getattr(model, name) for name in ("save", "save_weights")}
+    before = {name: vars(model)[name] for name in ("save", "save_weights") if name in vars(model)}
     object.__setattr__(model, "save", functools.partial(together, save_model, "save"))
     object.__setattr__(model, "save_weights", functools.partial(together, save_weights, "save_weights"))
     try:
         yield begun
     finally:
-        for name, method in before.items():
-            object.__setattr__(model, name, method)
+        for name in ("save", "save_weights"):
+            object.__delattr__(model, name)
+        vars(model).update(before)

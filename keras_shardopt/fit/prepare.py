@@ -127,6 +127,7 @@ def prepare(model: Model, auto_shard: bool | None = None, gather: bool | None = 
 
 def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None = None) -> None:
     """Prepares a model that a `CrossShard` updates. Doing it twice changes nothing."""
+    _refuse_later_methods(model)
     set_sharing(model, auto_shard, gather)
     for optimizer in optimizers_of(model):
         if cross_shards(optimizer):
@@ -137,3 +138,14 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
         mix_in(model, PreparedModel)
     else:
         trainer.prepare(model)
+
+
+def _refuse_later_methods(model: Any) -> None:
+    """Raise ValueError if a method was set on a prepared model, which hides the prepared one."""
+    classes = [kind for kind in type(model).__mro__ if issubclass(kind, PreparedModel) and kind is not type(model)]
+    later = [name for kind in classes for name in vars(kind) if name in vars(model) and callable(vars(kind)[name])]
+    if later:
+        raise ValueError(
+            f"`{later[0]}` must be set before the model is prepared: it hides the method that trains on all replicas. "
+            f"Received: {later[0]}={vars(model)[later[0]]!r}. Set it before `compile`, or define it in a subclass."
+        )

@@ -112,7 +112,7 @@ def states_of_replica(model: Any, index: Tensor, num_replicas: int, all_rows: in
         raise ValueError(
             "Where the optimizer needs each replica's gradients, JAX can divide the states of Keras' RNNs only. "
             f"Received: `states` in layer {', '.join(map(repr, names))}. Leave out `replica_clipnorm`, "
-            "`replica_transform`, `LocalSGD` and `gradient_accumulation_steps`."
+            "`replica_transform`, `extensions` and `gradient_accumulation_steps`."
         )
     fit_states(layers, [all_rows] if all_rows % num_replicas == 0 else rows_of_parts(all_rows, num_replicas))
     rows = all_rows // num_replicas

@@ -282,7 +282,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
         """The reverse of `get_config`. `config` is left as it is."""
-        loaded: Any = super().from_config(CrossShardOptions.from_config(config, custom_objects), custom_objects)
+        loaded: Any = super().from_config(CrossShardOptions.from_config(config, custom_objects, cls), custom_objects)
         loaded.peers.is_loaded = True
         return loaded
 

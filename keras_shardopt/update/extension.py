@@ -37,7 +37,7 @@ class Settings:
 
     def to_old(self) -> dict[str, Any]:
         """Return the old arguments, as attributes of the optimizer for one more release."""
-        raise NotImplementedError
+        return {}
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor, serialized."""
@@ -47,6 +47,13 @@ class Settings:
     def from_config(cls, config: dict[str, Any]) -> Self:
         """The reverse of `get_config`."""
         return cls(**{name: made(value) for name, value in config.items()})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            raise AttributeError(
+                f"`{name}` of a `{type(self).__name__}` cannot be changed. Received: {value!r}. Make a new one."
+            )
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         given = [f"{name}={_shown(value)}" for name, value, default in self._arguments() if value != default]
@@ -81,9 +88,11 @@ class Extension(Settings):
         raise NotImplementedError
 
 
-def made(value: Any) -> Any:
+def made(value: Any, custom_objects: Any = None) -> Any:
     """Return the object of a serialized one, and anything else unchanged."""
-    return keras.saving.deserialize_keras_object(portable(value)) if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return keras.saving.deserialize_keras_object(portable(value), custom_objects=custom_objects)
 
 
 class ExtensionStage(Stage):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.update.extension import Extension, Settings
-from keras_shardopt.update.plugs import extensions as registered
 from keras_shardopt.update.torch_speed import TorchSpeed
 
-
-def kinds() -> list[type[Settings]]:
-    """Return all classes that replace old arguments."""
-    return [TorchSpeed, *registered]
+KINDS: list[type[Settings]] = []
+"""The classes that replace old arguments."""
 
 
 def with_objects(
@@ -31,19 +29,21 @@ def with_objects(
         TypeError: if an argument has an unknown name, as Python raises it.
         ValueError: if an old argument and the object that replaces it are both given.
     """
-    known = {name for kind in kinds() for name in kind.old_arguments}
+    known = {name for kind in KINDS for name in kind.old_arguments}
     for name in old:
         if name not in known:
             raise TypeError(f"CrossShard.__init__() got an unexpected keyword argument {name!r}")
     found: dict[str, Any] = {"extensions": extensions, "torch": torch}
-    for kind in kinds():
+    if not isinstance(extensions, (list, tuple)):
+        return found  # which is an error
+    for kind in KINDS:
         given = {name: old[name] for name in kind.old_arguments if name in old}
         given = {name: value for name, value in given.items() if _differs(value, kind.old_arguments[name])}
         if not given:
             continue
         settings = kind.from_old(given)
         names = " and ".join(f"`{name}`" for name in given)
-        if (torch is not None) if kind is TorchSpeed else any(type(each) is kind for each in extensions):
+        if (torch is not None) if kind is TorchSpeed else any(isinstance(each, kind) for each in extensions):
             raise ValueError(f"{names} and a `{kind.__name__}` are both given. Received: {settings!r}. Leave one out.")
         if warns:
             line = f"CrossShard(..., {kind.spelling.format(repr(settings))})"
@@ -61,7 +61,23 @@ def _differs(value: Any, default: Any) -> bool:
 
 def old_attributes(settings: Sequence[Settings]) -> dict[str, Any]:
     """Return the values of all old arguments, for an optimizer with these objects."""
-    found = {name: default for kind in kinds() for name, default in kind.old_arguments.items()}
+    found = {name: default for kind in KINDS for name, default in kind.old_arguments.items()}
     for each in settings:
-        found |= each.to_old() if type(each) in kinds() else {}
+        found |= each.to_old()
+    return found
+
+
+def in_spelling_of(optimizer: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these arguments with the old ones that the constructor of a user's subclass names, in place of objects."""
+    names = inspect.signature(optimizer).parameters.keys()
+    found = {**arguments, "extensions": list(arguments["extensions"])}
+    for kind in KINDS:
+        if not names & kind.old_arguments.keys():
+            continue
+        for each in [*found["extensions"], found["torch"]]:
+            if isinstance(each, kind):
+                old = each.to_old()
+                found |= {n: v for n, v in old.items() if n in names or _differs(v, kind.old_arguments[n])}
+                found["extensions"] = [other for other in found["extensions"] if other is not each]
+                found["torch"] = None if found["torch"] is each else found["torch"]
     return found

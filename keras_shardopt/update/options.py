@@ -11,8 +11,8 @@ import keras
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Groups, Variable
-from keras_shardopt.update.extension import Extension, made
-from keras_shardopt.update.old_arguments import kinds, old_attributes, with_objects
+from keras_shardopt.update.extension import Extension, Settings, made
+from keras_shardopt.update.old_arguments import KINDS, in_spelling_of, old_attributes, with_objects
 from keras_shardopt.update.plugs import plug_of
 from keras_shardopt.update.step import Stage
 from keras_shardopt.update.torch_speed import TorchSpeed
@@ -90,13 +90,17 @@ class CrossShardOptions:
             )
         if len({id(stage) for stage in self.stages}) < len(self.stages):
             raise ValueError(f"`stages` must hold each stage once. Received: stages={list(self.stages)!r}")
+        known = " or ".join(kind.__name__ for kind in KINDS if issubclass(kind, Extension))
         if not isinstance(self.extensions, (list, tuple)) or not all(isinstance(e, Extension) for e in self.extensions):
             raise TypeError(
-                "`extensions` must be a list of objects such as `keras_shardopt.LocalSGD`. "
-                f"Received: extensions={self.extensions!r}. Use for example `extensions=[LocalSGD(every=50)]`."
+                f"`extensions` must be a list of objects of {known}. "
+                f"Received: extensions={self.extensions!r}. Put the object into a list."
             )
         if len({type(extension) for extension in self.extensions}) < len(self.extensions):
-            raise ValueError(f"`extensions` must hold one of each kind. Received: extensions={list(self.extensions)!r}")
+            raise ValueError(
+                f"`extensions` must hold one of each kind. Received: extensions={list(self.extensions)!r}. "
+                "Leave the others out."
+            )
         given = {
             "reduction": _REDUCTIONS[self.reduction],
             "gradient_accumulation_steps": num_steps,
@@ -152,15 +156,17 @@ class CrossShardOptions:
         return {name: value for name, value in config.items() if name not in later or value != later[name]}
 
     @staticmethod
-    def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the arguments from a `config`, with objects deserialized, also of files with old arguments."""
-        with keras.saving.custom_object_scope(custom_objects or {}):
-            names = ("replica_transform", "compression", "torch", *(name for k in kinds() for name in k.old_arguments))
-            found = {name: made(config[name]) for name in names if name in config}
-            lists = {name: [made(each) for each in config.get(name, ())] for name in ("extensions", "stages")}
-        old = {name: found.pop(name) for k in kinds() for name in k.old_arguments if name in found}
+    def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None, kind: type) -> dict[str, Any]:
+        """Return the arguments of the class `kind` from a `config`, also of files with old arguments."""
+        old = [name for settings in KINDS for name in settings.old_arguments]
+        names = [name for name in ("replica_transform", "compression", "torch", *old) if name in config]
+        found = {name: made(config[name], custom_objects) for name in names}
+        for name in ("extensions", "stages"):
+            found[name] = [made(each, custom_objects) for each in config.get(name, ())]
+        given = {name: found.pop(name) for name in old if name in found}
+        found |= with_objects(found["extensions"], found.get("torch"), given, warns=False)
         kept = {name: value for name, value in config.items() if name not in old}
-        return {**kept, **found, **lists, **with_objects(lists["extensions"], found.get("torch"), old, warns=False)}
+        return in_spelling_of(kind, {**kept, **found})
 
     def shown(self) -> str:
         """Return `reduction` and the arguments that differ from their defaults, for `repr`."""
@@ -202,11 +208,22 @@ class HasOptions:
     stages: Sequence[Stage] = _option("stages", "Further stages, in their order.")
     axis_name: str = _option("axis_name", "The mapped axis of replicas on JAX.")
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the value of an old argument, such as `fused`."""
-        options = vars(self).get("_options")
-        found = old_attributes(() if options is None else (options.speed, *options.extensions))
-        return found[name] if name in found else object.__getattribute__(self, name)  # which raises Python's error
+
+def _old_option(name: str) -> Any:
+    def value(optimizer: Any) -> Any:
+        return old_attributes((optimizer._options.speed, *optimizer._options.extensions))[name]
+
+    return property(value, _option(name, "").fset, doc="An argument that an object replaces.")
+
+
+def register_settings(kind: type[Settings]) -> None:
+    """Let a class replace its old arguments. Their values stay readable as attributes of optimizers."""
+    KINDS.append(kind)
+    for name in kind.old_arguments:
+        setattr(HasOptions, name, _old_option(name))
+
+
+register_settings(TorchSpeed)
 
 
 def _one_of(name: str, value: Any, known: Any, rule: str) -> None:

@@ -1,4 +1,4 @@
-"""The registry of extensions: transports by argument, classes with old arguments, steps by package."""
+"""The registry of extensions: transports by argument, steps by package."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class Place(enum.IntEnum):
 
 _plugs: dict[str, Plug] = {}
 _steps: list[tuple[Callable[[Sequence[Any]], Any], str, str]] = []
-extensions: list[Any] = []
-"""The classes that users can pass to `CrossShard(extensions=[...])`, if they replace old arguments."""
 
 
 def register(argument: str, plug: Plug) -> None:

@@ -6,12 +6,12 @@ import functools
 import numpy as np
 import pytest
 from conftest import BACKEND
-from keras_shardopt.classic.steps import optimize_loss as training
 from promises.problems import steps
 from support import events, problem
 from support.suites import some
 
 import keras_shardopt as ks
+from keras_shardopt.classic.steps import optimize_loss as training
 from keras_shardopt.classic.steps.optimize_loss import TrainingStep
 from keras_shardopt.classic.summaries.tags import SUMMARIES
 

@@ -2,9 +2,10 @@
 
 from keras_shardopt.extensions.equal_bits.num_parts import are_cut
 from keras_shardopt.extensions.equal_bits.settings import VirtualReplicas
-from keras_shardopt.update.plugs import extensions, register_step
+from keras_shardopt.update.options import register_settings
+from keras_shardopt.update.plugs import register_step
 
 __all__ = ["VirtualReplicas"]
 
-extensions.append(VirtualReplicas)
+register_settings(VirtualReplicas)
 register_step(are_cut, __name__, "PartsStep")

@@ -2,9 +2,10 @@
 
 from keras_shardopt.extensions.local_sgd.looks import local_updates_in
 from keras_shardopt.extensions.local_sgd.settings import LocalSGD
-from keras_shardopt.update.plugs import extensions, register_step
+from keras_shardopt.update.options import register_settings
+from keras_shardopt.update.plugs import register_step
 
 __all__ = ["LocalSGD"]
 
-extensions.append(LocalSGD)
+register_settings(LocalSGD)
 register_step(local_updates_in, __name__, "RoundsStep")

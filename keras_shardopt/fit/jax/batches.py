@@ -225,8 +225,8 @@ def padded(data: Any, num_missing: int, numpy: Any = jax.numpy) -> Any:
     if is_sparse(data):
         raise ValueError(
             "On JAX each replica's own gradients need dense batches, whose rows can be divided. "
-            f"Received: a sparse batch of {num_rows(data)} rows. {DENSE_ADVICE}, or leave out `VirtualReplicas`, "
-            "`LocalSGD`, `replica_clipnorm`, `replica_transform`, compression and accumulation."
+            f"Received: a sparse batch of {num_rows(data)} rows. {DENSE_ADVICE}, or leave out `extensions`, "
+            "`replica_clipnorm`, `replica_transform`, compression and accumulation."
         )
     if not num_missing:
         return data

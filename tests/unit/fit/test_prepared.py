@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import types
 import weakref
 
 import keras
@@ -125,10 +126,8 @@ def test_methods_that_were_set_on_the_model_run_inside_and_later_ones_instead(sc
     assert model.optimizer.built
     inside = model.train_step
     model.train_step = lambda *args: calls.append("after") or inside(*args)
-    ks.prepare(model)
-    model.compile(ks.CrossShard(problem.sgd_momentum()), "mse")
-    model.fit(X, Y, batch_size=problem.BATCH_SIZE, verbose=0)
-    assert "after" in calls and calls[-1] == "before"
+    with pytest.raises(ValueError, match="`train_step` must be set before the model is prepared"):
+        ks.prepare(model)
 
 
 def test_another_class_that_is_set_keeps_what_was_mixed_in(scope):
@@ -194,3 +193,71 @@ def test_ranks_predict_together_where_they_divide_batches_and_gather(auto_shard,
     monkeypatch.setattr(session, "look", looks.append)  # local SGD puts the mean of all ranks in place there
     model.predict(X, verbose=0)
     assert looks == [session if auto_shard and gather else None]
+
+
+class Reducing(keras.Model):
+    """With its own pickles, and copies made by `type(self)`."""
+
+    def __init__(self, units=2):
+        super().__init__()
+        self.units = units
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def twin(self):
+        return type(self)(self.units)
+
+    def __reduce__(self):
+        return type(self), (self.units,)
+
+
+def test_what_a_prepared_model_makes_of_its_type_is_not_prepared(scope):
+    model = compiled(Reducing())
+    for other in (model.twin(), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(other) is Reducing and not models.is_prepared(other) and other.units == 2
+        assert other.predict(X, verbose=0).shape == (len(X), 2)
+
+
+def test_a_class_that_registers_its_subclasses_registers_no_made_ones(scope):
+    names = []
+
+    class Registering(keras.Model):
+        def __init_subclass__(cls, **kwargs):
+            super().__init_subclass__(**kwargs)
+            names.append(cls.__name__)
+
+    class One(Registering):
+        pass
+
+    assert models.is_prepared(compiled(One())) and names == ["One"]
+
+
+@pytest.mark.neutral
+def test_callbacks_are_pickled_and_taken_out_with_methods_of_their_own():
+    class Mixin(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            return "mixed", super().on_train_end(logs)
+
+    callback = keras.callbacks.TerminateOnNaN()
+    own = callback.on_train_end = lambda logs=None: "own"
+    models.mix_in(callback, Mixin)
+    assert callback.on_train_end() == ("mixed", "own")
+    models.take_out(callback)
+    assert callback.on_train_end is own and type(callback) is keras.callbacks.TerminateOnNaN
+    plain = keras.callbacks.TerminateOnNaN()
+    models.mix_in(plain, Mixin)
+    assert type(pickle.loads(pickle.dumps(plain))) is keras.callbacks.TerminateOnNaN
+    assert type(copy.deepcopy(plain)) is keras.callbacks.TerminateOnNaN
+
+
+@pytest.mark.neutral
+def test_a_model_with_a_method_of_its_own_can_be_freed():
+    model = problem.model()
+    model.save = types.MethodType(lambda self, path: path, model)
+    models.mix_in(model, PreparedModel)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -100,3 +100,60 @@ def test_an_outer_optimizer_moves_the_weights_of_one_optimizer():
 def test_an_unknown_attribute_is_an_error_of_python():
     with pytest.raises(AttributeError, match="'CrossShard' object has no attribute 'sync_evry'"):
         ks.CrossShard("sgd").sync_evry  # noqa: B018
+
+
+def every_second(count):
+    return 2
+
+
+def halved(grads, variables):
+    return [grad / 2 for grad in grads]
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("is_scope", [True, False])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"replica_transform": halved}, {"extensions": [ks.LocalSGD(every_second)]}, {"sync_every": every_second}],
+)
+def test_custom_objects_reach_the_functions_in_a_file(arguments, is_scope, tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(ks.CrossShard("sgd", **arguments), "mse")
+    model.save(tmp_path / "model.keras")
+    custom = {"halved": halved, "every_second": every_second}
+    with keras.saving.custom_object_scope(custom if is_scope else {}):
+        loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects=None if is_scope else custom)
+    assert arguments_of(loaded.optimizer) == arguments_of(model.optimizer)
+
+
+class Often(ks.CrossShard):
+    def __init__(self, inner_optimizer, sync_every=10, fused=False, **kwargs):
+        super().__init__(inner_optimizer, sync_every=sync_every, fused=fused, **kwargs)
+
+
+@pytest.mark.neutral
+def test_a_subclass_that_passes_old_arguments_is_loaded():
+    optimizer = Often("adam", sync_every=5, sync_warmup=3, bucket_mib=5.0)
+    loaded = Often.from_config(optimizer.get_config())
+    assert arguments_of(loaded) == arguments_of(optimizer)
+    plain = ks.CrossShard("adam").get_config()
+    old = {**plain, "sync_every": 7, "fused": "auto", "overlap": False, "bucket_mib": 25.0}
+    assert repr(Often.from_config(old)) == repr(ks.CrossShard("adam", sync_every=7, overlap=False)).replace(
+        "CrossShard(Adam", "Often(Adam"
+    )
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("settings", [ks.LocalSGD(2), ks.VirtualReplicas(4), ks.TorchSpeed()], ids=repr)
+def test_objects_cannot_be_changed(settings):
+    for name in settings.get_config():
+        with pytest.raises(AttributeError, match=f"`{name}` of a `.*` cannot be changed. Received: 3. Make a new one"):
+            setattr(settings, name, 3)
+
+
+@pytest.mark.neutral
+def test_a_subclass_of_settings_is_read_as_its_class():
+    class Mine(ks.LocalSGD):
+        pass
+
+    assert ks.CrossShard("sgd", extensions=[Mine(5)]).sync_every == 5
