@@ -83,7 +83,9 @@ class FlatShards(Shards):
         self.replica_id = int(replicas.replica_id)
         self._starts_with_weights = holds_weights(self._leaf, variables)
         self._may_cut = are_elementwise_inside(optimizer, variables)
-        self._groups = _groups(self.variables, self._may_cut, self.num_replicas, optimizer.speed.bucket_mib * 2**20)
+        self._groups = _groups(
+            self.variables, self._may_cut, self.num_replicas, optimizer._options.speed.bucket_mib * 2**20
+        )
         self._owners: dict[int, list[tuple[int, Piece]]] = {}
         for group in self._groups:
             for replica, pieces in enumerate(group.pieces):

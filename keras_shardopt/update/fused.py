@@ -63,7 +63,7 @@ class FusedUpdate(Stage):
 
 def _leaves(optimizer: Any, exactly: bool) -> Iterator[tuple[Any, bool]]:
     """Yield each optimizer with an update rule, and whether a wrapper around it has `fused=False`."""
-    exactly = exactly or getattr(getattr(optimizer, "speed", None), "fused", "auto") is False
+    exactly = exactly or getattr(optimizer, "fused", "auto") is False
     inside = children(optimizer)
     if not inside:
         yield optimizer, exactly

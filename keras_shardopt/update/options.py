@@ -203,7 +203,6 @@ class HasOptions:
     shard_state: bool = _option("shard_state", "Whether the optimizer state is divided.")
     compression: Any = _option("compression", "How gradients are sent, or None for as they are.")
     torch: TorchSpeed | None = _option("torch", "The settings of speed on PyTorch, or None for the defaults.")
-    speed: TorchSpeed = _option("speed", "The settings of speed on PyTorch.")
     extensions: Sequence[Extension] = _option("extensions", "Local SGD and other features.")
     stages: Sequence[Stage] = _option("stages", "Further stages, in their order.")
     axis_name: str = _option("axis_name", "The mapped axis of replicas on JAX.")

@@ -9,6 +9,7 @@ import keras
 import pytest
 
 import keras_shardopt as ks
+from keras_shardopt.update.old_arguments import KINDS
 
 PACKAGE = pathlib.Path(ks.__file__).parent
 OTHERS = {"tensorflow", "jax", "torch"} - {keras.config.backend()}  # which need not be there
@@ -64,5 +65,5 @@ FOR_WRAPPERS = {"transform_gradients", "update_inner", "wrapper_state", "optimiz
 def test_what_the_package_asks_of_wrappers_is_not_in_their_help(name):
     keras_has = set(dir(keras.optimizers.Optimizer)) | set(vars(keras.optimizers.SGD()))
     shown = {each for each in dir(getattr(ks, name)) if not each.startswith("_")}
-    arguments = set(inspect.signature(getattr(ks, name)).parameters)
+    arguments = set(inspect.signature(getattr(ks, name)).parameters) | {a for kind in KINDS for a in kind.old_arguments}
     assert shown - keras_has - arguments <= FOR_USERS | FOR_WRAPPERS

@@ -13,6 +13,7 @@ from support.worlds import FakeWorld
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.update.old_arguments import KINDS
 
 # Updates in threads are not traced, as JAX would have it.
 # Replicas in threads: TensorFlow's own operations fail there now and then ("Error while creating shape").
@@ -119,11 +120,17 @@ def test_every_pair_is_there():
 
 
 def test_every_argument_is_there():
-    arguments = inspect.signature(ks.CrossShard).parameters.keys() - every_argument.OF_TRAINERS
+    parameters = inspect.signature(ks.CrossShard).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    assert {kind.spelling.partition("=")[0] for kind in KINDS} == {"extensions", "torch"}
+    for name in ("extensions", "torch", "old"):  # those of the objects, in their old spelling
+        del defaults[name]
+    for kind in KINDS:
+        defaults.update(kind.old_arguments)
+    arguments = defaults.keys() - every_argument.OF_TRAINERS
     assert arguments == every_argument.LEVELS.keys() - every_argument.NOT_ARGUMENTS
-    defaults = inspect.signature(ks.CrossShard).parameters
     for name in arguments - {"inner_optimizer", "gradients"}:
-        assert defaults[name].default in every_argument.LEVELS[name], name
+        assert defaults[name] in every_argument.LEVELS[name], name
         assert len(every_argument.LEVELS[name]) > 1, name
 
 

@@ -404,7 +404,7 @@ def test_several_processes_are_refused(monkeypatch):
 
         monkeypatch.setattr(local_sgd.jax, "process_count", lambda: 2)
         with pytest.raises(ValueError, match="2 processes. Use the devices of one process"):
-            local_sgd.prepare(model, [model.optimizer])
+            local_sgd._check(model, model.optimizer)
         monkeypatch.undo()
     monkeypatch.setattr(processes, "process", lambda: (2, 0))
     with pytest.raises(ValueError, match="2 processes.*Use the devices of one process"):

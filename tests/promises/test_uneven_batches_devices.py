@@ -574,7 +574,9 @@ def test_a_sparse_batch_keeps_its_elements(num_rows):
 
 
 @pytest.mark.backends("jax")
-@pytest.mark.parametrize("num_rows, name, value", [(8, "replica_clipnorm", 1.0), (7, "virtual_replicas", 4)])
+@pytest.mark.parametrize(
+    "num_rows, name, value", [(8, "replica_clipnorm", 1.0), (7, "extensions", [ks.VirtualReplicas(4)])]
+)
 def test_a_sparse_batch_is_refused_where_replicas_need_their_rows(num_rows, name, value):
     x, _, y = sparse_and_dense(num_rows)
     with ks.data_parallel(2) as replicas:
