@@ -1107,8 +1107,8 @@ FAULTS = [
     ),
     fault(
         "backends/models.py",
-        """content |= {"__class__": seen, _MIXINS: mixins}""",
-        "content |= {_MIXINS: mixins}",
+        """content |= {"__class__": seen, _MIXINS: mixins, """,
+        "content |= {_MIXINS: mixins, ",
         f"{PREPARED}::test_everybody_but_type_sees_the_class_of_the_user[own]",
     ),
     fault(
