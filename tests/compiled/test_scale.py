@@ -64,3 +64,10 @@ def test_a_plot_needs_several_targets(tmp_path):
     done = command(tmp_path, "--plot", "scale.png", "h100:8")
     assert done.returncode == 2
     assert "`--plot` needs several targets and matplotlib. Received: 1 target." in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_slice_that_no_tpu_has_is_named(tmp_path):
+    done = command(tmp_path, "tpu:v5e:1x2")
+    assert done.returncode == 2
+    assert "must have the shape of a slice, such as 2x2 or 4x4. Received: 'tpu:v5e:1x2'" in done.stderr
