@@ -296,7 +296,7 @@ def _synchronized():
         ({"layers": lambda: [keras.Input((5,)), Undrawn(), keras.layers.Dense(1)]}, "without a seed"),
         ({"layers": _constrained}, "a change of .*kernel"),
         ({"layers": _synchronized}, "synchronized"),
-        ({"num_parts": 1}, "virtual_replicas=1, with 2 replicas"),
+        ({"num_parts": 1}, r"VirtualReplicas\(1\), with 2 replicas"),
     ],
 )
 def test_what_would_not_be_right_is_refused_before_anything_is_changed(arguments, words):
