@@ -204,6 +204,8 @@ def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
     Instances that it makes, or that pickles and copies of its instances make, are of the user's class.
     """
     made: Any = _made.get((cls, *mixins))
+    if made is not None:
+        return made
 
     def reduced(model: Any, protocol: Any) -> Any:
         found = cls.__reduce_ex__(model, protocol)
@@ -212,15 +214,14 @@ def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
         plain = [cls if part is made else part for part in (found[0], *found[1])]
         return (plain[0], tuple(plain[1:]), *found[2:])
 
-    if made is None:
-        seen = property(lambda model: cls, lambda model, other: _set_class(model, _mixed(other, mixins)))
-        same = ("__module__", "__qualname__", "__doc__", "_unpickle_model")
-        content = {name: getattr(cls, name) for name in same if hasattr(cls, name)}
-        content |= {"__class__": seen, _MIXINS: mixins, "__reduce_ex__": reduced}
-        content["__new__"] = lambda kind, *args, **kwargs: cls(*args, **kwargs)
-        made = type.__new__(type(cls), cls.__name__, (_Quiet, *mixins, cls), content)
-        if not any(hasattr(mixin, _OWN) for mixin in mixins):  # whose methods may hold the model
-            _made[(cls, *mixins)] = made
+    seen = property(lambda model: cls, lambda model, other: _set_class(model, _mixed(other, mixins)))
+    same = ("__module__", "__qualname__", "__doc__", "_unpickle_model")
+    content = {name: getattr(cls, name) for name in same if hasattr(cls, name)}
+    content |= {"__class__": seen, _MIXINS: mixins, "__reduce_ex__": reduced}
+    content["__new__"] = lambda kind, *args, **kwargs: cls(*args, **kwargs)
+    made = type.__new__(type(cls), cls.__name__, (_Quiet, *mixins, cls), content)
+    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # whose methods may hold the model
+        _made[(cls, *mixins)] = made
     return made
 
 

@@ -19,6 +19,7 @@ from keras_shardopt.optimizers import (
     LossScaling,
     MixedPrecision,
 )
+from keras_shardopt.update.old_arguments import old_attributes
 
 
 def build_optimizer(
@@ -117,8 +118,8 @@ def build_optimizer(
             f"Received: cross_shard={cross_shard!r}"
         )
     if isinstance(cross_shard, Mapping):
-        known = [name for name in inspect.signature(CrossShard).parameters if name != "inner_optimizer"]
-        if any(name not in known for name in cross_shard):
+        known = [name for name in inspect.signature(CrossShard).parameters if name not in ("inner_optimizer", "old")]
+        if any(name not in (*known, *old_attributes()) for name in cross_shard):
             raise ValueError(f"`cross_shard` may hold {known}. Received: cross_shard={dict(cross_shard)!r}")
     built = make_optimizer(optimizer, optimizer_params, _learning_rate(learning_rate_decay_fn), tf1_defaults)
     if clip_gradients is not None:

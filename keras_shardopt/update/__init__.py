@@ -6,7 +6,7 @@ replica, `commit` of all stages, the inner optimizer. Known algorithms in these 
 - DDP: no stage, `AllReduce`; with `Overlapped`, during the backward pass.
 - ZeRO stage 1: `ReduceScatter` and an update of slices; stage 2: also `Overlapped`, freeing gradients once sent.
 - Horovod: `Accumulation`, then `AllReduce` with compression.
-- Local SGD and DiLoCo: an `Extension` with a reducer that leaves each replica's gradients unreduced.
+- Local SGD and DiLoCo: an `ExtensionStage` with a reducer that leaves each replica's gradients unreduced.
 - Other ways of sending gradients, such as 8-bit codes: a `Transport`, passed to the reducer.
 - TF1's `CrossShardOptimizer`: `AllReduce` with `reduction="sum"`, among the members of `Communicator.split(groups)`.
 

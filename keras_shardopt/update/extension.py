@@ -21,8 +21,34 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Settings:
-    """Base class of the objects that hold some arguments of `CrossShard`."""
+class Configured:
+    """An object whose attributes are the arguments of its constructor. Its config and `repr` follow from them."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, serialized."""
+        return {name: portable(keras.saving.serialize_keras_object(value)) for name, value, _ in self._arguments()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """The reverse of `get_config`."""
+        return cls(**{name: made(value) for name, value in config.items()})
+
+    def __repr__(self) -> str:
+        given = [f"{name}={_shown(value)}" for name, value, default in self._arguments() if value != default]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def _arguments(self) -> list[tuple[str, Any, Any]]:
+        """Return `(name, value, default)` of each argument of the constructor."""
+        parameters = inspect.signature(type(self)).parameters
+        return [(name, getattr(self, name), parameter.default) for name, parameter in parameters.items()]
+
+
+def _shown(value: Any) -> str:
+    return shown(value) if isinstance(value, keras.optimizers.Optimizer) else repr(value)
+
+
+class Settings(Configured):
+    """Base class of the objects that hold some arguments of `CrossShard`. They cannot be changed."""
 
     old_arguments: ClassVar[Mapping[str, Any]] = {}
     """The arguments of `CrossShard` that they replace, with their defaults. They work for one more release."""
@@ -39,34 +65,12 @@ class Settings:
         """Return the old arguments, as attributes of the optimizer for one more release."""
         return {}
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, serialized."""
-        return {name: portable(keras.saving.serialize_keras_object(value)) for name, value, _ in self._arguments()}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """The reverse of `get_config`."""
-        return cls(**{name: made(value) for name, value in config.items()})
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):
             raise AttributeError(
                 f"`{name}` of a `{type(self).__name__}` cannot be changed. Received: {value!r}. Make a new one."
             )
         super().__setattr__(name, value)
-
-    def __repr__(self) -> str:
-        given = [f"{name}={_shown(value)}" for name, value, default in self._arguments() if value != default]
-        return f"{type(self).__name__}({', '.join(given)})"
-
-    def _arguments(self) -> list[tuple[str, Any, Any]]:
-        """Return `(name, value, default)` of each argument of the constructor; the attributes have the same names."""
-        parameters = inspect.signature(type(self)).parameters
-        return [(name, getattr(self, name), parameter.default) for name, parameter in parameters.items()]
-
-
-def _shown(value: Any) -> str:
-    return shown(value) if isinstance(value, keras.optimizers.Optimizer) else repr(value)
 
 
 class Extension(Settings):

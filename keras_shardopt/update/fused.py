@@ -9,7 +9,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.numerics import Gradients, Variable
 from keras_shardopt.update.context import StageContext
-from keras_shardopt.update.options import CrossShardOptions
+from keras_shardopt.update.options import CrossShardOptions, HasOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
 from keras_shardopt.wrapping.chain import children
 
@@ -63,7 +63,7 @@ class FusedUpdate(Stage):
 
 def _leaves(optimizer: Any, exactly: bool) -> Iterator[tuple[Any, bool]]:
     """Yield each optimizer with an update rule, and whether a wrapper around it has `fused=False`."""
-    exactly = exactly or getattr(optimizer, "fused", "auto") is False
+    exactly = exactly or (isinstance(optimizer, HasOptions) and optimizer._options.speed.fused is False)
     inside = children(optimizer)
     if not inside:
         yield optimizer, exactly

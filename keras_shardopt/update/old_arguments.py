@@ -29,9 +29,8 @@ def with_objects(
         TypeError: if an argument has an unknown name, as Python raises it.
         ValueError: if an old argument and the object that replaces it are both given.
     """
-    known = {name for kind in KINDS for name in kind.old_arguments}
     for name in old:
-        if name not in known:
+        if name not in old_attributes():
             raise TypeError(f"CrossShard.__init__() got an unexpected keyword argument {name!r}")
     found: dict[str, Any] = {"extensions": extensions, "torch": torch}
     if not isinstance(extensions, (list, tuple)):
@@ -59,8 +58,8 @@ def _differs(value: Any, default: Any) -> bool:
     return type(value) is not type(default) or value != default
 
 
-def old_attributes(settings: Sequence[Settings]) -> dict[str, Any]:
-    """Return the values of all old arguments, for an optimizer with these objects."""
+def old_attributes(settings: Sequence[Settings] = ()) -> dict[str, Any]:
+    """Return the values of all old arguments, for an optimizer with these objects; their defaults without any."""
     found = {name: default for kind in KINDS for name, default in kind.old_arguments.items()}
     for each in settings:
         found |= each.to_old()

@@ -158,7 +158,7 @@ class CrossShardOptions:
     @staticmethod
     def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None, kind: type) -> dict[str, Any]:
         """Return the arguments of the class `kind` from a `config`, also of files with old arguments."""
-        old = [name for settings in KINDS for name in settings.old_arguments]
+        old = old_attributes()
         names = [name for name in ("replica_transform", "compression", "torch", *old) if name in config]
         found = {name: made(config[name], custom_objects) for name in names}
         for name in ("extensions", "stages"):

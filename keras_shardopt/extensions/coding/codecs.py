@@ -8,7 +8,6 @@ caller and are added to the next gradients: *error feedback* (Seide et al. 2014;
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +20,7 @@ from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import Kind, recording
 from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.update.extension import Configured
 
 __all__ = ["BFloat16", "Compression", "Float16", "Int4", "Int8", "PowerSGD", "get"]
 
@@ -49,7 +49,7 @@ Legs = Generator["tuple[Kind, Sequence[Tensor]]", "list[Tensor]", Reduced]
 """A reduction that yields each collective (kind, tensors) and receives its result. All-reduces are sums."""
 
 
-class Compression:
+class Compression(Configured):
     """Base class of gradient codecs.
 
     Args:
@@ -106,20 +106,6 @@ class Compression:
                 reduced: Reduced = end.value
                 return reduced
             found = comm.all_reduce(sent, "sum") if kind == "all_reduce" else getattr(comm, kind)(sent)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments of its constructor, for files."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Compression:
-        """Create a codec from `get_config`."""
-        return cls(**config)
-
-    def __repr__(self) -> str:
-        defaults = inspect.signature(type(self)).parameters
-        given = [f"{k}={v!r}" for k, v in self.get_config().items() if v != defaults[k].default]
-        return f"{type(self).__name__}({', '.join(given)})"
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.get_config() == other.get_config()

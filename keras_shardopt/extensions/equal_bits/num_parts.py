@@ -22,7 +22,7 @@ def _numbers_of(reducer: Any) -> list[int]:
 
 
 def num_parts_of(model: Any) -> int:
-    """Return `VirtualReplicas` of a prepared model's optimizer. One of its `CrossShard`s must have it set.
+    """Return the number of parts of a prepared model's batches. One of its `CrossShard`s must have `VirtualReplicas`.
 
     Raises:
         ValueError: if the parts of a batch cannot be computed one after another.

@@ -35,6 +35,8 @@ def test_what_is_not_asked_for_is_left_out():
     assert chain(ks.build_optimizer("Adam", cross_shard=True)) == ["CrossShard", "Adam"]
     built = ks.build_optimizer("Adam", cross_shard={"replica_clipnorm": 1.0})
     assert built.replica_clipnorm == 1.0
+    built = ks.build_optimizer("Adam", cross_shard={"sync_every": 5, "fused": False})  # in their old spelling
+    assert (built.sync_every, built.fused) == (5, False)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *ORIGINAL["OPTIMIZER_CLS_NAMES"], "lion", "Nadam", "adafactor", "sgd"])
@@ -140,6 +142,7 @@ def test_clipping_and_larc_exclude_each_other():
         ({"dtype": "int32"}, ValueError, "dtype"),
         ({"dtype": "no_such"}, ValueError, "dtype"),
         ({"cross_shard": "mean"}, TypeError, "cross_shard"),
+        ({"cross_shard": {"old": 1}}, ValueError, "`cross_shard` may hold"),
         ({"iter_size": 2, "cross_shard": {"gradient_accumulation_steps": 3}}, ValueError, "Give one"),
         ({"loss_scaling": ks.AutomaticLossScaler("Backoff"), "loss_scaling_params": {}}, ValueError, "belong to"),
         ({"optimizer": "adam", "tf1_defaults": True}, ValueError, "written like this"),

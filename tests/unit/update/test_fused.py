@@ -608,3 +608,12 @@ def test_a_rate_too_small_to_be_added_to_one():
     for _ in range(2):
         optimizer.apply([keras.ops.ones(4)])
     np.testing.assert_allclose(keras.ops.convert_to_numpy(weight), np.full(4, -2.5e-12), rtol=1e-6)
+
+
+def test_an_attribute_of_an_inner_optimizer_is_no_setting_of_ours():
+    from keras_shardopt.update.fused import _leaves
+
+    adam = keras.optimizers.Adam()
+    adam.fused = False
+    assert list(_leaves(ks.CrossShard(adam), False)) == [(adam, False)]
+    assert list(_leaves(ks.CrossShard(adam, torch=ks.TorchSpeed(fused=False)), False)) == [(adam, True)]
