@@ -6,7 +6,7 @@ Gradients may be None, sparse, or of half precision.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import keras
 from keras import ops
@@ -16,6 +16,29 @@ Tensor = Any
 
 Variable = Any
 """A `keras.Variable`, or on TensorFlow the `tf.Variable` inside it."""
+
+
+class Optimizer(Protocol):
+    """A `keras.optimizers.Optimizer`. Keras has no types, so these are the members that this package uses."""
+
+    name: str
+    built: bool
+    iterations: Variable
+    learning_rate: Any
+    variables: list[Variable]
+    weight_decay: float | None
+    build: Callable[[Sequence[Variable]], None]
+    apply: Callable[..., None]
+    scale_loss: Callable[[Tensor], Tensor]
+    get_config: Callable[[], dict[str, Any]]
+    load_own_variables: Callable[[Any], None]
+    add_variable: Callable[..., Variable]
+    _iterations: Variable
+    _trainable_variables: list[Variable]
+    _variables: list[Variable]
+    _var_key: Callable[[Variable], Any]
+    _track_variable: Callable[[Variable], None]
+
 
 Gradients = Sequence[Any]
 """One `Tensor` or `None` per variable."""

@@ -21,7 +21,7 @@ import keras
 from keras.src.trainers import trainer
 
 from keras_shardopt.backends import for_backend
-from keras_shardopt.numerics import Variable
+from keras_shardopt.numerics import Optimizer, Variable
 
 # Backends with state of layers that is in no variable.
 _modules = for_backend({"torch": "keras_shardopt.backends.torch.module_buffers"})
@@ -75,7 +75,7 @@ def models_with(variables: Sequence[Variable]) -> list[Any]:
     return sorted(models, key=lambda model: -len(model.variables))
 
 
-def model_compiled_with(optimizer: Any) -> Any:
+def model_compiled_with(optimizer: Optimizer) -> Any:
     """The living model that is compiled with this very optimizer; None where there is none, or several are."""
     found = [model for model in living_models if getattr(model, "optimizer", None) is optimizer]
     return found[0] if len(found) == 1 else None

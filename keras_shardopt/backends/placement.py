@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt.backends.communicator import Communicator
-from keras_shardopt.numerics import Variable
+from keras_shardopt.numerics import Optimizer, Variable
 
 StateSharding = Literal["slices", "copies", "layout"]
 """Each replica is a process with slices of its own; each copy of a variable is a slice; or arrays lie over devices."""
@@ -32,7 +32,7 @@ class Placement:
     """How replicas hold a part of the optimizer state each; None where they cannot."""
 
     def before_build(
-        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+        self, variables: Sequence[Variable], optimizer: Optimizer, innermost: Sequence[Any], shards_state: bool
     ) -> None:
         """Called before an optimizer that reduces gradients is built for these trainable variables.
 

@@ -14,6 +14,7 @@ from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.classic.summaries.event_file import checked_log_dir
 from keras_shardopt.classic.summaries.recorder import Recorder
 from keras_shardopt.classic.summaries.tags import checked_summaries, dynamic_loss_scale, rates
+from keras_shardopt.numerics import Optimizer
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
 
@@ -126,7 +127,7 @@ class TrainingSummaries(keras.callbacks.Callback):
                 )
                 model.make_train_function(force=True)
 
-    def _looks_inside(self, model: Any, prefix: str, optimizer: Any) -> bool:
+    def _looks_inside(self, model: Any, prefix: str, optimizer: Optimizer) -> bool:
         """Whether the updates of an optimizer can be seen, and are to be."""
         if len(self._optimizers) == 1:
             return True
@@ -222,7 +223,7 @@ def _by_prefix(model: Any) -> dict[str, Any]:
     return found
 
 
-def _num_updates(optimizer: Any) -> int:
+def _num_updates(optimizer: Optimizer) -> int:
     return int(keras.ops.convert_to_numpy(optimizer.iterations))
 
 

@@ -38,6 +38,7 @@ from keras_shardopt.checkpoint.saving import (
     raise_together,
     saved_together,
 )
+from keras_shardopt.numerics import Optimizer
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.wrapping.chain import kind_of, shared_variables
 
@@ -344,7 +345,7 @@ def _restore_carried(variables: list[keras.Variable], shapes: list[list[int]], a
         placement.assign_replica_values(variable, list(everyones[start : start + len(rows)]))
 
 
-def _is_stored_whole(optimizer: Any) -> bool:
+def _is_stored_whole(optimizer: Optimizer) -> bool:
     """Whether a backup has the state as files have it; then it fits any number of replicas, also one."""
     return needs_all_processes(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
 
@@ -378,7 +379,7 @@ def _optimizer_variables(model: Any) -> list[keras.Variable]:
     return [variable for optimizer in optimizers_of(model) for variable in _variables_of(optimizer)]
 
 
-def _variables_of(optimizer: Any) -> list[keras.Variable]:
+def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
     if _is_stored_whole(optimizer):  # what no file holds: how many steps were skipped
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]

@@ -28,6 +28,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes
 from keras_shardopt.backends.models import optimizers_of
 from keras_shardopt.checkpoint.atomic_file import Unfinished
+from keras_shardopt.numerics import Optimizer
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -329,7 +330,7 @@ def needs_all(model: Any) -> bool:
     return any(needs_all_processes(optimizer) for optimizer in optimizers_of(model))
 
 
-def needs_all_processes(optimizer: Any) -> bool:
+def needs_all_processes(optimizer: Optimizer) -> bool:
     """Whether every process must be there when this optimizer's state is saved."""
     chain = [optimizer, *descendants(optimizer)]
     return any(o._saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))

@@ -9,7 +9,7 @@ import keras
 
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import GradientScope
-from keras_shardopt.numerics import Gradients, Tensor, Variable
+from keras_shardopt.numerics import Gradients, Optimizer, Tensor, Variable
 from keras_shardopt.optimizers.communication import ReportsCommunication
 from keras_shardopt.optimizers.made import note_made
 from keras_shardopt.optimizers.nonfinite_report import ReportsNonFinite
@@ -290,11 +290,11 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         return self._options.shown()
 
 
-def cross_shards(optimizer: Any) -> list[CrossShard]:
+def cross_shards(optimizer: Optimizer) -> list[CrossShard]:
     """Every `CrossShard` of an optimizer, itself and inside it, from the outside in; none where it is None."""
     chain = [] if optimizer is None else [optimizer, *descendants(optimizer)]
     return [part for part in chain if isinstance(part, CrossShard)]
 
 
-def _skips_overflows(optimizer: Any) -> bool:
+def _skips_overflows(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_skips_overflows", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_shardopt.backends import for_backend
+from keras_shardopt.numerics import Optimizer
 
 # Where losses are watched from the first such optimizer on.
 _watching = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.processes"})
@@ -27,7 +28,7 @@ def collected() -> Iterator[weakref.WeakSet[Any]]:
         _collections[:] = [other for other in _collections if other is not found]
 
 
-def note_made(optimizer: Any) -> None:
+def note_made(optimizer: Optimizer) -> None:
     """Notes an optimizer that is just being made, or prepared, and counts on other replicas."""
     for found in _collections:
         found.add(optimizer)

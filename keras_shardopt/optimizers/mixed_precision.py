@@ -22,7 +22,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.keras_callers import running_instance
 from keras_shardopt.backends.models import optimizers_in_step
-from keras_shardopt.numerics import LARGEST_FLOAT16, Gradients, Tensor, Variable, add, dtype_of, in_float32
+from keras_shardopt.numerics import LARGEST_FLOAT16, Gradients, Optimizer, Tensor, Variable, add, dtype_of, in_float32
 from keras_shardopt.optimizers.loss_scaler import AutomaticLossScaler
 from keras_shardopt.optimizers.loss_scaling import ScaledUpdate, checked_scale
 from keras_shardopt.wrapping.chain import descendants
@@ -280,7 +280,7 @@ _updating: contextvars.ContextVar[Any] = contextvars.ContextVar("updating", defa
 
 
 @contextlib.contextmanager
-def updating_with(optimizer: Any) -> Iterator[None]:
+def updating_with(optimizer: Optimizer) -> Iterator[None]:
     """Says which optimizer the loss is computed for, where that is not the one of a model's `compile`."""
     token = _updating.set(optimizer)
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.numerics import Gradients, Variable
+from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.wrapping.chain import Wrapping
 
 
@@ -33,9 +34,9 @@ class UnchangedAlone:
         super().apply(grads, variables)  # type: ignore[misc]
 
 
-def _has_nothing_to_do(optimizer: Any) -> bool:
+def _has_nothing_to_do(optimizer: ReducingOptimizer) -> bool:
     # Elsewhere Python goes through a step once, and what it checks there is more than what it saves.
     runs_each_step = all(runtime.version(variable) is not None for variable in optimizer._trainable_variables[:1])
-    asks = (optimizer._options.compression, optimizer.group_assignment, optimizer._shards, optimizer._rollback)
+    asks = (optimizer._options.compression, optimizer._options.group_assignment, optimizer._shards, optimizer._rollback)
     is_around_plain = not any(isinstance(part, Wrapping) for part in optimizer._inside)
     return runs_each_step and is_around_plain and all(each is None for each in asks)

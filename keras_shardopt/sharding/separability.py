@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_shardopt.numerics import Variable, dtype_of, overwrites_variable
+from keras_shardopt.numerics import Optimizer, Variable, dtype_of, overwrites_variable
+from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.wrapping.chain import base_optimizers, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope, named_like, slots_of
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
@@ -30,7 +31,7 @@ _TOLERANCE = 1e-4
 """Of an update's own size. Sums over a whole variable, or over all of them, differ from those of parts by far more."""
 
 
-def are_elementwise(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
+def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable]) -> list[bool]:
     """Whether each variable may be updated in parts; those that may not can be updated whole, without the others.
 
     Args:
@@ -92,14 +93,14 @@ def _large_shape(variable: Variable) -> tuple[int, ...]:
     return tuple(min(size, limit) for size in variable.shape)
 
 
-def _is_as_small_ones(optimizer: Any, mold: _Probe, slot_names: Sequence[str]) -> bool:
+def _is_as_small_ones(optimizer: Optimizer, mold: _Probe, slot_names: Sequence[str]) -> bool:
     """Whether the state of a variable is made like that of a small one; some factor that of large matrices only."""
     values = np.zeros(_large_shape(mold.variable), "float32")
     run = _Run(optimizer, [[(mold.variable, values, [])]], num_steps=0)
     return run.slots_are_shaped[0] and run.slot_names[0] == slot_names and not any(run.shared_shapes)
 
 
-def are_elementwise_inside(optimizer: Any, variables: Sequence[Variable]) -> list[bool]:
+def are_elementwise_inside(optimizer: Optimizer, variables: Sequence[Variable]) -> list[bool]:
     """Whether all that is inside may update each variable in parts; see `are_elementwise`."""
     leaf = base_optimizers(optimizer)[0]
     units = {wrapper._shard_unit for wrapper in descendants(optimizer) if wrapper is not leaf}
@@ -120,7 +121,7 @@ def _refuse_penalties(variables: Sequence[Variable]) -> None:
         )
 
 
-def check_can_shard(optimizer: Any) -> None:
+def check_can_shard(optimizer: ReducingOptimizer) -> None:
     """Raises ValueError if something inside could not be right with a part of the gradients."""
     chain = descendants(optimizer)
     for one in chain:
@@ -136,7 +137,9 @@ def check_can_shard(optimizer: Any) -> None:
 
 
 def keep_exclusions(
-    optimizer: Any, variables: Sequence[Variable], inside_for: Callable[[Sequence[Variable]], list[Variable]]
+    optimizer: ReducingOptimizer,
+    variables: Sequence[Variable],
+    inside_for: Callable[[Sequence[Variable]], list[Variable]],
 ) -> None:
     """Lets those inside who were told to leave out variables leave out what stands for them."""
     key = optimizer._var_key
@@ -152,7 +155,7 @@ def keep_exclusions(
             wrapper.exclude_from_weight_decay(var_list=mine, var_names=told[1])
 
 
-def holds_weights(optimizer: Any, variables: Sequence[Variable]) -> bool:
+def holds_weights(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
     """Whether its state starts with something of the weights, so that state and weights must start together."""
     run = _Run(
         optimizer, [[_Probe(v, i).whole] for i, v in enumerate(variables) if not overwrites_variable(v)], num_steps=0
@@ -160,7 +163,7 @@ def holds_weights(optimizer: Any, variables: Sequence[Variable]) -> bool:
     return any(array.size > 1 and np.ptp(array) > 0 for array in run.state)
 
 
-def first_state(optimizer: Any, variables: Sequence[Variable], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+def first_state(optimizer: Optimizer, variables: Sequence[Variable], values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The state that such an optimizer starts with, where it is built on variables like these with these values."""
     fresh = _fresh(optimizer)
     with empty_name_scope():
@@ -174,7 +177,7 @@ _ADVICE = (
 )
 
 
-def _rule(optimizer: Any) -> str:
+def _rule(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
     return f"`shard_state=True` needs an optimizer that updates each variable by itself, unlike this {name}."
 
@@ -210,7 +213,7 @@ def empty_shape(shape: Sequence[int]) -> tuple[int, ...]:
 class _Run:
     """What becomes of some variables, each in one part or several."""
 
-    def __init__(self, optimizer: Any, parts: Sequence[Sequence[Any]], num_steps: int = len(_SCALES)) -> None:
+    def __init__(self, optimizer: Optimizer, parts: Sequence[Sequence[Any]], num_steps: int = len(_SCALES)) -> None:
         fresh = _fresh(optimizer, **_VISIBLE)
         made = [[_made(like, values) for like, values, _ in each] for each in parts]
         flat = [variable for each in made for variable in each]
@@ -264,8 +267,8 @@ def _made(like: Variable, values: np.ndarray) -> Variable:
 _VISIBLE = {"learning_rate": 0.05, "gradient_accumulation_steps": None}
 
 
-def _fresh(optimizer: Any, **changes: Any) -> Any:
-    kind = type(optimizer)
+def _fresh(optimizer: Optimizer, **changes: Any) -> Any:
+    kind: Any = type(optimizer)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a rate that is a lambda is not going to be stored

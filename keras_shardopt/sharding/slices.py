@@ -34,6 +34,7 @@ from keras_shardopt.sharding.separability import (
 )
 from keras_shardopt.sharding.shards import Shards, flattened
 from keras_shardopt.update.exchange import Moved, with_next_values
+from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.update.reduction import Reduction, scaled
 from keras_shardopt.update.transport import Transfer
 from keras_shardopt.wrapping.slots import named_like, slots_of
@@ -78,7 +79,7 @@ class FlatShards(Shards):
         ValueError: if an optimizer inside can be right neither with parts of variables nor with some of them.
     """
 
-    def __init__(self, optimizer: Any, variables: Sequence[Variable], replicas: Communicator) -> None:
+    def __init__(self, optimizer: ReducingOptimizer, variables: Sequence[Variable], replicas: Communicator) -> None:
         super().__init__(optimizer, variables, replicas.num_replicas)
         self.replica_id = int(replicas.replica_id)
         self._starts_with_weights = holds_weights(self._leaf, variables)
@@ -120,7 +121,7 @@ class FlatShards(Shards):
         arguments = {"initializer": initializer, "shape": shape, "dtype": dtype_of(variable)}
         return named_like(variable, trainable=False, autocast=False, **arguments)
 
-    def bind_state(self, optimizer: Any) -> None:
+    def bind_state(self, optimizer: ReducingOptimizer) -> None:
         """Looks at the state, now that the inner optimizers are built."""
         self._find_slots(optimizer)
         # What has no name but a shape, of optimizers whose variables stay whole: it is where it has elements.

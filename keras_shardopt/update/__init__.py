@@ -25,6 +25,7 @@ from keras_shardopt.update.nonfinite import SkipNonFinite
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.plugs import Place
 from keras_shardopt.update.reducers import whole_reducer_of
+from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.update.replica_transform import ReplicaClip, ReplicaTransform
 from keras_shardopt.update.step import Stage
 from keras_shardopt.update.user_stage import UserStage
@@ -46,7 +47,9 @@ def _rows(options: CrossShardOptions) -> list[Any]:
     return [maker for _, maker in sorted(rows, key=lambda row: row[0])]
 
 
-def watch(optimizer: Any, stage: Stage, asker: str, add_variable: Callable[..., Any]) -> tuple[Any, Callable[[], None]]:
+def watch(
+    optimizer: ReducingOptimizer, stage: Stage, asker: str, add_variable: Callable[..., Any]
+) -> tuple[Any, Callable[[], None]]:
     """Insert a temporary stage into a built `CrossShard`, or return the one of this class that it has.
 
     Args:
@@ -61,14 +64,14 @@ def watch(optimizer: Any, stage: Stage, asker: str, add_variable: Callable[..., 
     Raises:
         ValueError: if the optimizer's options do not support the stage.
     """
-    own = [each for each in optimizer.stages if type(each) is type(stage)]
+    own = [each for each in optimizer._options.stages if type(each) is type(stage)]
     if own:
         return own[0], lambda: None
     pipeline = optimizer.pipeline
     if pipeline.end_watch is not None:  # left by a training that ended with an error
         pipeline.end_watch()
     stage.check(optimizer)
-    inserted = UserStage(stage, optimizer._context)
+    inserted = UserStage(stage, StageContext(optimizer))
     inserted.build(optimizer._trainable_variables, add_variable)
     before = pipeline.stages, pipeline.reducer
     inner = tuple(kind for place, kind in STAGES if place > Place.LOCAL)

@@ -25,14 +25,14 @@ import numpy as np
 from keras_shardopt.arguments import listed
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import layers_of, models_with, optimizers_of
-from keras_shardopt.numerics import Variable
+from keras_shardopt.numerics import Optimizer, Variable
 from keras_shardopt.wrapping.chain import children, descendants
 from keras_shardopt.wrapping.slots import without_counters
 
 Description = dict[str, str]
 
 
-def described(optimizer: Any, variables: Sequence[Variable]) -> Description:
+def described(optimizer: Optimizer, variables: Sequence[Variable]) -> Description:
     """Return a description of the training: names and values, both as text.
 
     It omits legitimate differences: names of optimizers, the counters in Keras' names of layers (only their order
@@ -63,7 +63,7 @@ _OF_LAYER = " of layer "
 _LOSS = ("`loss`", "`loss_weights`")
 
 
-def check_agreement(mine: Description, optimizer: Any, variables: Sequence[Variable]) -> None:
+def check_agreement(mine: Description, optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     """Compare this process's description with those of all others. All processes must call it together.
 
     Args:
@@ -132,7 +132,7 @@ def _processes(ids: Sequence[int]) -> str:
 # -- values as text ------------------------------------------------------------------------------------------------
 
 
-def _describe(optimizer: Any, found: Description, paths: dict[str, str]) -> None:
+def _describe(optimizer: Optimizer, found: Description, paths: dict[str, str]) -> None:
     """Add the class and arguments of an optimizer, and of those inside it."""
     number = sum(thing.startswith("class of optimizer ") for thing in found)
     kind = type(optimizer)
@@ -149,7 +149,7 @@ def _describe(optimizer: Any, found: Description, paths: dict[str, str]) -> None
         _describe(part, found, paths)
 
 
-def _describe_model(optimizer: Any, variables: Sequence[Variable], found: Description) -> None:
+def _describe_model(optimizer: Optimizer, variables: Sequence[Variable], found: Description) -> None:
     """Add the layers and losses of the model compiled with this optimizer, if it exists."""
     # Ignore other models with these variables: a single process may have created them.
     compiled = _compiled_with(optimizer, models_with(variables))
@@ -166,14 +166,14 @@ def _describe_model(optimizer: Any, variables: Sequence[Variable], found: Descri
             found[f"`{argument}`{_OF_LAYER}{i}, `{name}`"] = _short(_in_words(value, {}))
 
 
-def losses_that_add_up(optimizer: Any, variables: Sequence[Variable]) -> list[Any]:
+def losses_that_add_up(optimizer: Optimizer, variables: Sequence[Variable]) -> list[Any]:
     """Return the losses with `reduction="sum"` of the model compiled with this optimizer."""
     model = _compiled_with(optimizer, models_with(variables))
     losses = keras.tree.flatten(getattr(model, "loss", None))
     return [loss for loss in losses if getattr(loss, "reduction", None) == "sum"]
 
 
-def _compiled_with(optimizer: Any, models: Sequence[Any]) -> Any:
+def _compiled_with(optimizer: Optimizer, models: Sequence[Any]) -> Any:
     """Return the smallest of these models with this optimizer, possibly inside another one; or None."""
     for model in reversed(models):
         if any(optimizer is part for held in optimizers_of(model) for part in (held, *descendants(held))):

@@ -9,6 +9,7 @@ from typing import Any
 from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.numerics import Variable
+from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.update.step import Step
 from keras_shardopt.wrapping.chain import descendants
 
@@ -20,11 +21,11 @@ class StageContext:
         optimizer: the `CrossShard`.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: ReducingOptimizer) -> None:
         self._optimizer = optimizer
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> ReducingOptimizer:
         """The optimizer, for code that builds or replaces parts of it."""
         return self._optimizer
 

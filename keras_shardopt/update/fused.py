@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import runtime
-from keras_shardopt.numerics import Gradients, Variable
+from keras_shardopt.numerics import Gradients, Optimizer, Variable
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions, HasOptions
 from keras_shardopt.update.step import Proceed, Stage, Step
@@ -61,7 +61,7 @@ class FusedUpdate(Stage):
             update(*args)
 
 
-def _leaves(optimizer: Any, exactly: bool) -> Iterator[tuple[Any, bool]]:
+def _leaves(optimizer: Optimizer, exactly: bool) -> Iterator[tuple[Any, bool]]:
     """Yield each optimizer with an update rule, and whether a wrapper around it has `fused=False`."""
     exactly = exactly or (isinstance(optimizer, HasOptions) and optimizer._options.speed.fused is False)
     inside = children(optimizer)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.communicator import Communicator, Evidence, GradientState
 from keras_shardopt.backends.user_warnings import warn
+from keras_shardopt.numerics import Optimizer
 from keras_shardopt.update.options import GRADIENT_STATES, CrossShardOptions, check_groups
 from keras_shardopt.update.step import Step
 from keras_shardopt.wrapping.chain import children
@@ -48,11 +47,11 @@ class GradientStateFinder:
         optimizer: the `CrossShard`, for warnings.
     """
 
-    def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: Any) -> None:
+    def __init__(self, options: CrossShardOptions, accumulates: bool, optimizer: object) -> None:
         self._options = options
         self.needing = options.needing_local_gradients()
         """The options that need each replica's gradients, as `name=value`."""
-        self._accumulates = accumulates
+        self.accumulates = accumulates
         self._optimizer = optimizer
         self.told: GradientState | None = GRADIENT_STATES[options.gradients]
         """The state set by `gradients` or `tell`; None to detect it."""
@@ -83,7 +82,7 @@ class GradientStateFinder:
         check_groups(self._options.group_assignment, comm)
         state = step.gradient_state or self.find(step, comm)
         is_reduced = comm.num_replicas > 1 and state in (GradientState.GLOBAL, GradientState.SUMMED)
-        if is_reduced and self._accumulates:
+        if is_reduced and self.accumulates:
             advice = _SUMMED_ADVICE if state is GradientState.SUMMED else _GLOBAL_ADVICE
             if self._options.gradients != "auto":
                 advice = f"Leave `gradients={self._options.gradients!r}` out. {advice}"
@@ -129,15 +128,16 @@ class GradientStateFinder:
         raise ValueError(f"{rule} Received: {', '.join(self.needing)}, and {received}. {advice}")
 
 
-def refuse_local_gradients_inside(optimizer: Any) -> None:
+def refuse_local_gradients_inside(optimizer: Optimizer) -> None:
     """Raise ValueError if a `CrossShard` inside another one needs local gradients: it receives global ones."""
-    if isinstance(getattr(optimizer, "state_finder", None), GradientStateFinder):
-        if optimizer.accumulation is not None:
+    finder = getattr(optimizer, "state_finder", None)
+    if isinstance(finder, GradientStateFinder):
+        if finder.accumulates:
             raise ValueError(
                 "`gradient_accumulation_steps` must be given to the outer `CrossShard`, which would else communicate "
                 f"in each micro-batch. Received: inner_optimizer={optimizer!r}."
             )
-        if optimizer.group_assignment or optimizer.state_finder.needs_local_gradients:
+        if finder.needs_local_gradients or getattr(optimizer, "group_assignment", None):
             raise ValueError(
                 "`group_assignment`, `replica_clipnorm`, `replica_transform`, `compression`, `extensions` and `stages` "
                 "that look at them need the gradients of each replica, and inside another `CrossShard` they are global "

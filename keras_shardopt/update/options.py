@@ -180,7 +180,7 @@ class CrossShardOptions:
 
 
 def _option(name: str, doc: str) -> Any:
-    def refuse(optimizer: Any, value: Any) -> None:
+    def refuse(optimizer: HasOptions, value: Any) -> None:
         raise AttributeError(
             f"`{name}` of a `{type(optimizer).__name__}` cannot be changed. Received: {value!r}. Make a new one."
         )
@@ -209,7 +209,7 @@ class HasOptions:
 
 
 def _old_option(name: str) -> Any:
-    def value(optimizer: Any) -> Any:
+    def value(optimizer: HasOptions) -> Any:
         return old_attributes((optimizer._options.speed, *optimizer._options.extensions))[name]
 
     return property(value, _option(name, "").fset, doc="An argument that an object replaces.")

@@ -13,6 +13,7 @@ from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Variable
 from keras_shardopt.update.agreement import check_agreement, described, losses_that_add_up
 from keras_shardopt.update.options import check_groups
+from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.wrapping.chain import base_optimizers
 
@@ -25,7 +26,7 @@ class Peers:
         members: returns, from all replicas, those that this one averages with.
     """
 
-    def __init__(self, optimizer: Any, members: Callable[[Communicator], Communicator]) -> None:
+    def __init__(self, optimizer: ReducingOptimizer, members: Callable[[Communicator], Communicator]) -> None:
         self._optimizer = optimizer
         self._members = members
         self.started: Communicator | None = None
@@ -66,7 +67,7 @@ class Peers:
             return 1.0
         runtime.no_compile(self._warn_of_sums, comm.num_replicas)
         weights, state = optimizer._trainable_variables, optimizer._shared_variables
-        check_groups(optimizer.group_assignment, comm)
+        check_groups(optimizer._options.group_assignment, comm)
         factor = placement.broadcast_state(weights, state, self._members(comm))
         self.started = comm
         return factor
@@ -118,7 +119,7 @@ class Peers:
 
     def _warn_of_sums(self, num_replicas: int) -> None:
         """Warn of a loss summed over a replica's rows, unless a prepared trainer computes that of the whole batch."""
-        if self._optimizer.reduction == "sum" or current_share() is not None:
+        if self._optimizer._options.reduction == "sum" or current_share() is not None:
             return
         for loss in losses_that_add_up(self._optimizer, self._optimizer._trainable_variables)[:1]:
             warn(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import keras
 
 from keras_shardopt.arguments import with_article
-from keras_shardopt.numerics import Variable
+from keras_shardopt.numerics import Optimizer, Variable
 
 
 class Wrapping:
@@ -46,14 +46,14 @@ class Wrapping:
     """Whether it itself leaves out updates with gradients that are not finite, for whatever reason."""
 
 
-def innermost(optimizer: Any) -> Any:
+def innermost(optimizer: object) -> Any:
     """The optimizer inside all wrappers: the one with the update rule, or the `MultiOptimizer` that has several."""
     while (inner := _inner_of(optimizer)) is not None:
         optimizer = inner
     return optimizer
 
 
-def base_optimizers(optimizer: Any) -> list[Any]:
+def base_optimizers(optimizer: object) -> list[Any]:
     """Every optimizer with an update rule inside `optimizer`."""
     root = innermost(optimizer)
     return [
@@ -63,7 +63,7 @@ def base_optimizers(optimizer: Any) -> list[Any]:
     ]
 
 
-def descendants(optimizer: Any) -> list[Any]:
+def descendants(optimizer: object) -> list[Any]:
     """Every optimizer inside `optimizer`, wrappers and leaves."""
     found: list[Any] = []
     while (inner := _inner_of(optimizer)) is not None:
@@ -72,7 +72,7 @@ def descendants(optimizer: Any) -> list[Any]:
     return found + [leaf for leaf in base_optimizers(optimizer) if leaf is not optimizer]
 
 
-def leaf_of(optimizer: Any, variable: Variable) -> Any:
+def leaf_of(optimizer: Optimizer, variable: Variable) -> Any:
     """The optimizer inside `optimizer` whose update rule `variable` follows."""
     found = base_optimizers(optimizer)
     if len(found) == 1:
@@ -81,7 +81,7 @@ def leaf_of(optimizer: Any, variable: Variable) -> Any:
     return next(leaf for leaf in found if any(key in leaf._trainable_variables_indices for key in keys))
 
 
-def kind_of(optimizer: Any) -> str:
+def kind_of(optimizer: Optimizer) -> str:
     """The class of the innermost optimizer, or the classes of several, which decides what the arrays of state mean.
 
     The class's own name only: on PyTorch Keras has classes of the same name in other modules.
@@ -91,7 +91,7 @@ def kind_of(optimizer: Any) -> str:
     return names if len(found) == 1 else f"{type(innermost(optimizer)).__name__}({names})"
 
 
-def keys_on_the_way_in(optimizer: Any, variable: Variable) -> list[Any]:
+def keys_on_the_way_in(optimizer: Optimizer, variable: Variable) -> list[Any]:
     """The keys of the variable, and of what stands for it further inside."""
     keys = [optimizer._var_key(variable)]
     for wrapper in [optimizer, *descendants(optimizer)]:
@@ -101,13 +101,13 @@ def keys_on_the_way_in(optimizer: Any, variable: Variable) -> list[Any]:
     return keys
 
 
-def children(optimizer: Any) -> list[Any]:
+def children(optimizer: Optimizer) -> list[Any]:
     """The optimizer right inside `optimizer`: several in a `MultiOptimizer`, none in one with an update rule."""
     inner = _inner_of(optimizer)
     return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
 
 
-def _inner_of(optimizer: Any) -> Any:
+def _inner_of(optimizer: object) -> Any:
     if isinstance(optimizer, Wrapping):
         return optimizer.inner
     return getattr(optimizer, "inner_optimizer", None)
@@ -153,17 +153,17 @@ def refuse_local_gradients(outer: Wrapping, inner: Any) -> None:
         refuse_local_gradients(outer, optimizer)
 
 
-def shared_variables(optimizer: Any) -> list[Variable]:
+def shared_variables(optimizer: Optimizer) -> list[Variable]:
     """The variables of an optimizer that are equal on all replicas."""
     return list(getattr(optimizer, "_shared_variables", optimizer.variables))
 
 
-def scales_loss(optimizer: Any) -> bool:
+def scales_loss(optimizer: Optimizer) -> bool:
     """Whether it itself scales the loss and unscales the gradients."""
     return getattr(optimizer, "_scales_loss", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 
 
-def shown(optimizer: Any) -> str:
+def shown(optimizer: object) -> str:
     """What stands for an optimizer in the `repr` of one that wraps it."""
     if isinstance(optimizer, Wrapping):
         return repr(optimizer)

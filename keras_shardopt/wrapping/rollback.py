@@ -41,7 +41,7 @@ from keras_shardopt.backends.models import (
     states_of,
 )
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.numerics import Optimizer, Tensor, Variable
 from keras_shardopt.wrapping.chain import Wrapping, descendants
 from keras_shardopt.wrapping.slots import empty_name_scope
 
@@ -55,7 +55,7 @@ class Rollback:
         add_variable: makes variables for what must be kept within a window where steps are traced.
     """
 
-    def __init__(self, optimizer: Any, accumulators: Any, add_variable: Callable[..., Variable] | None) -> None:
+    def __init__(self, optimizer: Optimizer, accumulators: Any, add_variable: Callable[..., Variable] | None) -> None:
         self.accumulators = accumulators
         """Those of the `CrossShard` that accumulates, or None."""
         self._within_window = False
@@ -85,7 +85,7 @@ class Rollback:
 
     # -- in `apply` ----------------------------------------------------------------------------------------------
 
-    def begin(self, optimizer: Any) -> Any:
+    def begin(self, optimizer: Optimizer) -> Any:
         """To be called before `optimizer` updates; returns what `settle` takes."""
         note_assignments()
         return _Stamp(stamp(optimizer._iterations))
@@ -219,7 +219,7 @@ def before_more(more_comes: bool) -> Iterator[None]:
         _more_comes.reset(token)
 
 
-def rollback_of(optimizer: Any) -> Rollback | None:
+def rollback_of(optimizer: Optimizer) -> Rollback | None:
     """What puts back what skipped updates leave behind, for a wrapper that is just being built; None if none are.
 
     That is the affair of the outermost wrapper: those further inside lose theirs.
@@ -245,7 +245,7 @@ def rollback_of(optimizer: Any) -> Rollback | None:
     return rollback
 
 
-def leaves_out_updates(optimizer: Any) -> bool:
+def leaves_out_updates(optimizer: Optimizer) -> bool:
     """Whether it itself leaves out updates with gradients that are not finite."""
     return getattr(optimizer, "_leaves_out_updates", isinstance(optimizer, keras.optimizers.LossScaleOptimizer))
 

@@ -23,7 +23,7 @@ from keras.src.backend.common import global_state
 from keras.src.utils.naming import to_snake_case
 
 from keras_shardopt.backends.keras_callers import is_running
-from keras_shardopt.numerics import Variable
+from keras_shardopt.numerics import Optimizer, Variable
 
 _STORES_SLOTS = ("serialize_slot_variables", "tensorflow.python.checkpoint.util")
 
@@ -79,7 +79,7 @@ class SlotAccess:
                 yield optimizer._var_key(variables[position]), name, slot
 
 
-def slots_of(optimizer: Any, variables: Sequence[Variable]) -> Iterator[tuple[int, str, Variable]]:
+def slots_of(optimizer: Optimizer, variables: Sequence[Variable]) -> Iterator[tuple[int, str, Variable]]:
     """The state of an optimizer that belongs to a variable: its position, the state's name and the state itself."""
     # Variables may share a path; their slots are made in their order. The longest prefix is the right one:
     # "a_b_momentum" belongs to "a/b", also where there is an "a".

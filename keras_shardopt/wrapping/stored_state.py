@@ -25,7 +25,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.models import has_built_in_step, model_compiled_with
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.numerics import Variable
+from keras_shardopt.numerics import Optimizer, Variable
 from keras_shardopt.wrapping.chain import kind_of
 from keras_shardopt.wrapping.slots import without_counters, without_digits, without_numbers
 
@@ -48,7 +48,21 @@ class DividedState(Protocol):
         """Takes this replica's part of the whole."""
 
 
-def load(optimizer: Any, store: Any) -> None:
+class StoredOptimizer(Optimizer, Protocol):
+    """An `OptimizerWrapper`: the members that its files use."""
+
+    _inner_state: list[Variable]
+    _loaded: Any
+    _loaded_own: Any
+    _saved_apart: WrapperState
+    _divided_state: DividedState | None
+    _load_inner: Callable[[Any], None]
+    _slot_keys: Callable[[Variable], list[Any]]
+    _slots: Callable[[], Any]
+    _wrappers: list[Any]
+
+
+def load(optimizer: StoredOptimizer, store: Any) -> None:
     """Lets a wrapper read a state, or keep it until it is built; see `OptimizerWrapper.load_own_variables`."""
     if not list(store.keys()):
         warn(f"The file holds no optimizer state; that of {optimizer!r} stays as it is.")
@@ -69,7 +83,7 @@ def load(optimizer: Any, store: Any) -> None:
     optimizer._load_inner(store)
 
 
-def load_what_came_before(optimizer: Any) -> None:
+def load_what_came_before(optimizer: StoredOptimizer) -> None:
     """Assigns what was loaded before the optimizer was built."""
     came = ((optimizer._loaded, optimizer), (optimizer._loaded_own, optimizer._saved_apart))
     optimizer._loaded = optimizer._loaded_own = None
@@ -79,7 +93,7 @@ def load_what_came_before(optimizer: Any) -> None:
                 target.load_own_variables(arrays)
 
 
-def build_for_its_model(optimizer: Any, notes: _Notes | None = None) -> None:
+def build_for_its_model(optimizer: StoredOptimizer, notes: _Notes | None = None) -> None:
     """Builds an optimizer for the model that is compiled with it, unless `notes` name other variables or another kind.
 
     Counters, rates and scales can be read then before training starts. Otherwise training builds it: a layer may yet be
@@ -96,7 +110,7 @@ def build_for_its_model(optimizer: Any, notes: _Notes | None = None) -> None:
             optimizer.build(variables)
 
 
-def assign_all(optimizer: Any, store: Any, variables: Sequence[Variable]) -> None:
+def assign_all(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
     """Assigns each variable its array, if all of them fit."""
     _check_fits(optimizer, store, variables)
     divided = optimizer._divided_state
@@ -104,7 +118,7 @@ def assign_all(optimizer: Any, store: Any, variables: Sequence[Variable]) -> Non
         variable.assign(store[str(i)]) if divided is None else divided.assign_stored(variable, store[str(i)])
 
 
-def stored_value(optimizer: Any, variable: Variable) -> np.ndarray:
+def stored_value(optimizer: StoredOptimizer, variable: Variable) -> np.ndarray:
     """What a file has for a variable of the state. Where replicas hold parts of it, all of them call this together."""
     divided: DividedState | None = optimizer._divided_state
     return whole_value(variable) if divided is None else divided.stored(variable)
@@ -115,7 +129,7 @@ def whole_value(variable: Variable) -> np.ndarray:
     return keras.ops.convert_to_numpy(variable) if _parts is None else _parts.full_value(variable)
 
 
-def named_store(optimizer: Any, store: Any) -> Any:
+def named_store(optimizer: StoredOptimizer, store: Any) -> Any:
     """The store, so that it also notes what the arrays are that `optimizer` writes to it."""
     if isinstance(store, _Named):
         return store
@@ -124,7 +138,7 @@ def named_store(optimizer: Any, store: Any) -> Any:
     return _Named(store, _Notes(_slots_in_state(optimizer), kind_of(optimizer), len(optimizer._trainable_variables)))
 
 
-def _slots_in_state(optimizer: Any) -> dict[str, str]:
+def _slots_in_state(optimizer: StoredOptimizer) -> dict[str, str]:
     """Under the key of an array in files what it is: the variable in its layer, and the name of the slot."""
     if not optimizer.built:
         return {}
@@ -149,7 +163,7 @@ def _place(variable: Variable) -> str:
     return "/".join(str(getattr(variable, "path", variable.name)).split("/")[-2:])
 
 
-def _check_fits(optimizer: Any, store: Any, variables: Sequence[Variable]) -> None:
+def _check_fits(optimizer: StoredOptimizer, store: Any, variables: Sequence[Variable]) -> None:
     # Keras itself warns and goes on with a fresh optimizer, which nobody notices until the loss jumps.
     if len(store.keys()) != len(variables):
         raise ValueError(
@@ -168,7 +182,7 @@ def _check_fits(optimizer: Any, store: Any, variables: Sequence[Variable]) -> No
             )
 
 
-def _check_names(optimizer: Any, store: Any) -> None:
+def _check_names(optimizer: StoredOptimizer, store: Any) -> None:
     """Refuses what names distinguish, where numbers and shapes agree."""
     notes = _notes_in(store)
     mine, kind = _slots_in_state(optimizer), kind_of(optimizer)
@@ -269,7 +283,7 @@ def _comparable_slot(slot: str, comparable: Callable[[Sequence[str]], list[str]]
 class WrapperState(KerasSaveable):
     """The variables that the wrappers of a chain keep themselves, as the saver wants them: an object with a group."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: StoredOptimizer) -> None:
         self._optimizer = optimizer
 
     def _obj_type(self) -> str:

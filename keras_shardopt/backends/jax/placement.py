@@ -23,7 +23,7 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.jax.communicator import batch_size_of
 from keras_shardopt.backends.jax.processes import processes
 from keras_shardopt.backends.placement import Layout, Placement
-from keras_shardopt.numerics import Variable
+from keras_shardopt.numerics import Optimizer, Variable
 
 
 def dividing_axis(shape: Sequence[int], num_replicas: int) -> int | None:
@@ -41,7 +41,7 @@ class JaxPlacement(Placement):
         self._set_aside: Any = None
 
     def before_build(
-        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+        self, variables: Sequence[Variable], optimizer: Optimizer, innermost: Sequence[Any], shards_state: bool
     ) -> None:
         if shards_state:
             _check_can_lay_out(variables)

@@ -30,6 +30,7 @@ from keras_shardopt.backends.keras_callers import caller_module
 from keras_shardopt.backends.processes import Processes, World, check_same_calls, gather_pickled
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import _process_of
+from keras_shardopt.numerics import Optimizer
 
 
 class TensorFlowProcesses(Processes):
@@ -159,7 +160,7 @@ def num_workers(strategy: tf.distribute.Strategy) -> int:
 _num_replicas_when_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def optimizer_made(optimizer: Any) -> None:
+def optimizer_made(optimizer: Optimizer) -> None:
     """See `optimizers.made`. From the first such optimizer on it is seen what steps do to their losses."""
     strategy = tf.distribute.get_strategy()
     _num_replicas_when_made.setdefault(optimizer, int(strategy.num_replicas_in_sync))
@@ -167,7 +168,7 @@ def optimizer_made(optimizer: Any) -> None:
     tf_losses.watch()
 
 
-def num_replicas_when_made(optimizer: Any) -> int:
+def num_replicas_when_made(optimizer: Optimizer) -> int:
     """How many replicas the scope had in which an optimizer was made."""
     return _num_replicas_when_made.get(optimizer, 1)
 

@@ -44,7 +44,7 @@ from keras_shardopt.backends.torch.nonfinite import first_not_finite
 from keras_shardopt.backends.torch.process_group import exchanges_statistics, explaining_failures, wait_for
 from keras_shardopt.backends.torch.sliced_bucket import Slices, cut_up
 from keras_shardopt.backends.traffic import Kind
-from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, ReduceOp, Tensor, Variable
+from keras_shardopt.numerics import ALL_FINITE, UNKNOWN, Gradients, Optimizer, ReduceOp, Tensor, Variable
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -144,7 +144,7 @@ class Buckets:
 
     # -- early -----------------------------------------------------------------------------------------------------
 
-    def follow(self, loss: Any, optimizer: Any, counts: bool, window: Window | None = None) -> None:
+    def follow(self, loss: Any, optimizer: Optimizer, counts: bool, window: Window | None = None) -> None:
         """Sends gradients while `loss` is differentiated, if the `scale_loss` that asks is called by Keras' own step.
 
         Args:

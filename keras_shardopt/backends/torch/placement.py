@@ -20,7 +20,7 @@ from keras_shardopt.backends.torch.communicator import TorchProcessGroup, _bytes
 from keras_shardopt.backends.torch.process_group import gather_objects, tell
 from keras_shardopt.backends.torch.random_numbers import draw_apart
 from keras_shardopt.backends.torch.runtime import runtime
-from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.numerics import Optimizer, Tensor, Variable
 
 
 class TorchPlacement(Placement):
@@ -29,7 +29,7 @@ class TorchPlacement(Placement):
     state_sharding = "slices"
 
     def before_build(
-        self, variables: Sequence[Variable], optimizer: Any, innermost: Sequence[Any], shards_state: bool
+        self, variables: Sequence[Variable], optimizer: Optimizer, innermost: Sequence[Any], shards_state: bool
     ) -> None:
         if dist.is_available() and dist.is_initialized():
             models = models_with(variables)

@@ -18,7 +18,7 @@ from keras_shardopt.classic.build import build_optimizer
 from keras_shardopt.classic.summaries.event_file import checked_log_dir
 from keras_shardopt.classic.summaries.recorder import Recorder
 from keras_shardopt.classic.summaries.tags import checked_summaries
-from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.numerics import Optimizer, Tensor, Variable
 from keras_shardopt.optimizers import AutomaticLossScaler
 from keras_shardopt.optimizers.cross_shard import cross_shards
 from keras_shardopt.optimizers.mixed_precision import updating_with
@@ -184,7 +184,7 @@ class TrainingStep:
     def __init__(
         self,
         loss: Callable[..., Tensor],
-        optimizer: Any,
+        optimizer: Optimizer,
         variables: Sequence[Variable],
         model: Any,
         each_call_says: bool,
@@ -341,7 +341,7 @@ def get_regularization_loss(model: Any) -> Tensor:
     return ops.sum(ops.stack(losses)) if losses else ops.zeros((), "float32")
 
 
-def _reducer_of(optimizer: Any) -> Any:
+def _reducer_of(optimizer: Optimizer) -> Any:
     """The outermost `CrossShard` of an optimizer; None where there is none."""
     found = cross_shards(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else []
     return found[0] if found else None

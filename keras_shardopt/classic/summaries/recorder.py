@@ -14,6 +14,7 @@ from keras_shardopt.backends.active import processes
 from keras_shardopt.classic.summaries.event_file import event_writer
 from keras_shardopt.classic.summaries.observer import Observer
 from keras_shardopt.classic.summaries.tags import PREFIX, checked_summaries, dynamic_loss_scale, rates
+from keras_shardopt.numerics import Optimizer
 from keras_shardopt.wrapping.chain import descendants
 from keras_shardopt.wrapping.wrapper import OptimizerWrapper
 
@@ -38,7 +39,7 @@ class Recorder:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         log_dir: Any,
         summaries: Sequence[str] | None,
         every: int,

@@ -7,6 +7,7 @@ from typing import Any
 
 from keras import ops
 
+from keras_shardopt.numerics import Optimizer
 from keras_shardopt.wrapping.chain import base_optimizers
 
 SUMMARIES = [
@@ -63,14 +64,14 @@ def _word(name: Any) -> str:
     return name if isinstance(name, str) else type(name).__name__
 
 
-def rates(optimizer: Any) -> dict[str, float]:
+def rates(optimizer: Optimizer) -> dict[str, float]:
     """The learning rates of now, by the tags that Keras gives them."""
     found = base_optimizers(optimizer)
     tags = [rate_tag(leaf, len(found)) for leaf in found]
     return {tag: float(ops.convert_to_numpy(leaf.learning_rate)) for tag, leaf in zip(tags, found)}
 
 
-def dynamic_loss_scale(optimizer: Any) -> float | None:
+def dynamic_loss_scale(optimizer: Optimizer) -> float | None:
     """The scale of the loss, if the optimizer has one that changes."""
     scale = getattr(optimizer, "loss_scale", None)
     return None if scale is None or isinstance(scale, (int, float)) else float(ops.convert_to_numpy(scale))

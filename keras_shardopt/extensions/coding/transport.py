@@ -14,7 +14,7 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.extensions.coding.codecs import CodedInTwoLegs, Compression, PowerSGD, Reduced, joined, parted
-from keras_shardopt.numerics import ReduceOp, Tensor, Variable, cast, dense, dtype_of, overwrites_variable
+from keras_shardopt.numerics import Optimizer, ReduceOp, Tensor, Variable, cast, dense, dtype_of, overwrites_variable
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import largest_of_all
 from keras_shardopt.update.reduction import Reduction
@@ -300,7 +300,7 @@ class Coded(Transfer):
         return step.replace(notes=notes, own=after)
 
 
-def _warn_of_adam(optimizer: Any) -> None:
+def _warn_of_adam(optimizer: Optimizer) -> None:
     kinds = (keras.optimizers.Adam, keras.optimizers.Adamax, keras.optimizers.Nadam, keras.optimizers.RMSprop)
     found = [leaf for leaf in base_optimizers(optimizer) if isinstance(leaf, kinds)]
     if found:

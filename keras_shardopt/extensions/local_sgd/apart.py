@@ -14,7 +14,8 @@ from keras import ops
 
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.models import models_with
-from keras_shardopt.numerics import Variable, dtype_of
+from keras_shardopt.numerics import Optimizer, Variable, dtype_of
+from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.wrapping.rollback import statistics_in
 from keras_shardopt.wrapping.slots import empty_name_scope
 
@@ -27,7 +28,7 @@ class Copies:
         optimizer: the `CrossShard`.
     """
 
-    def __init__(self, stage: Any, optimizer: Any) -> None:
+    def __init__(self, stage: Any, optimizer: ReducingOptimizer) -> None:
         self._stage = stage
         self._optimizer = optimizer
         self.stacked: list[Variable] = []
@@ -130,7 +131,7 @@ class Copies:
         return _variables_of(self._stage, self._optimizer)
 
 
-def _variables_of(stage: Any, optimizer: Any) -> list[Variable]:
+def _variables_of(stage: Any, optimizer: Optimizer) -> list[Variable]:
     """Return the variables that may differ between replicas, in the order of backups."""
     kinds = [*optimizer._trainable_variables, *stage.private, *stage.statistics, *stage.put_back]
     return list({id(variable): variable for variable in kinds}.values())
@@ -153,7 +154,7 @@ class Rows:
 
     is_shown = True
 
-    def __init__(self, stage: Any, optimizer: Any) -> None:
+    def __init__(self, stage: Any, optimizer: ReducingOptimizer) -> None:
         self._stage = stage
         self._optimizer = optimizer
         trained, statistics = list(optimizer._trainable_variables), stage.statistics

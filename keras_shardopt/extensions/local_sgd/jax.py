@@ -25,6 +25,7 @@ from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
 from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.update.losses import share_losses
+from keras_shardopt.update.reducing import ReducingOptimizer
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 
@@ -154,7 +155,7 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
     return logs, (weights, others, optimizer_state, metrics)
 
 
-def _share_of_window(optimizer: Any, values: Any) -> Any:
+def _share_of_window(optimizer: ReducingOptimizer, values: Any) -> Any:
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values))):
         return optimizer.accumulation.share
 

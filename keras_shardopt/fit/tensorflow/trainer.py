@@ -32,6 +32,7 @@ from keras_shardopt.fit.stateful import batch_sizes, fit_states, stateful_layers
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import spec_of, unpacked, without_none
 from keras_shardopt.fit.tensorflow.step import OTHER_ROWS, TrainStep, calling, step_of, step_of_call
+from keras_shardopt.numerics import Optimizer
 from keras_shardopt.update.losses import own_additional_losses
 from keras_shardopt.wrapping.chain import descendants
 
@@ -237,10 +238,10 @@ def _build_optimizers(model: Any, data_batch: Any) -> None:
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
     variables_of: dict[int, list[Any]] = {}
 
-    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(optimizer: Optimizer, grads: Any, trainable_variables: Any = None) -> None:
         variables_of[id(optimizer)] = list(trainable_variables or [])
 
-    def apply_gradients(optimizer: Any, grads_and_vars: Any) -> Any:
+    def apply_gradients(optimizer: Optimizer, grads_and_vars: Any) -> Any:
         variables_of[id(optimizer)] = [variable for _, variable in grads_and_vars]
         return optimizer.iterations
 

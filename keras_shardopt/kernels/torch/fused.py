@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import torch
 from keras import ops
 from keras.src.backend.torch.optimizers import (
@@ -48,7 +49,7 @@ from keras_shardopt.kernels.torch.pieces import (
     step_of,
     update_in_pieces,
 )
-from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.numerics import Optimizer, Tensor, Variable
 
 
 @torch.compiler.disable
@@ -76,7 +77,7 @@ def fused(optimizers: Sequence[tuple[Any, bool]], function: Callable[..., None],
                 optimizer.__dict__.pop(name, None)
 
 
-def is_faster(optimizer: Any, exactly: bool, variables: Sequence[Variable]) -> bool:
+def is_faster(optimizer: Optimizer, exactly: bool, variables: Sequence[Variable]) -> bool:
     """Whether `fused` makes updates of all these variables faster."""
     return is_elementwise(optimizer) and (not exactly or pieces_are_faster(variables))
 
@@ -84,7 +85,7 @@ def is_faster(optimizer: Any, exactly: bool, variables: Sequence[Variable]) -> b
 class _StandIn:
     """Stands in for an optimizer's own step, and for a decay of weights that the step can make in its pass."""
 
-    def __init__(self, optimizer: Any, exactly: bool) -> None:
+    def __init__(self, optimizer: Optimizer, exactly: bool) -> None:
         self._optimizer, self._exactly = optimizer, exactly
         self._decayed: list[Variable] = []
         self.factors: Factors = {}
@@ -113,7 +114,7 @@ _DECAY = "_apply_weight_decay"
 
 
 def hand_over(
-    optimizer: Any, grads: Sequence[Any], variables: Sequence[Variable], factors: Sequence[Any], divides: bool
+    optimizer: Optimizer, grads: Sequence[Any], variables: Sequence[Variable], factors: Sequence[Any], divides: bool
 ) -> bool:
     """Lets the update that comes multiply its gradients, if it can: with the bits of a product made before.
 
@@ -160,13 +161,13 @@ def _like(factor: Tensor, grad: Tensor) -> Tensor:
     return factor if factor.dtype == grad.dtype else factor.to(grad.dtype)
 
 
-def _looks_at_gradients(optimizer: Any) -> bool:
+def _looks_at_gradients(optimizer: Optimizer) -> bool:
     """Whether Keras reads gradients between `apply` and the step."""
     names = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps", "loss_scale_factor")
     return any(getattr(optimizer, name) is not None for name in names)
 
 
-def _is_changed(optimizer: Any) -> bool:
+def _is_changed(optimizer: Optimizer) -> bool:
     """Whether a method of this one optimizer is replaced, which may read gradients, other than by a stand-in."""
     kind: Any = type(optimizer)
     own = {name for name in optimizer.__dict__.keys() & _methods_of(kind) if callable(optimizer.__dict__[name])}
@@ -180,7 +181,7 @@ def _methods_of(kind: type) -> frozenset[str]:
 
 @torch.no_grad()
 def _update(
-    optimizer: Any,
+    optimizer: keras.optimizers.Optimizer,
     grads: Sequence[Tensor],
     variables: Sequence[Variable],
     learning_rate: Any,
@@ -206,18 +207,18 @@ def _update(
             rule(optimizer, learning_rate, part, *([True] if which else []))
 
 
-def _rule_of(optimizer: Any) -> _Rule | None:
+def _rule_of(optimizer: Optimizer) -> _Rule | None:
     return _RULES.get(type(optimizer), lambda _: None)(optimizer)
 
 
 # -- Adam and AdamW ------------------------------------------------------------------------------------------------
 
 
-def _adam_rule(optimizer: Any) -> _Rule | None:
+def _adam_rule(optimizer: keras.optimizers.Adam) -> _Rule | None:
     return _adam if optimizer.beta_1 < 1 and optimizer.beta_2 < 1 else None
 
 
-def _adam(optimizer: Any, learning_rate: Any, columns: Columns, decays: bool = False) -> None:
+def _adam(optimizer: keras.optimizers.Adam, learning_rate: Any, columns: Columns, decays: bool = False) -> None:
     # With b_i = 1 - beta_i ** t, PyTorch computes w -= (lr / b_1) m / (sqrt(v) / sqrt(b_2) + eps), and Keras
     # w -= (lr sqrt(b_2) / b_1) m / (sqrt(v) + eps). So Keras' rate, in Keras' precision, with b_i = 1: at a step
     # so late that they are.
@@ -256,20 +257,20 @@ def _never(device: torch.device) -> Tensor:
 # -- SGD -----------------------------------------------------------------------------------------------------------
 
 
-def _sgd_rule(optimizer: Any) -> _Rule:
+def _sgd_rule(optimizer: keras.optimizers.SGD) -> _Rule:
     if optimizer.momentum == 0:
         return _sgd
     return _nesterov if optimizer.nesterov else _momentum
 
 
-def _sgd(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
+def _sgd(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Columns) -> None:
     del optimizer
     rate = _number(learning_rate)
     for weights, grads in columns.lists():
         _fused_sgd(weights, grads, [], momentum=0.0, lr=rate, dampening=0.0)
 
 
-def _momentum(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
+def _momentum(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Columns) -> None:
     # PyTorch: m = mu m + (1 - d) g and w -= lr m; Keras: m = mu m - rate g and w += m. So 1 - d = -rate and lr = -1.
     rate = _number(learning_rate)
     dampening = 1.0 + rate
@@ -288,7 +289,7 @@ def _fused_sgd(weights: list[Tensor], grads: list[Tensor], momentums: list[Tenso
     )
 
 
-def _nesterov(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
+def _nesterov(optimizer: keras.optimizers.SGD, learning_rate: Any, columns: Columns) -> None:
     rate = _number(learning_rate)
     for w, g, m in columns.pieces():
         m.mul_(optimizer.momentum).add_(g, alpha=-rate)
@@ -298,7 +299,7 @@ def _nesterov(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
 # -- Adagrad -------------------------------------------------------------------------------------------------------
 
 
-def _adagrad(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
+def _adagrad(optimizer: keras.optimizers.Adagrad, learning_rate: Any, columns: Columns) -> None:
     # PyTorch's kernel has epsilon outside of the root.
     rate = _number(learning_rate)
     for w, g, s in columns.pieces():
@@ -309,7 +310,7 @@ def _adagrad(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
 # -- Lion and Nadam ------------------------------------------------------------------------------------------------
 
 
-def _lion(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
+def _lion(optimizer: keras.optimizers.Lion, learning_rate: Any, columns: Columns) -> None:
     # With Keras' bits: elsewhere a sign might be another one. That of 0 is 0.
     like = columns.like
     rate = _number(ops.cast(learning_rate, like.dtype))
@@ -321,7 +322,7 @@ def _lion(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
         w.add_(room.sign_(), alpha=-rate)
 
 
-def _nadam(optimizer: Any, learning_rate: Any, columns: Columns) -> None:
+def _nadam(optimizer: keras.optimizers.Nadam, learning_rate: Any, columns: Columns) -> None:
     # Keras: w -= rate (u' m / (1 - p u') + (1 - u) g / (1 - p)) / (sqrt(v / (1 - b ** t)) + eps), with p the product of
     # all u so far and u' the next one. Here all is multiplied by sqrt(1 - b ** t), and numbers by each other first.
     # The numbers are in Keras' precision, as 1 - b ** t has few digits.

@@ -36,7 +36,7 @@ from keras.src.backend.torch.optimizers import (
 )
 
 from keras_shardopt.backends.torch.held import values_of
-from keras_shardopt.numerics import Tensor, Variable
+from keras_shardopt.numerics import Optimizer, Tensor, Variable
 
 PIECE = 2**18
 """How many elements of each array are worked on at a time, on a CPU."""
@@ -65,7 +65,7 @@ and whole arrays have not the same bits."""
 _STEPS = {"_parallel_update_step", "_backend_update_step", "update_step", "_apply_weight_decay"}
 
 
-def is_elementwise(optimizer: Any) -> bool:
+def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known to update each element by itself."""
     return type(optimizer) in _SLOTS and optimizer.__dict__.keys().isdisjoint(_STEPS)
 
@@ -81,7 +81,7 @@ Factors = dict[int, Tensor]
 
 @torch.no_grad()
 def update_in_pieces(
-    optimizer: Any,
+    optimizer: Optimizer,
     grads: Sequence[Tensor],
     variables: Sequence[Variable],
     learning_rate: Any,
@@ -119,7 +119,7 @@ def _is_exact(kind: type) -> bool:
     return kind is not keras.optimizers.Ftrl or torch.get_num_threads() == 1
 
 
-def slot_names(optimizer: Any) -> list[str]:
+def slot_names(optimizer: Optimizer) -> list[str]:
     """Which slots this one has."""
     return [name for name in _SLOTS[type(optimizer)] if getattr(optimizer, name, None)]
 
@@ -244,7 +244,7 @@ def _scaled(grad: Tensor, factor: Tensor | None, divides: bool, out: Tensor | No
 
 
 def columns_of(
-    optimizer: Any,
+    optimizer: keras.optimizers.Optimizer,
     names: Sequence[str],
     grads: Sequence[Tensor],
     variables: Sequence[Variable],
@@ -260,7 +260,12 @@ def columns_of(
 
 
 def _update_piece(
-    optimizer: Any, step: Any, learning_rate: Any, weights: list[Tensor], grads: list[Tensor], *slots: list[Tensor]
+    optimizer: Optimizer,
+    step: Any,
+    learning_rate: Any,
+    weights: list[Tensor],
+    grads: list[Tensor],
+    *slots: list[Tensor],
 ) -> None:
     stand_in = object.__new__(type(optimizer))
     reads_values = step.__name__ == "_parallel_update_step"
