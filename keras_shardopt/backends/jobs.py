@@ -43,7 +43,9 @@ def check_joined(num_processes: int, framework: str) -> None:
         size = _size_of(variable)
         if size < 2:
             continue
-        fix = f"Set KERAS_BACKEND={backend} where the job is started, and do not change it in the program."
+        own = next((name for name, other in _BACKENDS.values() if other == framework), None)
+        start = f"Start the job with `KERAS_BACKEND={own} python -m keras_shardopt.launch`, or set" if own else "Set"
+        fix = f"{start} KERAS_BACKEND={backend} in the program, too."
         if reader == framework:
             fix = f"Connect the processes as {framework} does, before `data_parallel()`."
         raise RuntimeError(

@@ -596,6 +596,9 @@ def what_cannot_be_right_is_refused(scope):
     penalised[1].regularizer = keras.regularizers.L2(0.1)
     optimizer = ks.CrossShard(ks.MixedPrecision(adam()), shard_state=True)
     refused(lambda: optimizer.build(penalised), ValueError, "regularizers of ['hidden/kernel']")
+    penalised = variables()  # in float32 there are no masters
+    penalised[1].regularizer = keras.regularizers.L2(0.1)
+    ks.CrossShard(ks.MixedPrecision(adam()), shard_state=True).build(penalised)
     optimizer = both(scope, ELEMENTWISE["ema"])[0]
     refused(lambda: optimizer.get_slot(optimizer._trainable_variables[0], "momentum"), ValueError, "its own slices")
     refused(lambda: optimizer._model_variables_moving_average, ValueError, "SwapEMAWeights")

@@ -127,6 +127,8 @@ def test_some_variables_only_and_none():
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         optimizer.apply([None, ops.convert_to_tensor([0.5])], weights)
     assert [number(w[0]) for w in weights] == [1.0, 0.0]
+    optimizer.apply([None, ops.convert_to_tensor([np.inf])], weights)
+    assert [number(w[0]) for w in weights] == [1.0, 0.0] and number(optimizer.skipped_steps) == 2
 
 
 def test_static_scale():

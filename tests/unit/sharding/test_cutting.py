@@ -84,10 +84,21 @@ class OwnFactored(Own):
                 self.add_variable((variable.shape[0], 1), name=slot_prefix(variable) + f"rows{i}")
 
 
+class OwnConfig(Own):
+    """Its constructor takes nothing of Keras' arguments but the rate."""
+
+    def __init__(self, learning_rate=0.1):
+        super().__init__(learning_rate=learning_rate)
+
+    def get_config(self):
+        return {"learning_rate": float(self.learning_rate)}
+
+
 def test_what_may_be_cut():
     found = cutting.are_elementwise
     assert found(keras.optimizers.SGD(0.1, momentum=0.9), variables()) == [True] * 4
     assert found(Own(0.1), variables()) == [True] * 4
+    assert found(OwnConfig(), variables()) == [True] * 4
     assert found(OwnPerVariable(0.1), variables()) == [False, False, False, True]
     assert found(OwnNameless(0.1), variables()) == [False] * 4
     assert found(keras.optimizers.SGD(0.1, clipnorm=1.0), variables())[:3] == [False] * 3

@@ -556,3 +556,22 @@ def test_a_replica_counts_with_its_weight_after_it_is_clipped(gradient_state, as
     found = list(zip(*found))
     counted = [[w * g for g in clipped(local[r])] for r, w in ((0, 0.5), (2, 2.5))]
     assert_close(found, [[(a + b) / 3 for a, b in zip(*counted)]] * 3)
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("bad", [2, 0])
+@pytest.mark.parametrize("is_spmd", [True, False])
+def test_a_bad_gradient_is_named_where_a_variable_is_left_out(bad, is_spmd, monkeypatch):
+    """Ranks send zeros for it, so that positions on the way are others than those of what the optimizer is given."""
+    world = FakeWorld(2, is_spmd=is_spmd).hold(monkeypatch)
+
+    def step(replicas):
+        weights = variables()
+        optimizer = ks.CrossShard(keras.optimizers.SGD(1.0), on_nonfinite="skip")
+        optimizer.build(weights)
+        grads = {i: np.ones(SHAPES[i], "float32") for i in (2, 0)}
+        grads[bad] *= np.nan if replicas.replica_id == 1 else 1.0
+        optimizer.apply([ops.convert_to_tensor(grad) for grad in grads.values()], [weights[i] for i in grads])
+        return optimizer.last_nonfinite
+
+    assert world.run(step) == [(1, f"v{bad}")] * 2
