@@ -40,8 +40,11 @@ def with_objects(
         given = {name: value for name, value in given.items() if _differs(value, kind.old_arguments[name])}
         if not given:
             continue
-        settings = kind.from_old(given)
         names = " and ".join(f"`{name}`" for name in given)
+        try:
+            settings = kind.from_old(given)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{names} must make a `{kind.__name__}`. {error}") from None
         if (torch is not None) if kind is TorchSpeed else any(isinstance(each, kind) for each in extensions):
             raise ValueError(f"{names} and a `{kind.__name__}` are both given. Received: {settings!r}. Leave one out.")
         if warns:
