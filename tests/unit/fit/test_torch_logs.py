@@ -1,4 +1,4 @@
-"""PyTorch: what ranks make of the variables of their metrics."""
+"""PyTorch: what ranks make of the variables of their metrics and of other logs, and how often they ask each other."""
 
 import types
 
@@ -39,3 +39,71 @@ def test_variables_of_metrics_are_summed_or_averaged_as_they_say():
     for rank, (found, own_sum, own_last) in enumerate(FakeWorld(2).run(work)):
         assert found == {"all": 10.0, "last": 4.0}
         np.testing.assert_array_equal([own_sum, own_last], [3.0 + 4.0 * rank, 2.0 + 4.0 * rank])
+
+
+@pytest.mark.parametrize("rows", [[3, 0, 1], [0, 0, 0]])
+def test_logs_that_are_no_metrics_are_means_over_rows(rows):
+    from keras_shardopt.fit.torch.session import Session
+
+    def work(replicas):
+        rank = replicas.replica_id
+        model = types.SimpleNamespace(trainable_variables=[keras.Variable([1.0])])
+        session = types.SimpleNamespace(ranks=replicas, last_rows=rows[rank], model=model)
+        assert Session.mean_logs(session, [1.0]) == [1.0]
+        return Session.mean_logs(session, {"loss": [1.0, np.nan, 5.0][rank], "kind": "own"})
+
+    found = FakeWorld(3).run(work)
+    expected = [2.0] * 3 if any(rows) else [1.0, np.nan, 5.0]
+    np.testing.assert_array_equal([logs["loss"] for logs in found], expected)
+    assert all(logs["kind"] == "own" for logs in found)
+
+
+def test_more_and_more_batches_are_promised_up_to_what_is_known(monkeypatch):
+    from keras_shardopt.fit.torch import session
+
+    now, may_promise, owed = [100.0], [True], []
+    monkeypatch.setattr(session, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(session, "can_promise", lambda: may_promise[0])
+    monkeypatch.setattr(session, "owe_steps", owed.append)
+    unsaid = session._Unsaid()
+
+    def promise(num_batches=1, num_alike=1000, seconds=1000.0, seconds_of_one=1.0):
+        """After so many batches, of which the last is not promised: what all ranks promise."""
+        for i in range(num_batches):
+            assert unsaid.is_promised() == (i < num_batches - 1)
+            unsaid.add(4, 0)
+            now[0] += seconds_of_one
+        found = unsaid.can_promise(num_alike, seconds)
+        unsaid.are_said(found)
+        return found
+
+    unsaid.are_said(session._NOTHING_YET)
+    assert promise() == 0  # of an epoch's first batch nothing is known
+    assert promise() == 3
+    assert promise(4) == 4 * 3 + 3
+    assert promise(16) == session._MOST_PROMISED - 1
+    assert promise(32, num_alike=7) == 7
+    assert promise(8, num_alike=0) == 0
+    assert promise(num_alike=2) == 2
+    assert promise(3, seconds=10.0, seconds_of_one=2.0) == 5
+    may_promise[0] = False
+    assert promise(6) == 0
+    assert sum(owed) == 3 + 15 + 31 + 7 + 2 + 5
+    unsaid.are_said(3)
+    unsaid.are_said(session._NOTHING_YET)  # a new epoch takes back what was promised
+    assert owed[-2:] == [3, -3] and not unsaid.is_promised()
+
+
+def test_batches_since_the_last_message_are_told_apart():
+    from keras_shardopt.fit.torch.session import _Unsaid
+
+    def mark(*batches):
+        unsaid = _Unsaid()
+        for batch in batches:
+            unsaid.add(*batch)
+        assert unsaid.num_batches == len(batches)
+        return unsaid.mark
+
+    marks = [mark((4, 7)), mark((3, 7)), mark((4, 8)), mark((4, 7), (4, 8)), mark((4, 8), (4, 7))]
+    assert len({*marks, 0}) == 6
+    assert mark((4, 0)) == mark((3, 0), (2, 0)) == 0  # a rank's own batches
