@@ -13,8 +13,7 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError(
         f"Keras needs the framework that it runs on, and `{error.name}` is not installed. "
-        'Use `pip install "keras-shardopt[jax]"`, or `[tensorflow]` or `[torch]`, and name it in the environment: '
-        "`KERAS_BACKEND=jax`.",
+        "Run `pip install jax`, `tensorflow` or `torch`, and name it in the environment: `KERAS_BACKEND=jax`.",
         name=error.name,
     ) from None
 else:

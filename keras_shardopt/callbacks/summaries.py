@@ -61,7 +61,7 @@ class TrainingSummaries(keras.callbacks.Callback):
 
     Args:
         log_dir: path or None. Where rank 0 writes event files; None writes none. Needs
-            `pip install "keras-shardopt[summaries]"`; TensorFlow is not needed.
+            `pip install tensorboardX`, but not TensorFlow.
         summaries: a list of names from the table. None (default) is `["learning_rate", "global_gradient_norm",
             "loss_scale"]`, `[]` is none at all.
         every: int >= 1. In updates.

@@ -21,7 +21,7 @@ class Block:
     """What stands between two fences.
 
     A comment right above it, `<!-- mark: value -->`, says more: `backends` that it is for (else all), `not run` and
-    why, the name of the `file` that it is, the backend whose processes it `starts`.
+    why, the name of the `file` that it is, the backend whose processes it `starts`. A diff stands for its new side.
     """
 
     page: pathlib.Path
@@ -46,6 +46,9 @@ def blocks(page: pathlib.Path) -> list[Block]:
         comment, language, code = match.groups()
         mark, _, value = (comment or "").partition(": ")
         line = text.count("\n", 0, match.start(3)) + 1
+        if language == "diff":
+            new = [text[2:] or "\n" for text in code.splitlines(keepends=True) if not text.startswith("-")]
+            language, code = "python", "".join(new)
         if comment is not None:
             assert mark in _MARKS and value, f"{page}, line {line}: {comment}"
         if mark == "backends":

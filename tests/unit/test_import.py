@@ -71,13 +71,13 @@ import keras_shardopt
 
 
 @pytest.mark.backends("jax")
-def test_without_a_framework_one_sentence_names_the_extras():
+def test_without_a_framework_one_sentence_names_the_package_to_install():
     command = [sys.executable, "-c", WITHOUT_FRAMEWORKS]
     run = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
     assert run.returncode == 1
     *traceback, message = run.stderr.strip().splitlines()
     assert message.startswith("ModuleNotFoundError: Keras needs the framework that it runs on, and `jax` is not")
-    assert 'pip install "keras-shardopt[jax]"' in message
+    assert "`pip install jax`" in message and "keras-shardopt[" not in message  # no index has the package
     assert not any("site-packages" in line for line in traceback)  # nothing of the inside of Keras
 
 

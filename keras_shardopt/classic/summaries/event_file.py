@@ -26,7 +26,7 @@ def event_writer(log_dir: Any) -> Callable[[dict[str, Any] | None, int], None]:
     except ImportError as error:
         raise ImportError(
             "Summaries are written with `tensorboardX`, which is not installed. "
-            'Use `pip install "keras-shardopt[summaries]"`, or `log_dir=None` to write none.'
+            "Run `pip install tensorboardX`, or pass `log_dir=None` to write none."
         ) from error
     # Files are named by the second in which they are made; two of the same one would be one.
     suffix = f".{os.getpid()}.{next(_num_files)}"

@@ -199,7 +199,7 @@ def test_mistakes():
 
 def test_without_the_writer_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match=r"pip install .*summaries"):
+    with pytest.raises(ImportError, match="pip install tensorboardX"):
         fit([ks.callbacks.TrainingSummaries(tmp_path)], ks.CrossShard("sgd"), num_steps=1)
 
 
