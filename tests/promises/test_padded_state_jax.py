@@ -28,6 +28,20 @@ class Halving(keras.optimizers.SGD):
             variable.assign(variable / 2)
 
 
+@keras.saving.register_keras_serializable("tests")
+class AsLargeAsTheFirst(keras.optimizers.SGD):
+    """Steps of all variables as large as the mean step of the first, of which elements that are padding would count."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.size = self.add_variable((), name="size")
+
+    def update_step(self, gradient, variable, learning_rate):
+        if self._get_variable_index(variable) == 0:
+            self.assign(self.size, keras.ops.mean(keras.ops.abs(gradient)))
+        self.assign_sub(variable, learning_rate * keras.ops.sign(gradient) * self.size)
+
+
 def compiled(optimizer, widths=WIDTHS):
     hidden = [keras.layers.Dense(width, activation="tanh") for width in widths[1:]]
     model = keras.Sequential([keras.Input((widths[0],)), *hidden])
@@ -109,6 +123,14 @@ def test_optimizers_that_need_whole_variables_keep_them():
         model = compiled(optimizer)
         optimizer.build(model.trainable_variables)
     assert optimizer.memory_report().replicated
+
+
+def test_so_do_optimizers_that_need_all_of_them():
+    with ks.data_parallel(3):
+        options = [{"shard_state": shard_state} for shard_state in (False, True)]
+        whole, divided = [fitted(compiled(ks.CrossShard(AsLargeAsTheFirst(0.1), **each))) for each in options]
+    for mine, theirs in zip(divided.get_weights(), whole.get_weights()):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
 def test_files_hold_the_shapes_of_the_weights_and_fit_any_number_of_devices(tmp_path):

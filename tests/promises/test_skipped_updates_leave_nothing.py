@@ -387,7 +387,6 @@ def test_in_a_custom_training_loop(way, window, traced):
 
 
 @pytest.mark.parametrize("iter_size", suites.some([1, 4], [4], "jax", "tensorflow"))
-@pytest.mark.exhaustive("jax", "tensorflow")
 def test_in_a_step_of_optimize_loss(iter_size):
     x, y = batches()
     gone = [1] if iter_size == 1 else range(4)

@@ -1248,6 +1248,42 @@ FAULTS = [
         "            if False:",
         "promises/test_two_optimizers.py::test_summaries_are_of_every_optimizer",
     ),
+    fault(
+        "optimizers/mixed_precision.py",
+        "return [v for v in super()._lasting_state if v is not skipped]",
+        "return super()._lasting_state",
+        "unit/optimizers/test_mixed_precision.py::test_files_hold_the_counts_of_a_scale_that_changes_only[128.0-0]",
+    ),
+    fault(
+        "optimizers/loss_scaler.py",
+        "            given = [values_of(grad) for grad in grads if grad is not None]",
+        "            given = [values_of(grad) for grad in grads]",
+        "unit/optimizers/test_loss_scaling.py::test_some_variables_only_and_none",
+    ),
+    fault(
+        "sharding/separability.py",
+        "for key, value in changes.items() if key in config}",
+        "for key, value in changes.items()}",
+        "unit/sharding/test_cutting.py::test_what_may_be_cut",
+    ),
+    fault(
+        "update/reduction.py",
+        "                    places[position] = place",
+        "                    pass",
+        "unit/update/test_local_gradients.py::test_a_bad_gradient_is_named_where_a_variable_is_left_out[False-2]",
+    ),
+    fault(  # callbacks that are one of several
+        "fit/callbacks.py",
+        "        return any(_looks_at_batches(callback",
+        "        return all(_looks_at_batches(callback",
+        "unit/fit/test_batch_logs.py::test_logs_are_wanted_as_often_as_callbacks_read_them[one of two]",
+    ),
+    fault(
+        "fit/torch/session.py",
+        "4 * self._num_last + 3, int(seconds / max(of_one, 1e-6))",
+        "4 * self._num_last + 3, int(seconds)",
+        "unit/fit/test_torch_logs.py::test_more_and_more_batches_are_promised_up_to_what_is_known",
+    ),
 ]
 HERE = [each for each in FAULTS if each.backend == BACKEND]
 TESTS = list(dict.fromkeys(test for each in HERE for test in each.tests))

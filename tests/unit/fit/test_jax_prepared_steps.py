@@ -5,6 +5,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
+from keras import ops
 from support.suites import some
 
 import keras_shardopt as ks
@@ -128,3 +129,14 @@ def test_what_was_set_after_a_step_stays_where_the_next_ones_fail(call):
         with pytest.raises(ValueError):
             model.fit(X, Y[:3], verbose=0)  # before there is a step
         assert all((value == 5).all() for value in values(model))
+
+
+def test_an_input_with_other_rows_is_whole_on_every_device():
+    """A batch with one cannot be filled up."""
+    rows, table = keras.Input((2,)), keras.Input((2,))
+    data = [RANDOM.randn(number, 2).astype("float32") for number in (5, 3)]
+    with ks.data_parallel(2) as replicas:
+        model = keras.Model([rows, table], ops.matmul(rows, ops.transpose(table)))
+        model.compile(ks.CrossShard("sgd"), "mse")
+    np.testing.assert_allclose(model.predict_on_batch(data), data[0] @ data[1].T, rtol=1e-6)
+    replicas.close()

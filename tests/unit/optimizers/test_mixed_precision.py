@@ -316,6 +316,19 @@ def test_masters_are_saved_and_training_continues(tmp_path):
     assert int(value(back.optimizer.iterations)) == 6
 
 
+@pytest.mark.neutral
+@pytest.mark.parametrize(("scale", "kept"), [(None, 0), (128.0, 0), ("Backoff", 3)])
+def test_files_hold_the_counts_of_a_scale_that_changes_only(scale, kept):
+    """Files of versions in which a scale that stays counted nothing fit; a file without the counts would not."""
+    optimizer = ks.MixedPrecision(o.SGD(0.1), ks.AutomaticLossScaler(scale) if isinstance(scale, str) else scale)
+    weight = low([1.0])
+    optimizer.build([weight])
+    assert int(value(optimizer.skipped_steps)) == 0
+    stored = {}
+    optimizer.wrapper_state.save_own_variables(stored)
+    assert len(stored) == kept + 1  # and the master
+
+
 def test_an_optimizer_that_was_never_built_is_saved_too(tmp_path):
     """It has a scale before it has masters; a file of the scale alone would not fit later."""
     keras.config.set_dtype_policy("bfloat16")
