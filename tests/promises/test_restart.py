@@ -3,7 +3,9 @@
 Ranks are in test_restart_ranks.py, processes in test_several_processes_jax.py.
 """
 
+import contextlib
 import os
+import random
 import warnings
 
 import keras
@@ -93,6 +95,36 @@ def test_the_global_seed_goes_on_too(tmp_path):
     trained(tmp_path / "backup", interrupted=True, noise=True)
     keras.utils.clear_session(free_memory=False)
     assert_same(trained(tmp_path / "backup", noise=True)[0], alone)
+
+
+class Draws(keras.callbacks.Callback):
+    """Draws global random numbers in each epoch, unless it ends training by an error there."""
+
+    def __init__(self, last=None):
+        super().__init__()
+        self.last, self.found = last, {}
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.last:
+            raise InterruptedError
+        self.found[epoch] = random.random(), np.random.rand()
+
+
+@pytest.mark.neutral
+def test_global_random_numbers_go_on_too(tmp_path):
+    def drawn(folder, last=None):
+        keras.utils.set_random_seed(3)
+        model = problem.model()
+        model.compile(ks.CrossShard("sgd"), "mse")
+        draws = Draws(last)
+        backup = ks.callbacks.BackupAndRestore(tmp_path / folder)
+        with contextlib.nullcontext() if last is None else pytest.raises(InterruptedError):
+            model.fit(*problem.data(1), epochs=4, callbacks=[backup, draws], verbose=0)
+        return draws.found
+
+    alone = drawn("alone")
+    assert len(set(alone.values())) == 4
+    assert drawn("interrupted", last=2) | drawn("interrupted") == alone
 
 
 @pytest.mark.backends("torch")

@@ -335,6 +335,25 @@ def test_of_a_skipped_update_nothing_is_left(monkeypatch, how, groups):
 
 
 @threads
+def test_where_state_is_loaded_nothing_is_left_over(monkeypatch):
+    world = FakeWorld(2, is_spmd=False).hold(monkeypatch)
+
+    def work(replicas):
+        weights = [keras.Variable(np.zeros(shape, "float32")) for shape in SHAPES]
+        optimizer = ks.CrossShard(keras.optimizers.SGD(0.1), gradients="local", compression="int4")
+        optimizer.build(weights)
+        optimizer.apply([ops.convert_to_tensor(grad) for grad in unit(replicas.replica_id, 0)], weights)
+        left = [np.abs(ops.convert_to_numpy(residual)).max() for residual in optimizer.pipeline.carried]
+        store = {}
+        optimizer.save_own_variables(store)
+        optimizer.load_own_variables(store)
+        return max(left), max(np.abs(ops.convert_to_numpy(residual)).max() for residual in optimizer.pipeline.carried)
+
+    for before, after in world.run(work):
+        assert before > 0 and after == 0
+
+
+@threads
 def test_means_are_divided_before_they_are_cast(monkeypatch):
     world = FakeWorld(4, is_spmd=False).hold(monkeypatch)
 
