@@ -73,7 +73,7 @@ def passed_and_failures(source, num_ranks, file, names, timeout_alone):
     """The names of the checks that passed on so many ranks, and what the workers printed in the others."""
     try:
         launch.torchrun(source.name, num_ranks, file, *names, timeout=360)
-    except launch.WorkersFailed:
+    except launch.WorkersFailed as together:
         # One check takes the others down with it; so each alone, to say which.
         passed, failures = [], {}
         for name in names:
@@ -82,6 +82,8 @@ def passed_and_failures(source, num_ranks, file, names, timeout_alone):
                 passed.append(name)
             except launch.WorkersFailed as failure:
                 failures[name] = str(failure)
+        if not failures:
+            raise AssertionError("each check passes alone, and one fails after the others") from together
         return passed, failures
     return json.loads(file.read_text()), {}
 

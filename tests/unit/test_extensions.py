@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support import launch
 
 import keras_shardopt
 
@@ -81,7 +82,11 @@ def package_without(extension, folder):
 
 
 PROGRAM = """
+import os, sys
+os.chdir(sys.argv[1])
+sys.path.insert(0, sys.argv[1])
 import keras, numpy as np, keras_shardopt as ks
+assert ks.__file__.startswith(sys.argv[1])
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
 inner = ks.LossScaling(ks.GradientClipping(keras.optimizers.SGD(0.1, momentum=0.9), 1.0))
 optimizer = ks.CrossShard(inner, gradient_accumulation_steps=2, on_nonfinite="skip", compression="bfloat16")
@@ -108,7 +113,7 @@ def run(command, folder):
 def test_a_program_runs_without_an_extension(extension, tmp_path):
     copy = package_without(extension, tmp_path)
     assert not (copy / "extensions" / extension).exists()
-    run(["-c", PROGRAM], tmp_path)
+    launch.program("torch", PROGRAM, tmp_path, environment=launch.variables("torch", OMP_NUM_THREADS="1"))
 
 
 @pytest.mark.exhaustive
