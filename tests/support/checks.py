@@ -83,7 +83,7 @@ def passed_and_failures(source, num_ranks, file, names, timeout_alone):
             except launch.WorkersFailed as failure:
                 failures[name] = str(failure)
         if not failures:
-            raise AssertionError("each check passes alone, and one fails after the others") from together
+            return [], dict.fromkeys(names, f"each check passes alone, and one fails after others: {together}")
         return passed, failures
     return json.loads(file.read_text()), {}
 

@@ -96,10 +96,9 @@ def test_the_module_run_as_a_program_prints_what_a_bug_report_needs():
 
     import keras_shardopt as ks
 
-    run = subprocess.run(
-        [sys.executable, "-m", "keras_shardopt"], capture_output=True, text=True, check=True, timeout=patient(120)
-    )
-    rows = dict(line.split(maxsplit=1) for line in run.stdout.splitlines())
+    program = "import runpy\nrunpy.run_module('keras_shardopt', run_name='__main__')"
+    printed = launch.program(BACKEND, program, environment=launch.variables(BACKEND))
+    rows = dict(line.split(maxsplit=1) for line in printed.splitlines())
     assert list(rows) == ["keras_shardopt", "Python", "packages", "backend", "device", "precision", "replicas"]
     assert rows["keras_shardopt"] == ks.__version__
     assert f"keras {keras.__version__}" in rows["packages"]

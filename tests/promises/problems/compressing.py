@@ -17,7 +17,7 @@ from support import problem
 import keras_shardopt as ks
 from keras_shardopt.backends.active import placement, processes
 
-NUM_UPDATES = 100
+NUM_UPDATES = 40
 BATCH = 8
 NUM_IDS = 30
 
@@ -84,7 +84,7 @@ CASES = {
         "shard_state": True,
     },
 }
-BAD_BATCH = 41
+BAD_BATCH = 17
 
 
 def trained(replicas, name):
