@@ -64,6 +64,15 @@ def test_data_of_their_own_that_end_at_different_times(world, name):
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=max(tolerance, 1e-5))
 
 
+@pytest.mark.parametrize("name", own_rows.OF_TWO)
+def test_so_do_parts_of_such_data(world, name):
+    found, expected = world.run(own_rows.trained, 2, name, own_rows.OF_TWO), own_rows.in_numpy(name, 2)
+    assert found["apart"] == 0
+    assert found["counts"] == expected["counts"]
+    assert problem.relative_difference(found["weights"], expected["weights"]) <= problem.TOLERANCE
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+
+
 def test_one_batch_at_a_time(results):
     model = uneven.compiled()
     logs = [

@@ -43,6 +43,12 @@ CASES = {
     "apart for 2 windows": {"sync_every": 2} | windows,
 }
 
+OF_TWO = {  # a power of two
+    "in parts": {"virtual_replicas": 4},
+    "in parts, skips, NaN early": {"virtual_replicas": 4} | skips,
+    "in parts with divided state, scaled, NaN late": {"virtual_replicas": 4, "shard_state": True} | scaled,
+}
+
 
 def rows_of(rank, name):
     """A rank's own rows."""
@@ -56,7 +62,7 @@ def rows_of(rank, name):
 
 def trained(replicas, name):
     """Weights, logs and counts."""
-    arguments = dict(CASES[name])
+    arguments = dict((CASES | OF_TWO)[name])
     model = problem.model()
     model.compile(ks.CrossShard(arguments.pop("inner", problem.sgd_momentum)(), **arguments), "mse")
     x, y = rows_of(replicas.replica_id, name)
@@ -70,10 +76,10 @@ def trained(replicas, name):
     }
 
 
-def in_numpy(name):
+def in_numpy(name, num_ranks=3):
     """The same in float64: step k has rows 2k and 2k + 1 of each rank that has them."""
-    arguments = CASES[name]
-    everyones = [rows_of(rank, name) for rank in range(len(NUM_ROWS))]
+    arguments = (CASES | OF_TWO)[name]
+    everyones = [rows_of(rank, name) for rank in range(num_ranks)]
     steps = [
         [[array[BATCH * step : BATCH * (step + 1)] for array in own] for own in everyones] for step in range(NUM_STEPS)
     ]

@@ -3,7 +3,6 @@
 import copy
 import gc
 import threading
-import types
 import weakref
 
 import keras
@@ -116,20 +115,3 @@ def test_looking_for_models_leaves_other_threads_alone():
     over.set()
     thread.join()
     assert not errors
-
-
-@pytest.mark.backends("torch")
-def test_of_a_forward_pass_through_ddp_one_update_is_reduced():
-    """The next one may be of a loss that went past DDP."""
-    from keras_shardopt.backends.communicator import GradientState
-    from keras_shardopt.backends.torch.communicator import TorchProcessGroup
-    from keras_shardopt.backends.torch.ddp import _note_forward
-
-    ddp = types.SimpleNamespace(require_backward_grad_sync=True)
-    ranks = types.SimpleNamespace(_ddp_owner=lambda parameter: ddp)
-    found = []
-    for goes_forward in (True, False, True):
-        if goes_forward:
-            _note_forward(ddp, ())
-        found.append(TorchProcessGroup.gradient_state(ranks, [], [keras.Variable(1.0)]))
-    assert found == [GradientState.GLOBAL, GradientState.LOCAL, GradientState.GLOBAL]
