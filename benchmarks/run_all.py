@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import time
+from typing import Any
+
+import timing
 
 HERE = pathlib.Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
@@ -49,12 +53,17 @@ COMMANDS: list[tuple[str, str, list[str]]] = [
     *[(backend, "gpu.py", []) for backend in ("torch", "jax")],
 ]
 
-HEAD = """# Benchmarks
+HEAD = """---
+search:
+  boost: 0.2
+---
+
+# Benchmarks
 
 The newest result of each benchmark, with its date, machine, versions and command; `python benchmarks/run_all.py` runs
 them again. A bar shows the time relative to the row with 1.00 (the dashed line); the thin line spans the quartiles.
 Where an older result is kept, its first ratios stand in the last column, and say what changed since that date.
-[Performance](performance.md) says in one table what they come to.
+[Performance](performance.md) has the summary, and [notes](#notes-on-the-measurements) explain single ratios.
 """
 
 
@@ -84,12 +93,9 @@ def run(backend: str, script: str, start: list[str], how: str, limit: float) -> 
     return None if process.returncode == 0 else (stderr.strip().splitlines() or ["failed"])[-1]
 
 
-def kept() -> list[list[pathlib.Path]]:
-    """The results of each title by date, in the order of the titles."""
-    found: dict[str, list[pathlib.Path]] = {}
-    for file in sorted((HERE / "results").glob("*.md")):
-        found.setdefault(file.stem.partition("_")[2], []).append(file)
-    return [found[name] for name in sorted(found)]
+def kept() -> list[list[dict[str, Any]]]:
+    """The runs of each title by date, in the order of the titles."""
+    return [list(runs) for _, runs in itertools.groupby(timing.stored(), lambda run: run["title"])]
 
 
 ROW = re.compile(r"^\| (?P<name>[^|]*[^| ]) \|( [\d.]+ \|)+ (?P<ratio>[\d.]+) \((?P<low>[\d.]+) to (?P<high>[\d.]+)\)")
@@ -99,14 +105,13 @@ def rows_of(lines: list[str]) -> list[re.Match[str]]:
     return [found for line in lines if (found := ROW.match(line))]
 
 
-def with_before(table: list[str], file: pathlib.Path) -> list[str]:
+def with_before(table: list[str], older: dict[str, Any]) -> list[str]:
     """The table with the first ratios of an older result as its last column, where it has any of these rows."""
-    before = {row["name"]: row["ratio"] for row in rows_of(file.read_text(encoding="utf-8").splitlines())}
+    before = {row["name"]: row["ratio"] for row in rows_of(timing.markdown(older).splitlines())}
     if not any(row["name"] in before for row in rows_of(table)):
         return table
-    date = file.stem.partition("_")[0]
     cells = [before.get(row["name"], "") if (row := ROW.match(line)) else "" for line in table]
-    cells[:2] = [f"before, {date}", "---"]
+    cells[:2] = [f"before, {older['date']}", "---"]
     return [f"{line} {cell} |" if cell != "---" else f"{line}---|" for line, cell in zip(table, cells, strict=True)]
 
 
@@ -139,18 +144,19 @@ def picture(table: list[str]) -> str:
 def page() -> str:
     """The page, of the newest results."""
     parts = [HEAD]
-    for files in kept():
-        oldest, newest = files[0], files[-1]
-        lines = newest.read_text(encoding="utf-8").replace("# ", "## ", 1).splitlines()
+    for runs in kept():
+        oldest, newest = runs[0], runs[-1]
+        lines = timing.markdown(newest).replace("# ", "## ", 1).splitlines()
         table: list[str] = []
         for line in [*lines, ""]:
             if line.startswith("|"):
                 table.append(line)
             elif table:
-                parts += [*(table if oldest == newest else with_before(table, oldest)), "", picture(table)]
+                parts += [*(table if oldest is newest else with_before(table, oldest)), "", picture(table)]
                 table = []
             if not line.startswith("|"):
                 parts.append(line)
+    parts.append((HERE / "notes.md").read_text(encoding="utf-8"))
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).strip() + "\n"
 
 

@@ -1,14 +1,22 @@
-"""What the benchmarks share: runs in turns, ratios to one of them with their spread, and a dated page of results."""
+"""Shared by all benchmarks: runs in turns, ratios with their spread, and files of results.
+
+Each benchmark has one file in `results/`, in JSON Lines. A line is one run: its title, date, machine, versions, command
+and parts. A part is a paragraph, or a table with its columns and rows. `of` names older code that was measured
+after its date.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import pathlib
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 RESULTS = pathlib.Path(__file__).with_name("results")
 
@@ -64,20 +72,73 @@ def table(seconds: dict[str, list[float]], bases: Sequence[str], steps: int = 1)
 
 
 def report(title: str, command: str, text: str, versions: dict[str, str], write: bool) -> None:
-    """Prints a result, and with `write` puts it on a page of its own in `results/`."""
-    today = datetime.date.today().isoformat()
-    about = ", ".join(
-        f"{name} {version}" for name, version in {"Python": platform.python_version(), **versions}.items()
-    )
-    page = (
-        f"# {title}\n\n{today}. {hardware()}. {about}. Medians over rounds in turns, with quartiles of the ratios.\n\n"
-        f"    {command}\n\n{text}\n"
-    )
-    print(page)
+    """Prints a run, and with `write` stores it in the file of its benchmark, instead of an earlier one of that day."""
+    run = {
+        "title": title,
+        "date": datetime.date.today().isoformat(),
+        "machine": hardware(),
+        "versions": {"Python": platform.python_version(), **versions},
+        "command": command,
+        "parts": parts(text),
+    }
+    print(markdown(run))
     if write:
-        RESULTS.mkdir(exist_ok=True)
-        name = "_".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
-        (RESULTS / f"{today}_{name}.md").write_text(page)
+        store(run)
+
+
+def store(run: dict[str, Any]) -> None:
+    """Adds a run to the file of its benchmark."""
+    RESULTS.mkdir(exist_ok=True)
+    (benchmark,) = re.findall(r"(\w+)\.py\b", run["command"])
+    file = RESULTS / f"{benchmark}.jsonl"
+    others = [each for each in read(file) if (each["title"], each["date"]) != (run["title"], run["date"])]
+    runs = sorted([*others, run], key=lambda each: (each["title"], each["date"]))
+    file.write_text("".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in runs), encoding="utf-8")
+
+
+def read(file: pathlib.Path) -> list[dict[str, Any]]:
+    """The runs in a file; none of those that `plot_*.py` draw, which have other fields."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [run for line in lines if "title" in (run := json.loads(line))]
+
+
+def stored() -> list[dict[str, Any]]:
+    """All runs, by title and date."""
+    runs = [run for file in RESULTS.glob("*.jsonl") for run in read(file)]
+    return sorted(runs, key=lambda run: (re.sub(r"\W+", "_", run["title"].lower()), run["date"]))
+
+
+def parts(text: str) -> list[Any]:
+    """The paragraphs of a Markdown text, and its tables as columns and rows."""
+    found: list[Any] = []
+    for paragraph in re.split(r"\n\n+", text.strip()):
+        if paragraph.startswith("|"):
+            head, _, *rows = [[cell.strip() for cell in line.split(" | ")] for line in _inside(paragraph)]
+            found.append({"columns": head, "rows": rows})
+        else:
+            found.append(paragraph)
+    return found
+
+
+def _inside(table: str) -> list[str]:
+    return [line.removeprefix("|").removesuffix("|") for line in table.splitlines()]
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """A run as a page."""
+    about = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    paragraphs = [
+        f"# {run['title']}",
+        f"{run.get('of', run['date'])}. {run['machine']}. {about}. "
+        "Medians over rounds in turns, with quartiles of the ratios.",
+        f"    {run['command']}",
+    ]
+    for part in run["parts"]:
+        if isinstance(part, dict):
+            lines = ["| " + " | ".join(row) + " |" for row in (part["columns"], *part["rows"])]
+            part = "\n".join([lines[0], "|---" * len(part["columns"]) + "|", *lines[1:]])
+        paragraphs.append(part)
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def hardware() -> str:

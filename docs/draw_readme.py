@@ -5,8 +5,8 @@ python docs/draw_readme.py
 
 from __future__ import annotations
 
+import json
 import pathlib
-import re
 
 DOCS = pathlib.Path(__file__).parent
 PICTURE = DOCS / "images" / "readme.svg"
@@ -14,7 +14,7 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 
 PANELS = {
     "One step of fit on 2 PyTorch ranks (ms)": (
-        "a_step_of_fit_on_2_ranks_of_pytorch_6_x_dense_1024_64_rows",
+        "A step of fit on 2 ranks of PyTorch, 6 x Dense(1024), 64 rows",
         {
             "hand-written DDP loop, Adam": "DDP + torch.optim.Adam",
             "hand-written DDP loop, fused Adam": "DDP + torch.optim.Adam(fused=True)",
@@ -22,7 +22,7 @@ PANELS = {
         },
     ),
     "One Adam update of 16.8 million weights on PyTorch (ms)": (
-        "updates_of_16_8_million_parameters_on_pytorch",
+        "Updates of 16.8 million parameters on PyTorch",
         {
             "keras.optimizers.Adam": "Keras Adam",
             "torch.optim.Adam(fused=True)": "torch.optim.Adam(fused=True)",
@@ -36,13 +36,18 @@ STYLE = """text { font: 13px system-ui, sans-serif; fill: #24292f } .title { fon
 .ours { fill: #58a6ff } }"""
 
 
-def milliseconds(name: str) -> dict[str, float]:
-    """The medians of the newest result of that name."""
-    text = max(RESULTS.glob(f"*_{name}.md")).read_text(encoding="utf-8")
-    return {
-        row: float(time)
-        for row, time in re.findall(r"^\| (\S.*?) \| ([\d.]+) \|", text, re.MULTILINE)
-    }
+def milliseconds(title: str) -> dict[str, float]:
+    """The medians of the newest run of that title."""
+    runs = [
+        json.loads(line)
+        for file in RESULTS.glob("*.jsonl")
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    newest = max(
+        (run for run in runs if run.get("title") == title), key=lambda run: run["date"]
+    )
+    tables = [part for part in newest["parts"] if isinstance(part, dict)]
+    return {row[0]: float(row[1]) for table in tables for row in table["rows"]}
 
 
 def picture() -> str:

@@ -245,6 +245,23 @@ def test_the_page_of_benchmarks_is_of_the_newest_results(monkeypatch):
     assert "| before, 20" in run_all.page()
 
 
+@pytest.mark.neutral
+def test_a_run_of_a_benchmark_is_stored_with_all_numbers(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(pages.ROOT / "benchmarks")
+    import timing
+
+    monkeypatch.setattr(timing, "RESULTS", tmp_path)
+    text = "| | ms |\n|---|---|\n| a step, `fit` | 1.20 |\n\nA remark.\n\n```\n8 bytes\n```"
+    for _ in range(2):  # the second replaces the first
+        timing.report("A step", "python benchmarks/fit.py --replicas 2", text, {"Keras": "3"}, write=True)
+    (line,) = (tmp_path / "fit.jsonl").read_text(encoding="utf-8").splitlines()
+    assert "1.20" in line
+    (run,) = timing.stored()
+    assert run["parts"][0] == {"columns": ["", "ms"], "rows": [["a step, `fit`", "1.20"]]}
+    page = timing.markdown(run)
+    assert capsys.readouterr().out.endswith(page + "\n") and page.endswith(text.replace("| |", "|  |") + "\n")
+
+
 WIDTH = 92  # characters of code that a page shows at 1280 px (docs/stylesheets/site.css)
 
 

@@ -16,6 +16,7 @@ BY_HAND = {"fewer_bytes", "fewer_bytes_link", "local_sgd"}
 
 def commands():
     spec = importlib.util.spec_from_file_location("run_all", FOLDER / "run_all.py")
+    sys.path.insert(0, str(FOLDER))  # as for a program: it imports `timing`
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.COMMANDS
