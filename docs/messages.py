@@ -74,10 +74,16 @@ class Message:
 
     @property
     def title(self) -> str:
-        """Its first words. The search field ranks long titles first, whatever is looked for."""
+        """The longest stretch of its first sentence without gaps. The search ranks long titles first."""
         words = re.split(rf"[.:](?: |$)|^\W*{GAP}\W+", self.text)
-        rule = next(part for part in words if part and len(part) > 8).split()
-        return " ".join(rule[:8]) + ("" if len(rule) <= 8 else f" {GAP}")
+        rule = next(part for part in words if part and len(part) > 8)
+        stretches = re.split(rf"\S*{GAP}\S*", rule)
+        best = max(stretches, key=lambda part: len(part.split()), default="").strip(" ,;")
+        if len(best.split()) < 3:
+            best = re.sub(rf"\w*{GAP}\w*", GAP, self.text)
+        found = best.split()
+        title = " ".join(found[:8]) + ("" if len(found) <= 8 else f" {GAP}")
+        return title + "`" * (title.count("`") % 2)
 
     def matches(self, message: str) -> bool:
         """Whether this is the text that somebody has seen."""
@@ -224,11 +230,11 @@ def page() -> str:
     """The page, in Markdown."""
     messages, _ = read()
     lines = [
-        "---\nhide: [toc]\n---\n",
+        "---\nhide: [toc]\nsearch:\n  boost: 0.1\n---\n",
         "# All messages\n",
-        f"Every error and warning of the package, {len(messages)} in all, read from its sources. Paste a message into "
-        "the search field above, or look for its first words; … stands for what your program has put in. A message begins "
-        "with the rule that was broken, which is the cause, and ends with the fix. For symptoms without a message see "
+        f"All {len(messages)} errors and warnings of the package, read from its sources. Paste a message into the search "
+        "field above, or search for its first words. The sign … stands for a value of your program. A message begins with "
+        "the broken rule and ends with the fix. For symptoms without a message, read "
         "[Troubleshooting](troubleshooting.md).\n",
     ]
     left = messages
@@ -238,7 +244,8 @@ def page() -> str:
         lines.append(f"## {title}\n\n[More about it]({link})\n")
         for message in sorted(here, key=lambda m: m.text):
             lines.append(f"### {_escaped(message.title)} {{ #{message.code} }}\n")
-            lines.append(f"{message.kind}: {_escaped(message.text)}\n")
+            shown = re.sub(rf"\w*{GAP}\w*", GAP, message.text)
+            lines.append(f"{message.kind}: {_escaped(shown)}\n")
     return "\n".join(lines)
 
 

@@ -19,8 +19,8 @@ class TorchSpeed(Settings):
     """Settings of `CrossShard(torch=...)`. Other backends ignore them.
 
     Args:
-        fused: "auto" (default) or False. Whether Keras' Adam, AdamW, Nadam, SGD and Adagrad update in one pass over
-            memory, which changes last digits. See [speed on PyTorch](../torch_speed.md).
+        fused: "auto" (default) or False. Whether optimizers with a fused kernel update in one pass over memory. Results
+            differ from Keras's by rounding. [Speed on PyTorch](../torch_speed.md) lists the optimizers.
         overlap: "auto" (default) or False. Whether `fit` sends gradients while it computes others.
         bucket_mib: float > 0, 25 by default. How many MiB of gradients are sent at a time.
 
