@@ -84,11 +84,11 @@ FEATURES = [
         ),
     ),
     Feature(
-        "so do a custom `train_step`, `train_on_batch` and a custom training loop",
+        "the same for a custom `train_step`, `train_on_batch` and a custom training loop",
         _on(everywhere=_STYLES),
     ),
     Feature(
-        "clipping, LARC, loss scaling, master weights inside see global gradients",
+        "clipping, LARC, loss scaling and master weights inside get global gradients",
         _on(
             everywhere="promises/test_global_gradients_inside.py::test_inside_cross_shard_it_sees_global_gradients"
         ),
@@ -101,7 +101,7 @@ FEATURES = [
         ),
     ),
     Feature(
-        "several processes are given the same data, and `fit` divides it",
+        "`fit` divides the same data among several processes",
         _on(
             jax="promises/test_automatic_sharding_jax.py::test_the_updates_are_those_of_one_process",
             tensorflow="promises/test_several_processes_tensorflow.py::test_fit_equals_one_process",
@@ -118,7 +118,7 @@ FEATURES = [
         ),
     ),
     Feature(
-        "one script with callbacks, metrics, files: the outcome of one process",
+        "callbacks, metrics and saved files match a single-process run",
         _on(everywhere="promises/test_same_script.py::test_it_does_what_one_process_does"),
     ),
     Feature(
@@ -323,15 +323,14 @@ HEAD = """<!-- Written by docs/support_matrix.py from reports of pytest. -->
 
 # Support matrix
 
-**Never run: a GPU, a TPU, machines that are not namespaces of one.** Steps on JAX are [compiled for TPU v5e and
-H100](compiled.md) in the tests. All numbers come from CPUs of one machine: TensorFlow and JAX on several CPU
-devices of one process, except where several processes are named, and PyTorch in several processes with "gloo".
+**Not tested on GPUs, TPUs or physically separate machines.** All results are from CPUs of one machine; tests of several
+machines use network namespaces. Steps on JAX are also [compiled for TPU v5e and H100](compiled.md). TensorFlow and JAX
+run on several CPU devices of one process, unless the row names several processes. PyTorch runs in several processes
+with "gloo".
 
-✓ works; ◐ works in part, and the note says where; ✗ does not. The number is how many tests that stand for the feature
-passed on that backend with that Keras, when this page was written last; many more hold the details. "Fails" is
-what it says. "Not run": the runs of that column did not have these tests; most of them belong to the exhaustive suite,
-and on the lowest Keras only some are run. A backend or a Keras without a column had no report. What is not in the table
-is not promised.
+✓ works; ◐ works in part, as the note says; ✗ does not work. Numbers count the passing tests of that row on that backend
+and Keras. *Fails*: at least one test fails. *Not run*: the tests were not part of that run; most belong to the
+exhaustive suite. A backend or a Keras without a column had no report. Features not listed are not promised.
 
 """
 
