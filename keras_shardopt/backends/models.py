@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -62,10 +63,7 @@ def optimizers_in_step(model: Any) -> list[Any]:
 
 
 def models_with(variables: Sequence[Variable]) -> list[Any]:
-    """The living models that hold one of these variables, those with most variables first.
-
-    A model made before this package was imported is found once it is compiled.
-    """
+    """The living models that hold one of these variables, those with most variables first."""
     wanted = {id(variable) for variable in variables}
     models = [
         model
@@ -120,31 +118,37 @@ def _optimizers_in(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 class Living:
-    """The living instances of a class, noted when one of these methods of theirs is called.
+    """The living instances of a class: those that exist when `noting` is called, and later ones."""
 
-    The garbage collector could list them without that. But while Python holds such a list, a tuple that another thread
-    is filling fails there: "SystemError: bad argument to internal function", in the middle of somebody's data loader.
-    """
-
-    def __init__(self, kind: type, *methods: str) -> None:
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        for name in methods:
-            setattr(kind, name, self._noting(getattr(kind, name)))
 
     def __iter__(self) -> Iterator[Any]:
         living = (reference() for reference in self._known.valuerefs())
         return iter([thing for thing in living if thing is not None])
 
-    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def noting(thing: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Return the constructor of the class that notes new instances."""
+        kinds = [self._kind]
+        for kind in kinds:
+            kinds += type.__subclasses__(kind)
+        # Not `gc.get_objects()`: while that list exists, a tuple that another thread is filling raises SystemError.
+        found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
+        # All processes need the same order.
+        found.sort(key=lambda thing: (str(getattr(thing, "name", "")), type(thing).__name__))
+        self._known.update((id(thing), thing) for thing in found)
+
+        @functools.wraps(init)
+        def noting(thing: Any, *args: Any, **kwargs: Any) -> None:
             self._known[id(thing)] = thing
-            return method(thing, *args, **kwargs)
+            init(thing, *args, **kwargs)
 
         return noting
 
 
-living_models = Living(Trainer, "__init__", "compile")
+living_models = Living(Trainer)
+noting_models = living_models.noting
 
 
 class Prepared:

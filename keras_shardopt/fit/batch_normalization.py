@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
@@ -30,6 +31,7 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.models import layers_of
+from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Tensor, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
@@ -47,11 +49,11 @@ _modules = for_backend({"torch": "keras_shardopt.backends.torch.module_buffers"}
 def synchronize_batch_normalization(model: Layer) -> Layer:
     """Lets every `BatchNormalization` of a model normalise with all rows of the global batch.
 
-    It sets `synchronized=True`, as `keras.layers.BatchNormalization(synchronized=True)` does, which works on all
-    backends once this package is imported. In the training steps of a prepared model (`fit`, `train_on_batch`) such a
-    layer uses the mean and variance of the rows of all replicas, and gradients go through them, so that the update is
-    that of one process with the whole batch. Replicas may have different numbers of rows, or none. A `mask` is taken
-    into account. With one replica nothing changes.
+    It sets `synchronized=True`, as `keras.layers.BatchNormalization(synchronized=True)` does. On JAX and PyTorch Keras
+    takes that argument inside `data_parallel()`, or once there is a `CrossShard`. In the training steps of a prepared
+    model (`fit`, `train_on_batch`) such a layer uses the mean and variance of the rows of all replicas, and gradients
+    go through them, so that the update is that of one process with the whole batch. Replicas may have different numbers
+    of rows, or none. A `mask` is taken into account. With one replica nothing changes.
 
     Without it each replica normalises with its own rows on TensorFlow and PyTorch; on JAX statistics are those of the
     whole batch anyway, except where `CrossShard` needs each replica's own gradients.
@@ -67,7 +69,7 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
         model: a `keras.Model` or a layer. Layers inside of it are changed at any depth, in place.
 
     Returns:
-        The same model. A file of it says `synchronized: True`, and loads on any backend where this package is imported.
+        The same model. A file of it says `synchronized: True`. Load it inside `data_parallel()` on JAX and PyTorch.
 
     Raises:
         TypeError: if `model` is neither.
@@ -82,6 +84,7 @@ def synchronize_batch_normalization(model: Layer) -> Layer:
     References:
         Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
     """
+    install("optimizers")
     if not isinstance(model, keras.Layer):
         raise TypeError(
             f"`model` must be a `keras.Model` or a layer. Received: model={model!r} (of type {type(model).__name__})"
@@ -107,20 +110,21 @@ def synchronized_statistics(model: Any) -> set[int]:
     return {id(variable) for layer in layers for variable in layer.non_trainable_variables}
 
 
-_init_in_keras = _Layer.__init__
+def taking_synchronized(in_keras: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor that takes `synchronized=True` on every backend."""
+
+    @functools.wraps(in_keras)
+    def init(layer: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
+        in_keras(layer, *args, **kwargs)
+        if synchronized:
+            layer.synchronized = synchronized
+
+    # Keras makes a config of arguments by it, and does not look through a wrapper everywhere.
+    vars(init)["__signature__"] = inspect.signature(in_keras)
+    return init
+
+
 _moments_in_keras = _Layer._moments
-
-
-@functools.wraps(_init_in_keras)
-def _init(layer: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
-    """Stands in for Keras' constructor."""
-    _init_in_keras(layer, *args, **kwargs)
-    if synchronized:
-        layer.synchronized = synchronized
-
-
-# Keras makes a config of arguments by it, and does not look through a wrapper everywhere.
-vars(_init)["__signature__"] = inspect.signature(_init_in_keras)
 
 
 @functools.wraps(_moments_in_keras)
@@ -136,10 +140,6 @@ def _moments(layer: Any, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, T
     runtime.no_compile(_warn_if_apart, layer)
     # Keras does not look at `synchronized` where there is a mask.
     return ops.moments(inputs, layer._reduction_axes) if mask is None else _moments_in_keras(layer, inputs, mask)
-
-
-_Layer.__init__ = _init
-_Layer._moments = _moments
 
 
 def _moments_of_all(x: Tensor, mask: Tensor | None, axes: tuple[int, ...], part: BatchShare) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.callbacks import Callback, CallbackList
+from keras.callbacks import Callback
 
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import is_prepared, mix_in, take_out
@@ -55,43 +54,35 @@ _BLIND = (keras.callbacks.BackupAndRestore, keras.callbacks.History, keras.callb
 _CALLBACKS = "_keras_shardopt_callbacks"
 
 
-def _watch_functions() -> None:
-    """Redirect `keras.saving.save_model(model, ...)` and `save_weights` of a prepared model to its methods."""
-    for module, name in itertools.product((keras.saving, keras.models), ("save_model", "save_weights")):
-        function = getattr(module, name, None)
-        if function is not None:
-            setattr(module, name, functools.wraps(function)(functools.partial(_save, function)))
+def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
+    """Return a `save_model` or `save_weights` that calls the method of a prepared model."""
+
+    @functools.wraps(in_keras)
+    def save(model: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_prepared(model):
+            in_keras(model, *args, **kwargs)
+        elif in_keras.__name__ == "save_model":
+            model.save(*args, **kwargs)
+        else:
+            model.save_weights(*args, **kwargs)
+
+    return save
 
 
-def _save(in_keras: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    if not is_prepared(model):
-        in_keras(model, *args, **kwargs)
-    elif in_keras.__name__ == "save_model":
-        model.save(*args, **kwargs)
-    else:
-        model.save_weights(*args, **kwargs)
+def setting_model(in_keras: Callable[..., None]) -> Callable[..., None]:
+    """Return the first method that Keras calls of each list of callbacks, changed for prepared models."""
 
+    @functools.wraps(in_keras)
+    def set_model(callback_list: Any, model: Any) -> None:
+        for callback in callback_list.callbacks:
+            take_out(callback)  # another model may have trained with it
+        if model is not None and is_prepared(model):
+            if _are_several():
+                callback_list.callbacks[:] = [each for each in callback_list.callbacks if _is_for_this_process(each)]
+            object.__setattr__(model, _CALLBACKS, list(callback_list.callbacks))
+        in_keras(callback_list, model)
 
-_watch_functions()
-
-
-def watch_callbacks() -> None:
-    """Make callback lists of prepared models pass through `_set_model`. Idempotent."""
-    CallbackList.set_model = _set_model
-
-
-_set_model_in_keras = CallbackList.set_model
-
-
-def _set_model(callback_list: Any, model: Any) -> None:
-    """Replace Keras' method, the first call of each list of callbacks."""
-    for callback in callback_list.callbacks:
-        take_out(callback)  # another model may have trained with it
-    if model is not None and is_prepared(model):
-        if _are_several():
-            callback_list.callbacks[:] = [each for each in callback_list.callbacks if _is_for_this_process(each)]
-        object.__setattr__(model, _CALLBACKS, list(callback_list.callbacks))
-    _set_model_in_keras(callback_list, model)
+    return set_model
 
 
 @contextlib.contextmanager

@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
-
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import Trainer, has_built_in_step, is_prepared, optimizers_in_step
@@ -161,17 +159,34 @@ def _apart_in_words(model: Any) -> str:
     )
 
 
-def _fit(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if _settle(model):
-        return model.fit(*args, **kwargs)
-    _refuse_to_train_apart(model)
-    if not is_prepared(model) and not vars(model).get(_IS_LEFT, False):
-        # `compile` has not prepared it, outside of a scope.
-        is_due = vars(model).get(_IS_OF_BLOCK, False) or (_cuts_batches(model) and processes.num_replicas() == 1)
-        if is_due and _prepare_if_possible(model):
+def watching_fit(in_keras: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `fit` that prepares models and warns of ranks that train apart."""
+
+    @functools.wraps(in_keras)
+    def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if _settle(model):
             return model.fit(*args, **kwargs)
-        _warn_of_unprepared(model)
-    return in_keras(model, *args, **kwargs)
+        _refuse_to_train_apart(model)
+        if not is_prepared(model) and not vars(model).get(_IS_LEFT, False):
+            # `compile` has not prepared it, outside of a scope.
+            is_due = vars(model).get(_IS_OF_BLOCK, False) or (_cuts_batches(model) and processes.num_replicas() == 1)
+            if is_due and _prepare_if_possible(model):
+                return model.fit(*args, **kwargs)
+            _warn_of_unprepared(model)
+        return in_keras(model, *args, **kwargs)
+
+    return fit
+
+
+def watching_train_on_batch(in_keras: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `train_on_batch` that raises if ranks would train apart."""
+
+    @functools.wraps(in_keras)
+    def train_on_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_to_train_apart(model)
+        return in_keras(model, *args, **kwargs)
+
+    return train_on_batch
 
 
 def _cuts_batches(model: Any) -> bool:
@@ -198,22 +213,3 @@ def _warn_of_unprepared(model: Any) -> None:
         f"Received: `fit` of `{model.name}`, which is not. Compile it inside `with keras_shardopt.data_parallel():`, "
         "or call `keras_shardopt.prepare(model)` after `compile`. If it is meant: `data_parallel(prepare=False)`.",
     )
-
-
-def _train_on_batch(in_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    _refuse_to_train_apart(model)
-    return in_keras(model, *args, **kwargs)
-
-
-def _watch(name: str, function: Callable[..., Any]) -> None:
-    in_keras = getattr(keras.Model, name)
-
-    @functools.wraps(in_keras)
-    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(in_keras, model, *args, **kwargs)
-
-    setattr(keras.Model, name, watched)
-
-
-_watch("fit", _fit)
-_watch("train_on_batch", _train_on_batch)

@@ -10,8 +10,8 @@ from keras_shardopt import arguments as check
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import mix_in, optimizers_of
+from keras_shardopt.backends.patches import install
 from keras_shardopt.fit import TRAINERS
-from keras_shardopt.fit.callbacks import watch_callbacks
 from keras_shardopt.fit.overrides import reducers_in, refuse_groups
 from keras_shardopt.fit.prepared import PreparedModel
 from keras_shardopt.fit.sharing import set_sharing
@@ -133,7 +133,7 @@ def prepare_for(model: Any, auto_shard: bool | None = None, gather: bool | None 
         if cross_shards(optimizer):
             note_made(optimizer)
     trainer = for_backend(TRAINERS)
-    watch_callbacks()
+    install("prepare")
     if trainer is None:
         mix_in(model, PreparedModel)
     else:

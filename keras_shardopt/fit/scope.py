@@ -14,21 +14,17 @@ import numpy as np
 from keras import ops
 
 from keras_shardopt import arguments as check
-from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, processes, runtime
 from keras_shardopt.backends.jobs import check_joined
 from keras_shardopt.backends.models import equal_buffers
+from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.processes import World
-from keras_shardopt.fit import TRAINERS
 from keras_shardopt.fit.compiled import preparing_compiled
 from keras_shardopt.numerics import Variable
 from keras_shardopt.optimizers.made import collected
 
 # The scope that was left but stays in force for `fit`. There is one at most: the next scope closes it.
 _lingering: data_parallel | None = None
-
-# By backend, the module that changes its trainer as soon as there are replicas.
-_KNOWING_SCOPES = {"jax": TRAINERS["jax"]}
 
 
 class data_parallel:
@@ -112,15 +108,15 @@ class data_parallel:
     def __enter__(self) -> data_parallel:
         if self._world is not None:
             raise RuntimeError("This `data_parallel()` scope has been entered before. Make a new one.")
+        install("optimizers")
         if _lingering is not None:
             _lingering.close()
         with contextlib.ExitStack() as opening:
             world = opening.enter_context(processes.open(self._requested, self._timeout))
             check_joined(world.num_processes, next(iter(processes.versions()), "another backend"))
             self._world, self._open = world, opening.pop_all()
-        trainer = for_backend(_KNOWING_SCOPES)
-        if trainer is not None and self._world.num_replicas > 1:
-            trainer.watch_batches()
+        if self._world.num_replicas > 1:
+            install("batches")
         self._made_inside = self._watching.enter_context(collected())
         are_several = self._world.num_replicas > 1
         self._watching.enter_context(preparing_compiled(self._prepare, self._auto_shard, are_several))

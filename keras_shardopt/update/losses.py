@@ -27,6 +27,7 @@ from keras.src.losses import losses as keras_losses
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.keras_callers import caller_instance
+from keras_shardopt.backends.patches import install
 from keras_shardopt.numerics import Tensor, cast, dtype_of
 from keras_shardopt.update.trainer_context import BatchShare, current_share
 
@@ -39,16 +40,10 @@ def share_losses(model: Any) -> None:
 
     Call it once the model is compiled and its losses are built. Repeated calls are harmless.
     """
-    share_loss_objects()
+    install("losses")
     for tracker in mean_losses(model):
         if "update_state" not in vars(tracker):
             object.__setattr__(tracker, "update_state", functools.partial(_update_mean_loss, tracker))
-
-
-def share_loss_objects() -> None:
-    """Make every `keras.losses.Loss` compute the loss of the whole batch inside `batch_shared()`."""
-    if keras_loss.reduce_weighted_values is _reduce_in_keras:
-        keras_loss.reduce_weighted_values = _reduce_weighted_values
 
 
 def mean_losses(model: Any) -> list[Any]:

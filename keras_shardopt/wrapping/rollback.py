@@ -40,6 +40,7 @@ from keras_shardopt.backends.models import (
     optimizers_of,
     states_of,
 )
+from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Optimizer, Tensor, Variable
 from keras_shardopt.wrapping.chain import Wrapping, descendants
@@ -394,8 +395,8 @@ def note_assignments() -> None:
     """From now on what forward passes assign is noted. Doing it twice changes nothing."""
     global _takes_notes
     _takes_notes = True
-    if not runtime.updates_are_stateless and keras.Variable.assign is not _assign:
-        keras.Variable.assign = _assign
+    if not runtime.updates_are_stateless:
+        install("skips")
 
 
 _watcher: Callable[[Variable], None] | None = None

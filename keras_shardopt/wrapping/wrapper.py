@@ -27,6 +27,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import placement, runtime
 from keras_shardopt.backends.gradient_scope import OUTSIDE, GradientScope
 from keras_shardopt.backends.keras_callers import caller_module, running_instance
+from keras_shardopt.backends.patches import install
 from keras_shardopt.numerics import Gradients, Tensor, Variable
 from keras_shardopt.wrapping.chain import (
     Wrapping,
@@ -126,6 +127,7 @@ class OptimizerWrapper(SlotAccess, Wrapping, InCheckpoints, keras.optimizers.Opt
 
     def _init_around(self, inner: Any, name: str | None) -> None:
         """The constructor of an optimizer around `inner`, which may be None if `self.inner` is overridden."""
+        install("optimizers")
         super().__init__(learning_rate=0.0, name=name)
         # The base class's counter and rate would be saved and shown, and never change.
         for variable in list(self._variables):

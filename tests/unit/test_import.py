@@ -1,4 +1,4 @@
-"""What `import keras_shardopt` loads beyond `import keras`, and `data_parallel()` beyond that."""
+"""What `import keras_shardopt` loads and changes beyond `import keras`, and first uses beyond that."""
 
 import functools
 import subprocess
@@ -9,12 +9,85 @@ from conftest import BACKEND
 from support import launch
 from support.launch import patient
 
-PROGRAM = """
-import sys
+ATTRIBUTES = """
+import inspect, sys, types
 import keras
-before = {name.partition(".")[0] for name in sys.modules}
+
+def attributes():
+    modules = [module for name, module in list(sys.modules.items()) if is_foreign(name)]
+    owners = [module for module in modules if isinstance(module, types.ModuleType)]
+    kinds = [value for module in owners for value in vars(module).values() if issubclass(type(value), type)]
+    owners += [kind for kind in kinds if is_foreign(str(vars(kind).get("__module__")))]
+    return {id(owner): (owner, dict(vars(owner))) for owner in owners}
+
+def is_foreign(name):
+    return name.partition(".")[0] in ("keras", "tensorflow", "torch", "jax")
+
+def changed(before, kinds):
+    return {
+        (owner, name)
+        for owner, values in before.values()
+        for name, value in vars(owner).items()
+        if value is not values.get(name) and issubclass(type(value), kinds) and type(value) is not types.ModuleType
+    }
+"""
+
+PROGRAM = f"""{ATTRIBUTES}
+before = {{name.partition(".")[0] for name in sys.modules}}
+in_keras = attributes()
 import keras_shardopt
-print(*({name.partition(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)))
+print(*({{name.partition(".")[0] for name in sys.modules}} - before - set(sys.stdlib_module_names)))
+print("changed by the import:", changed(in_keras, object))
+"""
+
+USES = f"""{ATTRIBUTES}
+import pkgutil
+import numpy as np
+
+x, y = np.ones((6, 4)), np.ones((6, 1))
+early = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+import keras_shardopt
+from keras_shardopt.backends import for_backend, models, patches
+
+calls, in_keras = [], keras.Model.fit
+def logged(self, *args, **kwargs):
+    calls.append(self)
+    return in_keras(self, *args, **kwargs)
+
+keras.Model.fit = logged  # as a package that logs runs does
+before = attributes()
+optimizer = keras_shardopt.CrossShard("sgd", on_nonfinite="skip")
+assert early in models.models_with(early.trainable_variables)
+with keras_shardopt.data_parallel(2 if keras.config.backend() == "jax" else None) as replicas:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile(keras_shardopt.CrossShard("sgd", on_nonfinite="skip"), "mse")
+    keras_shardopt.prepare(model)
+model.fit(x, y, batch_size=4, verbose=0)
+assert calls == [model]
+replicas.close()
+tables = patches.PATCHES, for_backend(patches._TABLES).PATCHES
+
+def listed():
+    for table in tables:
+        for use in patches._installed:
+            for target in table.get(use, ()):
+                owner, _, name = target.rpartition(".")
+                try:
+                    owner = pkgutil.resolve_name(owner)
+                    getattr(owner, name)
+                except (ImportError, AttributeError):
+                    continue
+                yield owner, name
+
+def compare(when):
+    found, expected = changed(before, (type, types.FunctionType, property)), set(listed())
+    print(when, len(found) > 5, found - expected, expected - found)
+
+compare("used")
+for table in tables:
+    for use in table:
+        patches.install(use)
+compare("all")
 """
 
 # Two processes, as those of a job are seeded alike.
@@ -51,6 +124,16 @@ def printed():
 @pytest.mark.xdist_group("processes")
 def test_no_package_but_itself_is_loaded_that_keras_does_not_load():
     assert printed()[0] == "keras_shardopt"
+
+
+@pytest.mark.xdist_group("processes")
+def test_the_import_changes_nothing_in_keras_and_in_the_framework():
+    assert printed()[1] == "changed by the import: set()"
+
+
+def test_first_uses_change_what_is_listed():
+    lines = launch.program(BACKEND, USES, environment=launch.variables(BACKEND)).splitlines()
+    assert lines == ["used True set() set()", "all True set() set()"]
 
 
 @pytest.mark.backends("torch", "jax")

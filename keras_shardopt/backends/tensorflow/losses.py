@@ -60,18 +60,6 @@ _NO_TERM = {"Const", "PartitionedCall", "Placeholder", "ReadVariableOp", "Statef
 _OF_OTHERS = ("tensorflow", "keras", "keras_shardopt")
 
 
-def watch() -> None:
-    """Begins to look, for the rest of the program. Doing it twice changes nothing."""
-    if keras_loss.reduce_values is _reduce_values:
-        return
-    keras_loss.reduce_values = _reduce_values
-    keras_loss.scale_loss_for_distribution = _scale_loss_for_distribution
-    tf.nn.compute_average_loss = _dividing(tf.nn.compute_average_loss)
-    tf.nn.scale_regularization_loss = _dividing(tf.nn.scale_regularization_loss)
-    tf.GradientTape.gradient = _looking(tf.GradientTape.gradient)
-    tf.distribute.Strategy.num_replicas_in_sync = property(_num_replicas_in_sync, doc=_num_replicas.__doc__)
-
-
 def note(what: str) -> None:
     """Notes something about the losses of this replica's step; outside of one it does nothing."""
     context = tf.distribute.get_replica_context()
@@ -178,7 +166,9 @@ def _scale_loss_for_distribution(value: Any) -> Any:
     return note_divided(_scale_in_keras(value))
 
 
-def _dividing(function: Callable[..., Any]) -> Callable[..., Any]:
+def dividing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return TensorFlow's function that divides a loss, and notes the result."""
+
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
         return note_divided(function(*args, **kwargs))
@@ -187,7 +177,9 @@ def _dividing(function: Callable[..., Any]) -> Callable[..., Any]:
     return plain
 
 
-def _looking(gradient: Callable[..., Any]) -> Callable[..., Any]:
+def looking(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """Return TensorFlow's function that computes gradients, and notes the kind of loss."""
+
     @functools.wraps(gradient)
     def looking(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         context = tf.distribute.get_replica_context()
@@ -328,9 +320,14 @@ def _adds_up_rows(loss: Any) -> bool:
 _num_replicas: Any = tf.distribute.Strategy.num_replicas_in_sync
 
 
-def _num_replicas_in_sync(strategy: Any) -> int:
-    # A step that reads this number divides by it. TensorFlow and Keras read it for purposes of their own.
-    if caller_module().partition(".")[0] not in _OF_OTHERS:
-        note(DIVIDED)
-        note(BY_HAND)
-    return int(_num_replicas.fget(strategy))
+def noting_number(in_tensorflow: property) -> property:
+    """Return TensorFlow's property that holds the number of replicas, and notes each read by a step."""
+
+    def num_replicas_in_sync(strategy: Any) -> int:
+        # A step that reads this number divides by it. TensorFlow and Keras read it for purposes of their own.
+        if caller_module().partition(".")[0] not in _OF_OTHERS:
+            note(DIVIDED)
+            note(BY_HAND)
+        return int(_num_replicas.fget(strategy))
+
+    return property(num_replicas_in_sync, doc=in_tensorflow.__doc__)

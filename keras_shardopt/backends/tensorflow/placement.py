@@ -23,11 +23,11 @@ import tensorflow as tf
 from keras_shardopt.arguments import with_article
 from keras_shardopt.backends.keras_callers import warn_user
 from keras_shardopt.backends.models import is_prepared
+from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.placement import Placement
 from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import _process_of
 from keras_shardopt.backends.tensorflow.processes import gather, num_replicas_when_made, processes
-from keras_shardopt.backends.tensorflow.random_numbers import draw_apart
 from keras_shardopt.backends.tensorflow.runtime import keep_reduction_off
 from keras_shardopt.numerics import Tensor, Variable
 
@@ -139,7 +139,7 @@ class TensorFlowPlacement(Placement):
             _check_can_divide(variables)
         keep_reduction_off(innermost, optimizer.scope_inside)
         if tf.distribute.has_strategy():
-            draw_apart()
+            install("randomness")
 
     def check(
         self,

@@ -27,8 +27,8 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from keras_shardopt.backends.keras_callers import caller_module
+from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.processes import Processes, World, check_same_calls, gather_pickled
-from keras_shardopt.backends.tensorflow import losses as tf_losses
 from keras_shardopt.backends.tensorflow.communicator import _process_of
 from keras_shardopt.numerics import Optimizer
 
@@ -165,7 +165,7 @@ def optimizer_made(optimizer: Optimizer) -> None:
     strategy = tf.distribute.get_strategy()
     _num_replicas_when_made.setdefault(optimizer, int(strategy.num_replicas_in_sync))
     _refuse_trainer(strategy)
-    tf_losses.watch()
+    install("reduction")
 
 
 def num_replicas_when_made(optimizer: Optimizer) -> int:

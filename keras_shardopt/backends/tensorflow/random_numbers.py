@@ -19,21 +19,11 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow import random as tf_random
 
-try:
-    from keras.src.backend.tensorflow import image as tf_image
-except ImportError:  # from Keras 3.16 on
-    from keras.src.backend.tensorflow.ops import image as tf_image
-
 _BETWEEN_REPLICAS = 0x9E3779B1
 
 _part: contextvars.ContextVar[Any] = contextvars.ContextVar("part", default=None)
 
 _draw_seed_in_keras = tf_random.draw_seed
-
-
-def draw_apart() -> None:
-    """From now on replicas draw other numbers than each other. Doing it twice changes nothing."""
-    tf_random.draw_seed = tf_image.draw_seed = _draw_seed
 
 
 @contextlib.contextmanager

@@ -25,20 +25,21 @@ def _note_forward(ddp: DistributedDataParallel, inputs: Any) -> None:
         ddp.__dict__[_REDUCED_BY_DDP] = ddp.require_backward_grad_sync
 
 
-def _noticing(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of DDPs of which it is noted from the first one on what goes forward through them."""
+_ddps = Living(DistributedDataParallel)
+
+
+def noticing(init: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor of DDPs whose forward passes are noted. Those of existing DDPs are noted from now on."""
+    noting = _ddps.noting(init)
+    for ddp in _ddps:
+        ddp.register_forward_pre_hook(_note_forward)
 
     @functools.wraps(init)
     def noticing(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        init(ddp, *args, **kwargs)
+        noting(ddp, *args, **kwargs)
         ddp.register_forward_pre_hook(_note_forward)
 
     return noticing
-
-
-DistributedDataParallel.__init__ = _noticing(DistributedDataParallel.__init__)
-
-_ddps = Living(DistributedDataParallel, "__init__")
 
 
 def _owns(ddp: DistributedDataParallel, parameter: Tensor) -> bool:

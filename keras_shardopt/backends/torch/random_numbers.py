@@ -40,12 +40,8 @@ from keras.src.backend.torch import random as torch_random
 from keras.src.random.seed_generator import global_seed_generator
 
 from keras_shardopt.backends.models import mix_in
+from keras_shardopt.backends.patches import install
 from keras_shardopt.numerics import FunctionT
-
-try:
-    from keras.src.backend.torch import image as torch_image
-except ImportError:  # from Keras 3.16 on
-    from keras.src.backend.torch.ops import image as torch_image
 
 _BETWEEN_RANKS = 0x9E3779B1
 
@@ -70,7 +66,7 @@ def draw_apart(ranks: Any, models: Sequence[Any]) -> None:
     """
     global _ranks
     _ranks = ranks
-    torch_random.draw_seed = torch_image.draw_seed = _draw_seed
+    install("randomness")
     for model in models:
         mix_in(model, _DrawsApart)
     # Not rank 0's, which has drawn from it. And not one that was seeded for this already, here or before a restart.
@@ -110,7 +106,7 @@ def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
     Yields:
         A function that is called before each part, with its number and what tells this batch from others.
     """
-    torch_random.draw_seed = torch_image.draw_seed = _draw_seed
+    install("randomness")
     rank = _ranks.replica_id if _ranks is not None and _ranks.are_current() else 0
     seed = (torch.initial_seed() - rank * _BETWEEN_RANKS) % 2**63  # that of rank 0
     token = _part.set(None)

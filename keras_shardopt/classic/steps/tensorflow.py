@@ -13,10 +13,10 @@ import keras
 import tensorflow as tf
 
 from keras_shardopt.backends.communicator import GradientState
+from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.processes import local_replicas
 from keras_shardopt.numerics import Tensor, Variable
-from keras_shardopt.update.losses import share_loss_objects
 from keras_shardopt.update.trainer_context import BatchShare, batch_shared
 
 GRADIENT_STATE = GradientState.LOCAL
@@ -30,7 +30,7 @@ def compile_step(
     del variables
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:
-        share_loss_objects()
+        install("losses")
 
     def on_replica(batch: Any, constants: dict[str, Any]) -> Tensor:
         if strategy.num_replicas_in_sync == 1:

@@ -1,6 +1,5 @@
 """Keras' JAX trainer under a `keras.distribution`."""
 
-from keras_shardopt.fit.jax.batches import watch_batches
 from keras_shardopt.fit.jax.trainer import prepare
 
-__all__ = ["prepare", "watch_batches"]
+__all__ = ["prepare"]

@@ -51,13 +51,6 @@ _distribute_in_keras = jax_trainer._distribute_data
 _KerasEpochIterator = jax_trainer.JAXEpochIterator
 
 
-def watch_batches() -> None:
-    """Lets batches come through here on their way to the devices. Doing it twice changes nothing."""
-    if jax_trainer._distribute_data is _distribute_in_keras:
-        jax_trainer._distribute_data = _distribute_data
-        jax_trainer.JAXEpochIterator = EpochIterator
-
-
 def take_uneven() -> None:
     """From now on batches need not divide under the active distribution."""
     distribution = keras.distribution.distribution()

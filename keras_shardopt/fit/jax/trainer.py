@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_shardopt.backends.jax.placement import assigning_alone, let_assign_alone, placement
 from keras_shardopt.backends.jax.processes import naming_lost_processes, predicting_together, tell
 from keras_shardopt.backends.models import has_built_in_step, layers_of, mix_in
+from keras_shardopt.backends.patches import install
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.fit.jax.batches import (
@@ -42,7 +43,6 @@ from keras_shardopt.fit.jax.batches import (
     state_of,
     take_uneven,
     takes_uneven,
-    watch_batches,
 )
 from keras_shardopt.fit.jax.step import step_of
 from keras_shardopt.fit.overrides import call_silently, refuse_groups
@@ -52,7 +52,7 @@ from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 
 def prepare(model: Any) -> None:
     """Support uneven batches, and replace the model's step if its optimizer needs per-replica gradients."""
-    watch_batches()
+    install("batches")
     take_uneven()
     step = step_of(model)
     reducer, *_ = step.reducers

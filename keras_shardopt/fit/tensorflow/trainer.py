@@ -41,10 +41,7 @@ def prepare(model: Any) -> None:
     """Replace the model's steps by steps that weight gradients and losses by each replica's rows."""
     if all(num_mirrored(variable) == 1 for variable in model.trainable_variables):
         check_mirrored(model.trainable_variables, processes.num_replicas_of_last_scope)
-    if tensorflow_trainer.TFEpochIterator is _KerasEpochIterator:
-        tensorflow_trainer.TFEpochIterator = _EpochIterator
     object.__setattr__(model, _LOGS, BatchLogs(model))
-    workers.prepare()
     mix_in(model, PreparedOnTensorFlow)
     step_of(model).prepare()
     # Functions compiled before call the replaced methods.

@@ -88,11 +88,6 @@ def is_running() -> bool:
     return _running.get() is not None
 
 
-def prepare() -> None:
-    """Let Keras leave the logs of several workers to this module."""
-    tensorflow_trainer._collective_all_reduce_multi_worker = _takes_apart
-
-
 _takes_apart_in_keras = tensorflow_trainer._collective_all_reduce_multi_worker
 
 

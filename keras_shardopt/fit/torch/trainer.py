@@ -38,7 +38,6 @@ from keras_shardopt.fit.callbacks import callbacks_of_call
 from keras_shardopt.fit.overrides import call_silently, num_rows
 from keras_shardopt.fit.prepared import PreparedModel, logs_of_epoch, separate_logs
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
-from keras_shardopt.fit.torch.batches import EpochIterator, KerasEpochIterator
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of
 from keras_shardopt.update.trainer_context import joining_uneven_inputs
 
@@ -47,10 +46,6 @@ def prepare(model: Any) -> None:
     """Make `fit`, `evaluate`, `predict` and the calls on one batch collective over all ranks."""
     if SESSION not in vars(model):
         object.__setattr__(model, SESSION, Session(model))
-    if torch_trainer.TorchEpochIterator is KerasEpochIterator:
-        torch_trainer.TorchEpochIterator = EpochIterator
-    if "get_metrics_result" in vars(_KerasTrainer):
-        _KerasTrainer.get_metrics_result = _metrics_result
     mix_in(model, PreparedOnTorch)
 
 

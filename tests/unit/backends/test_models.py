@@ -9,6 +9,9 @@ import keras
 import pytest
 
 from keras_shardopt.backends.models import Living, models_with, optimizers_of
+from keras_shardopt.backends.patches import install
+
+install("optimizers")
 
 
 class Pair(keras.Model):
@@ -82,16 +85,18 @@ def test_models_that_nothing_else_holds_are_let_go():
     assert alive() is None and models_with(variables) == []
 
 
-def test_an_object_from_before_is_known_after_the_second_method():
+def test_objects_from_before_and_after_are_known():
     class Thing:
-        def compile(self):
-            return 5
+        pass
 
-    before = Thing()
-    living = Living(Thing, "__init__", "compile")
-    after = Thing()
-    assert list(living) == [after]
-    assert before.compile() == 5 and set(living) == {before, after}
+    class Special(Thing):
+        pass
+
+    before = [Thing(), Special()]
+    living = Living(Thing)
+    Thing.__init__ = living.noting(Thing.__init__)
+    after = Special()
+    assert set(living) == {*before, after}
 
 
 @pytest.mark.neutral

@@ -15,8 +15,6 @@ class SecondRank:
 def test_a_rank_that_takes_over_the_state_of_rank_0_draws_other_numbers(monkeypatch):
     for name in ("_ranks", "_seeded_with"):
         monkeypatch.setattr(random_numbers, name, None)
-    for module in (random_numbers.torch_random, random_numbers.torch_image):
-        monkeypatch.setattr(module, "draw_seed", module.draw_seed)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         of_rank_0 = random_numbers.rng_state()

@@ -173,7 +173,6 @@ def test_a_callback_is_keras_again_for_a_model_that_is_not_prepared(monkeypatch)
     from keras_shardopt.fit import callbacks
 
     monkeypatch.setattr(callbacks, "_are_several", lambda: True)
-    callbacks.watch_callbacks()
     stops, model = keras.callbacks.TerminateOnNaN(), compiled(problem.model())
     keras.callbacks.CallbackList([stops], model=model)
     assert isinstance(stops, callbacks._StopsSilently) and stops.__class__ is keras.callbacks.TerminateOnNaN

@@ -28,10 +28,11 @@ from keras_shardopt.backends.active import runtime
 from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.backends.gradient_scope import claim_reduction
 from keras_shardopt.backends.models import has_built_in_step
+from keras_shardopt.backends.patches import install
 from keras_shardopt.backends.scopes import ScopeInScope
 from keras_shardopt.backends.tensorflow.losses import undivided
 from keras_shardopt.backends.tensorflow.processes import num_workers
-from keras_shardopt.backends.tensorflow.random_numbers import as_part, draw_apart
+from keras_shardopt.backends.tensorflow.random_numbers import as_part
 from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.extensions.equal_bits.num_parts import num_parts_of
 from keras_shardopt.extensions.equal_bits.stage import (
@@ -95,7 +96,7 @@ class PartsStep(TrainStep):
                 f"other last digits. Received: run_eagerly=True, VirtualReplicas({num_parts}). Leave one of them out."
             )
         parts_of_each(num_parts, strategy.num_replicas_in_sync)
-        draw_apart()
+        install("randomness")
         return num_parts
 
     def begin_call(self) -> None:

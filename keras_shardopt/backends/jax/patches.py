@@ -1,0 +1,14 @@
+"""Lasting changes to Keras on JAX: see `keras_shardopt.backends.patches`."""
+
+PATCHES = {
+    "batches": {
+        "keras.src.backend.jax.trainer._distribute_data": (
+            "fit.jax.batches:_distribute_data",
+            "batches of any size; until Keras pads those that do not divide by the number of devices",
+        ),
+        "keras.src.backend.jax.trainer.JAXEpochIterator": (
+            "fit.jax.batches:EpochIterator",
+            "processes end epochs together; until Keras divides data among processes",
+        ),
+    },
+}

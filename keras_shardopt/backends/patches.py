@@ -1,0 +1,86 @@
+"""Lasting changes to Keras. Importing the package makes none: `install(use)` makes those of a use when it begins.
+
+| use | begins with |
+|---|---|
+| "optimizers" | the first wrapper of an optimizer, `data_parallel()`, `synchronize_batch_normalization` |
+| "reduction" | the first `CrossShard` |
+| "prepare" | the first prepared model |
+| "batches" | the first prepared model, or `data_parallel()` with several replicas |
+| "losses" | the first loss that replicas share |
+| "skips" | the first optimizer that can skip updates |
+| "randomness" | the first optimizer that is built for several replicas |
+
+Tables have the form `{use: {target: (stand-in, reason)}}`. A stand-in is `module:name` within the package. With `()` it
+is a function that makes the new value from the old one. Reasons name the change in Keras that would end the row.
+Each framework has a further table, in `backends/<framework>/patches.py`. `data_parallel()` also replaces
+`Trainer.__init__` and `Trainer.compile` until its block ends.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+
+from keras_shardopt.backends import for_backend
+from keras_shardopt.backends.models import Trainer
+
+Table = Mapping[str, Mapping[str, tuple[str, str]]]
+
+_TRAIN_APART = "ranks of PyTorch must not train apart; until Keras trains them together"
+_SYNCHRONIZED = "`synchronized=True`; until Keras has it on all backends, for uneven batches"
+_SAVES = ("fit.callbacks:saving_complete_files()", "complete files; until Keras calls the methods of the model")
+
+PATCHES: Table = {
+    "optimizers": {
+        f"{Trainer.__module__}.{Trainer.__name__}.__init__": (
+            "backends.models:noting_models()",
+            "finds the models of a variable; until Keras gives them to `Optimizer.build`",
+        ),
+        "keras.Model.fit": ("fit.compiled:watching_fit()", _TRAIN_APART),
+        "keras.Model.train_on_batch": ("fit.compiled:watching_train_on_batch()", _TRAIN_APART),
+        "keras.layers.BatchNormalization.__init__": ("fit.batch_normalization:taking_synchronized()", _SYNCHRONIZED),
+        "keras.layers.BatchNormalization._moments": ("fit.batch_normalization:_moments", _SYNCHRONIZED),
+    },
+    "prepare": {
+        "keras.saving.save_model": _SAVES,
+        "keras.saving.save_weights": _SAVES,
+        "keras.models.save_model": _SAVES,
+        "keras.callbacks.CallbackList.set_model": (
+            "fit.callbacks:setting_model()",
+            "one process writes; until Keras' callbacks know processes",
+        ),
+    },
+    "losses": {
+        "keras.src.losses.loss.reduce_weighted_values": (
+            "update.losses:_reduce_weighted_values",
+            "losses divide by the rows of all replicas; until `Loss` takes the divisor",
+        ),
+    },
+    "skips": {
+        "keras.Variable.assign": (
+            "wrapping.rollback:_assign",
+            "a skipped update restores moving statistics; until layers return them",
+        ),
+    },
+}
+
+_TABLES = {name: f"keras_shardopt.backends.{name}.patches" for name in ("tensorflow", "jax", "torch")}
+_installed: set[str] = set()
+
+
+def install(use: str) -> None:
+    """Make the changes of a use, except to names that this version of Keras lacks. Repeated calls do nothing."""
+    if use in _installed:
+        return
+    _installed.add(use)
+    of_backend = for_backend(_TABLES)
+    for table in (PATCHES, getattr(of_backend, "PATCHES", {})):
+        for target, (stand_in, _) in table.get(use, {}).items():
+            path, _, name = target.rpartition(".")
+            try:
+                owner = pkgutil.resolve_name(path)
+                old = getattr(owner, name)
+            except (ImportError, AttributeError):
+                continue
+            new = pkgutil.resolve_name(f"keras_shardopt.{stand_in.removesuffix('()')}")
+            setattr(owner, name, new(old) if stand_in.endswith("()") else new)

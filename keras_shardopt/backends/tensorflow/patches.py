@@ -1,0 +1,34 @@
+"""Lasting changes to TensorFlow, and to Keras on TensorFlow: see `keras_shardopt.backends.patches`."""
+
+_LOSSES = "backends.tensorflow.losses"
+_WHY = "detects whether a step divides its loss by the number of replicas; until Keras says so to the optimizer"
+_DRAWS = (
+    "backends.tensorflow.random_numbers:_draw_seed",
+    "replicas draw different dropout masks; until Keras adds the replica to its seeds",
+)
+
+PATCHES = {
+    "reduction": {
+        "keras.src.losses.loss.reduce_values": (f"{_LOSSES}:_reduce_values", _WHY),
+        "keras.src.losses.loss.scale_loss_for_distribution": (f"{_LOSSES}:_scale_loss_for_distribution", _WHY),
+        "tensorflow.nn.compute_average_loss": (f"{_LOSSES}:dividing()", _WHY),
+        "tensorflow.nn.scale_regularization_loss": (f"{_LOSSES}:dividing()", _WHY),
+        "tensorflow.GradientTape.gradient": (f"{_LOSSES}:looking()", _WHY),
+        "tensorflow.distribute.Strategy.num_replicas_in_sync": (f"{_LOSSES}:noting_number()", _WHY),
+    },
+    "prepare": {
+        "keras.src.backend.tensorflow.trainer.TFEpochIterator": (
+            "fit.tensorflow.trainer:_EpochIterator",
+            "workers end epochs together; until Keras divides data among workers",
+        ),
+        "keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker": (
+            "fit.tensorflow.workers:_takes_apart",
+            "logs are equal on all workers; until Keras leaves such logs alone",
+        ),
+    },
+    "randomness": {
+        "keras.src.backend.tensorflow.random.draw_seed": _DRAWS,
+        "keras.src.backend.tensorflow.image.draw_seed": _DRAWS,
+        "keras.src.backend.tensorflow.ops.image.draw_seed": _DRAWS,  # from Keras 3.16 on
+    },
+}

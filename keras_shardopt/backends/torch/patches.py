@@ -1,0 +1,30 @@
+"""Lasting changes to PyTorch, and to Keras on PyTorch: see `keras_shardopt.backends.patches`."""
+
+_DRAWS = (
+    "backends.torch.random_numbers:_draw_seed",
+    "ranks draw different dropout masks; until Keras adds the rank to its seeds",
+)
+
+PATCHES = {
+    "optimizers": {
+        "torch.nn.parallel.DistributedDataParallel.__init__": (
+            "backends.torch.ddp:noticing()",
+            "detects gradients that DDP has averaged; until a parameter names its DDP",
+        ),
+    },
+    "prepare": {
+        "keras.src.backend.torch.trainer.TorchEpochIterator": (
+            "fit.torch.batches:EpochIterator",
+            "ranks end epochs together; until Keras divides data among ranks",
+        ),
+        "keras.src.backend.torch.trainer.Trainer.get_metrics_result": (  # from Keras 3.16 on
+            "fit.torch.trainer:_metrics_result",
+            "prepared models sum metrics themselves; until a model can override this method of Keras",
+        ),
+    },
+    "randomness": {
+        "keras.src.backend.torch.random.draw_seed": _DRAWS,
+        "keras.src.backend.torch.image.draw_seed": _DRAWS,
+        "keras.src.backend.torch.ops.image.draw_seed": _DRAWS,  # from Keras 3.16 on
+    },
+}
