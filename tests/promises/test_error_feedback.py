@@ -39,6 +39,18 @@ def test_what_was_sent_and_what_was_not_add_up_to_all_gradients(world, name):
         assert np.max(np.abs(moved - expected)) > 1e-4 * np.max(np.abs(expected)) or "bfloat16" in name
 
 
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(4, marks=pytest.mark.exhaustive("jax", "tensorflow"))])
+def test_a_codec_of_a_user_is_that_of_numpy(world, num_replicas):
+    """That of `examples/top_k.py`, which uses public names only."""
+    names = ["whole state", "divided state"] if keras.config.backend() == "torch" else ["whole state"]
+    for name in names:
+        weights, left = world.run(compressing.sparsified, num_replicas, name, names)
+        for found, expected in zip(
+            [*weights, *left], [each for part in compressing.sparsified_in_numpy(num_replicas) for each in part]
+        ):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.max(np.abs(expected)))
+
+
 BITS = {"nothing": 32, "bfloat16": 16, "bfloat16 fed back": 16, "int8": 8 + 16 / 256, "int4": 4 + 16 / 64}
 
 

@@ -22,7 +22,7 @@ from keras_shardopt.backends.traffic import Kind, recording
 from keras_shardopt.numerics import Tensor, Variable
 from keras_shardopt.update.extension import Configured
 
-__all__ = ["BFloat16", "Compression", "Float16", "Int4", "Int8", "PowerSGD", "get"]
+__all__ = ["BFloat16", "Compression", "Float16", "Int4", "Int8", "PowerSGD", "Reduced", "get"]
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import runpy
 import tempfile
 from unittest import mock
 
@@ -127,6 +128,47 @@ def trained(replicas, name):
 
 def everyones(variable):
     return [v for values in processes.gather_objects(placement.replica_values(variable)) for v in values]
+
+
+# -- a codec of an example ---------------------------------------------------------------------------------------------
+
+FRACTION, RATE, MOMENTUM = 0.2, 0.5, 0.9
+TopK = runpy.run_path(str(pathlib.Path(__file__).parents[3] / "examples" / "top_k.py"))["TopK"]
+
+
+def sparsified(replicas, name):
+    """The weights after training with `TopK`, and what each replica is left with."""
+    x, targets = data(BATCH * 20)
+    trainee = model()
+    sgd = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
+    optimizer = ks.CrossShard(sgd, compression=TopK(FRACTION), shard_state="divided" in name)
+    trainee.compile(optimizer, [linear] * 3, loss_weights=[1.0, 0.0, 1.0])
+    trainee.fit(x, targets, batch_size=BATCH, shuffle=False, verbose=0)
+    scale = replicas.num_replicas if keras.config.backend() == "tensorflow" else 1  # its losses are divided
+    left = [scale * np.array(everyones(v)) for v in optimizer.pipeline.carried]
+    return [keras.ops.convert_to_numpy(v) for v in trainee.trainable_variables], left
+
+
+def sparsified_in_numpy(num_replicas):
+    """The same, in float64."""
+    x, targets = data(BATCH * 20)
+    shapes = [(6, 5), (NUM_IDS, 3)]
+    weights, momenta = [np.zeros(s) for s in shapes], [np.zeros(s) for s in shapes]
+    left = [np.zeros((num_replicas, *s)) for s in shapes]
+    rows = BATCH // num_replicas
+    for first in range(0, BATCH * 20, BATCH):
+        parts = [slice(first + r * rows, first + (r + 1) * rows) for r in range(num_replicas)]
+        own = [gradients({k: v[part] for k, v in x.items()}, [t[part] for t in targets]) for part in parts]
+        for i, everyones in enumerate(zip(*own)):
+            left[i] += everyones
+            sent = np.zeros_like(left[i])
+            for mine, values in zip(sent.reshape(num_replicas, -1), left[i].reshape(num_replicas, -1)):
+                largest = np.argsort(-np.abs(values), kind="stable")[: round(FRACTION * values.size)]
+                mine[largest] = values[largest]
+            left[i] -= sent
+            momenta[i] = MOMENTUM * momenta[i] - RATE * np.mean(sent, axis=0)
+            weights[i] += momenta[i]
+    return weights, left
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

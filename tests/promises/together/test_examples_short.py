@@ -52,15 +52,25 @@ def test_examples_show_what_they_say(backend, start, replicas, loop):
         assert float(found["relative difference"]) <= 1e-5
 
 
+BACKENDS = [
+    ("torch", TORCHRUN, []),
+    pytest.param("jax", [sys.executable], ["--replicas", "2"], marks=pytest.mark.exhaustive),
+    pytest.param("tensorflow", [sys.executable], ["--replicas", "2"], marks=pytest.mark.exhaustive),
+]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("backend", "start", "replicas"),
-    [
-        ("torch", TORCHRUN, []),
-        pytest.param("jax", [sys.executable], ["--replicas", "2"], marks=pytest.mark.exhaustive),
-        pytest.param("tensorflow", [sys.executable], ["--replicas", "2"], marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize(("backend", "start", "replicas"), BACKENDS)
+def test_error_feedback_trains_with_few_elements(backend, start, replicas):
+    output = run(*start, str(EXAMPLES / "top_k.py"), *replicas, KERAS_BACKEND=backend)
+    found = dict(re.findall(r"^2 replicas, (.+?) +loss (\S+)$", output, re.MULTILINE))
+    everything, fed_back, without = map(float, found.values())
+    assert everything < 0.5 and fed_back < 0.6, found
+    assert without > fed_back + 0.05, found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("backend", "start", "replicas"), BACKENDS)
 def test_local_sgd_trains_with_few_communications(backend, start, replicas):
     output = run(*start, str(EXAMPLES / "local_sgd.py"), "--epochs", "9", *replicas, KERAS_BACKEND=backend)
     lines = re.findall(r"^2 replicas, (.+?) +loss (\S+), (\d+) communications$", output, re.MULTILINE)
