@@ -246,7 +246,7 @@ FEATURES = [
     Feature(
         "`Tower` and `replicate`",
         _on(
-            everywhere="unit/optimizers/test_tower.py::test_fit_with_towers_equals_the_whole_batch"
+            everywhere="unit/classic/test_tower.py::test_fit_with_towers_equals_the_whole_batch"
         ),
         dict.fromkeys(_EVERYWHERE, "one device"),
     ),

@@ -35,7 +35,7 @@ from keras_shardopt.checkpoint.saving import (
     save_model,
     save_weights,
 )
-from keras_shardopt.fit.overrides import before_look, reducers_in
+from keras_shardopt.fit.calls import before_look, reducers_in
 
 _WRITERS = (
     keras.callbacks.CSVLogger,

@@ -17,7 +17,7 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import Trainer, has_built_in_step, is_prepared, optimizers_in_step
 from keras_shardopt.backends.user_warnings import warn
-from keras_shardopt.fit.overrides import reducers_in
+from keras_shardopt.fit.calls import reducers_in
 from keras_shardopt.fit.prepare import prepare_for
 from keras_shardopt.fit.sharing import set_sharing
 

@@ -12,7 +12,7 @@ from keras_shardopt.backends.active import processes
 from keras_shardopt.backends.models import mix_in, optimizers_of
 from keras_shardopt.backends.patches import install
 from keras_shardopt.fit import TRAINERS
-from keras_shardopt.fit.overrides import reducers_in, refuse_groups
+from keras_shardopt.fit.calls import reducers_in, refuse_groups
 from keras_shardopt.fit.prepared import PreparedModel
 from keras_shardopt.fit.sharing import set_sharing
 from keras_shardopt.optimizers.cross_shard import cross_shards

@@ -346,7 +346,7 @@ FAULTS = [
         "return self.inner.scale_loss(1.0)",
         "return 1.0",
         "unit/optimizers/test_gradient_clipping.py::test_the_limit_holds_for_the_gradient_of_the_unscaled_loss",
-        "unit/optimizers/test_larc.py::test_norms_are_of_the_unscaled_loss",
+        "unit/classic/test_larc.py::test_norms_are_of_the_unscaled_loss",
     ),
     fault(
         "wrapping/stored_state.py",
@@ -364,13 +364,13 @@ FAULTS = [
         "classic/larc.py",
         "divisor = divisor * self._rates(variables, dtype)",
         "pass",
-        "unit/optimizers/test_larc.py::test_clip_mode_follows_a_schedule",
+        "unit/classic/test_larc.py::test_clip_mode_follows_a_schedule",
     ),
     fault(
         "classic/larc.py",
         "return factor if self.faithful else ones_where(variable_norm == 0, factor)",
         "return factor",
-        "unit/optimizers/test_larc.py::test_a_variable_of_norm_zero_keeps_its_gradient",
+        "unit/classic/test_larc.py::test_a_variable_of_norm_zero_keeps_its_gradient",
     ),
     fault(
         "backends/norms.py",
@@ -413,25 +413,25 @@ FAULTS = [
         "classic/novograd.py",
         "average = ops.where(before == 0, square, average)",
         "pass",
-        "unit/optimizers/test_novograd.py::test_it_is_the_published_algorithm",
+        "unit/classic/test_novograd.py::test_it_is_the_published_algorithm",
     ),
     fault(
         "classic/novograd.py",
         "del variables\n",
         "super()._apply_weight_decay(variables)\n",
-        "unit/optimizers/test_novograd.py::test_weight_decay_is_not_applied_twice_and_can_be_excluded",
+        "unit/classic/test_novograd.py::test_weight_decay_is_not_applied_twice_and_can_be_excluded",
     ),
     fault(
         "classic/variable_clipping.py",
         "if dims is None or grad is None:",
         "if dims is None:",
-        "unit/optimizers/test_variable_clipping.py::test_variables_without_gradient_are_not_clipped",
+        "unit/classic/test_variable_clipping.py::test_variables_without_gradient_are_not_clipped",
     ),
     fault(
         "classic/variable_clipping.py",
         "wide = in_float32(value)",
         "wide = value",
-        "unit/optimizers/test_variable_clipping.py::test_norms_of_half_precision_do_not_overflow",
+        "unit/classic/test_variable_clipping.py::test_norms_of_half_precision_do_not_overflow",
     ),
     # Schedules.
     fault(
@@ -1234,7 +1234,7 @@ FAULTS = [
         "classic/novograd.py",
         "if self.weight_decay and self._use_weight_decay(variable):",
         "if self.weight_decay:",
-        "unit/optimizers/test_novograd.py::test_weight_decay_is_not_applied_twice_and_can_be_excluded",
+        "unit/classic/test_novograd.py::test_weight_decay_is_not_applied_twice_and_can_be_excluded",
     ),
     fault(
         "optimizers/mixed_precision.py",

@@ -41,13 +41,13 @@ from keras_shardopt.extensions.equal_bits.stage import (
     first_found,
     parts_of_each,
 )
+from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.convolutions import in_layout_of_kernels
 from keras_shardopt.fit.jax.halves import on_every_device, with_masks, with_zeros, without_own
 from keras_shardopt.fit.jax.jitted import making_steps
 from keras_shardopt.fit.jax.step import Computed, TrainStep
 from keras_shardopt.fit.jax.uneven import share_of_part, without_padding
-from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import mean_losses, share_losses
 from keras_shardopt.update.parts import PartOfBatch

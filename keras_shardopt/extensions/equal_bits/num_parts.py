@@ -8,7 +8,7 @@ from typing import Any
 from keras_shardopt.backends.models import optimizers_in_step
 from keras_shardopt.extensions.equal_bits.settings import VirtualReplicas
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
-from keras_shardopt.fit.overrides import reducers_in
+from keras_shardopt.fit.calls import reducers_in
 from keras_shardopt.fit.stateful import stateful_layers
 
 

@@ -33,7 +33,7 @@ from keras_shardopt.extensions.equal_bits.stage import (
     parts_of_each,
 )
 from keras_shardopt.extensions.equal_bits.torch_batches import CutBatches
-from keras_shardopt.fit.overrides import num_rows
+from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.torch.session import Session
 from keras_shardopt.fit.torch.step import TrainStep
 from keras_shardopt.update.losses import mean_losses, share_losses

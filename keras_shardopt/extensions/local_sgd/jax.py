@@ -18,11 +18,11 @@ from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, 
 from keras_shardopt.backends.models import has_built_in_step, mix_in
 from keras_shardopt.extensions.local_sgd.apart import Rows
 from keras_shardopt.extensions.local_sgd.looks import ShowsMean, local_updates_in, resume_apart
+from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses
 from keras_shardopt.fit.jax.step import TrainStep
 from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
-from keras_shardopt.fit.overrides import num_rows
 from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.update.losses import share_losses
 from keras_shardopt.update.reducing import ReducingOptimizer

@@ -11,7 +11,7 @@ import keras
 
 from keras_shardopt.backends.models import methods_inside
 from keras_shardopt.extensions.local_sgd.stage import LocalUpdates
-from keras_shardopt.fit.overrides import before_look, reducers_in
+from keras_shardopt.fit.calls import before_look, reducers_in
 
 _LOOKING = (
     *("_get_metrics_result_or_logs", "evaluate", "predict", "test_on_batch", "predict_on_batch"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keras_shardopt.backends.models import buffers_of
 from keras_shardopt.extensions.local_sgd.looks import local_updates_in, resume_apart
-from keras_shardopt.fit.overrides import before_look
+from keras_shardopt.fit.calls import before_look
 from keras_shardopt.fit.torch.own_state import average
 from keras_shardopt.fit.torch.step import TrainStep
 

@@ -37,7 +37,7 @@ from keras_shardopt.backends.models import is_prepared, layers_of, optimizers_of
 from keras_shardopt.data.own_parts import is_own_part, is_surely_divided
 from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on
 from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows
-from keras_shardopt.fit.overrides import num_rows, warn_of_unequal_start
+from keras_shardopt.fit.calls import num_rows, warn_of_unequal_start
 from keras_shardopt.fit.sharing import check_alike, check_batches, check_kinds, sharing_of, warn_of_same_parts
 from keras_shardopt.fit.stateful import batch_sizes, fit_states, stateful_layers
 from keras_shardopt.numerics import Tensor

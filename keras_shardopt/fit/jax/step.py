@@ -21,10 +21,10 @@ from keras_shardopt.backends.jax.communicator import MappedAxis, batch_size_of, 
 from keras_shardopt.backends.jax.runtime import OWN_GRADIENTS
 from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.scopes import assigning_nothing
+from keras_shardopt.fit.calls import num_rows, reducers_in
 from keras_shardopt.fit.jax.batches import padded
 from keras_shardopt.fit.jax.halves import gradients_of_rows, metrics_of_losses, with_zeros, without_own
 from keras_shardopt.fit.jax.uneven import on_own_rows, rows_of
-from keras_shardopt.fit.overrides import num_rows, reducers_in
 from keras_shardopt.fit.stateful import states_of_replica
 from keras_shardopt.numerics import Tensor
 from keras_shardopt.update.losses import share_losses

@@ -32,6 +32,7 @@ from keras_shardopt.backends.models import has_built_in_step, layers_of, mix_in
 from keras_shardopt.backends.patches import install
 from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.shared_draws import note_end_of_call
+from keras_shardopt.fit.calls import call_silently, refuse_groups
 from keras_shardopt.fit.jax.batches import (
     SPLITS_OWN_PART,
     EpochIterator,
@@ -45,7 +46,6 @@ from keras_shardopt.fit.jax.batches import (
     takes_uneven,
 )
 from keras_shardopt.fit.jax.step import step_of
-from keras_shardopt.fit.overrides import call_silently, refuse_groups
 from keras_shardopt.fit.prepared import PreparedModel, separate_logs
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 

@@ -15,7 +15,7 @@ from keras_shardopt.backends.models import has_built_in_step
 from keras_shardopt.backends.tensorflow.communicator import ReplicaContext
 from keras_shardopt.backends.tensorflow.losses import logged
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
-from keras_shardopt.fit.overrides import num_rows, reducers_in, refuse_groups
+from keras_shardopt.fit.calls import num_rows, reducers_in, refuse_groups
 from keras_shardopt.fit.stateful import explained, rows_of_states, stateful_layers
 from keras_shardopt.fit.tensorflow import workers
 from keras_shardopt.fit.tensorflow.batches import unpacked

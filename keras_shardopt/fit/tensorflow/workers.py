@@ -42,7 +42,7 @@ from keras_shardopt.backends.tensorflow.processes import (
 from keras_shardopt.data.own_parts import is_own_part, is_surely_divided
 from keras_shardopt.data.shared_draws import SharedDraws, draw_before_going_on, note_end_of_call
 from keras_shardopt.data.whole_batches import checksum, fingerprint, first_rows, rows_of_parts
-from keras_shardopt.fit.overrides import call_silently, num_rows, warn_of_unequal_start
+from keras_shardopt.fit.calls import call_silently, num_rows, warn_of_unequal_start
 from keras_shardopt.fit.sharing import (
     check_alike,
     check_batches,

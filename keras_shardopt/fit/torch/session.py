@@ -34,7 +34,7 @@ from keras_shardopt.data.own_parts import is_own_part
 from keras_shardopt.data.whole_batches import checksum, fingerprint, part_of_batch
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
 from keras_shardopt.fit.callbacks import BatchLogs
-from keras_shardopt.fit.overrides import (
+from keras_shardopt.fit.calls import (
     num_rows,
     reducers_in,
     refuse_groups,

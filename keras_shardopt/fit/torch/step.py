@@ -11,7 +11,7 @@ from keras_shardopt.backends.models import has_own_statistics, note_own_statisti
 from keras_shardopt.backends.torch.process_group import gather_objects
 from keras_shardopt.data.whole_batches import rows_of_parts
 from keras_shardopt.fit.batch_normalization import synchronized_statistics
-from keras_shardopt.fit.overrides import num_rows
+from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.stateful import fit_states, stateful_layers
 from keras_shardopt.fit.torch.own_state import average, statistics_of
 from keras_shardopt.update.losses import mean_losses, share_losses

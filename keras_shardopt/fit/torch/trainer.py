@@ -35,7 +35,7 @@ from keras_shardopt.backends.torch.process_group import note_error
 from keras_shardopt.data.shared_draws import note_end_of_call
 from keras_shardopt.data.whole_batches import part_of_batch, rows_of_parts
 from keras_shardopt.fit.callbacks import callbacks_of_call
-from keras_shardopt.fit.overrides import call_silently, num_rows
+from keras_shardopt.fit.calls import call_silently, num_rows
 from keras_shardopt.fit.prepared import PreparedModel, logs_of_epoch, separate_logs
 from keras_shardopt.fit.sharing import sharing_of, splits_own_part
 from keras_shardopt.fit.torch.session import SESSION, Phase, Session, metrics_of_all, run_of, running, session_of

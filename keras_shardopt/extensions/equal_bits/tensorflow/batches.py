@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_shardopt.fit.overrides import num_rows
+from keras_shardopt.fit.calls import num_rows
 from keras_shardopt.fit.tensorflow.batches import restored, rows_from, spec_of, tensors_of
 
 _PREFIX = "keras_shardopt parts: "

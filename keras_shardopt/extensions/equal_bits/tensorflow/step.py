@@ -52,7 +52,7 @@ from keras_shardopt.extensions.equal_bits.tensorflow.batches import (
     rows_of,
     start_of_part,
 )
-from keras_shardopt.fit.overrides import reducers_in
+from keras_shardopt.fit.calls import reducers_in
 from keras_shardopt.fit.tensorflow.batches import rows_from
 from keras_shardopt.fit.tensorflow.step import TrainStep
 from keras_shardopt.numerics import Tensor, Variable
