@@ -143,6 +143,8 @@ def sparsified(replicas, name):
     sgd = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
     optimizer = ks.CrossShard(sgd, compression=TopK(FRACTION), shard_state="divided" in name)
     trainee.compile(optimizer, [linear] * 3, loss_weights=[1.0, 0.0, 1.0])
+    if replicas.num_processes > 1:  # `prepare` divides each batch
+        ks.prepare(trainee, auto_shard=True)
     trainee.fit(x, targets, batch_size=BATCH, shuffle=False, verbose=0)
     scale = replicas.num_replicas if keras.config.backend() == "tensorflow" else 1  # its losses are divided
     left = [scale * np.array(everyones(v)) for v in optimizer.pipeline.carried]
