@@ -13,12 +13,12 @@ ATTRIBUTES = """
 import inspect, sys, types
 import keras
 
-def attributes():
+def attributes(*more):
     modules = [module for name, module in list(sys.modules.items()) if is_foreign(name)]
     owners = [module for module in modules if isinstance(module, types.ModuleType)]
     kinds = [value for module in owners for value in vars(module).values() if issubclass(type(value), type)]
     owners += [kind for kind in kinds if is_foreign(str(vars(kind).get("__module__")))]
-    return {id(owner): (owner, dict(vars(owner))) for owner in owners}
+    return {id(owner): (owner, dict(vars(owner))) for owner in (*owners, *more)}
 
 def is_foreign(name):
     return name.partition(".")[0] in ("keras", "tensorflow", "torch", "jax")
@@ -28,7 +28,8 @@ def changed(before, kinds):
         (owner, name)
         for owner, values in before.values()
         for name, value in vars(owner).items()
-        if value is not values.get(name) and issubclass(type(value), kinds) and type(value) is not types.ModuleType
+        if value is not values.get(name) and issubclass(type(value), kinds)
+        if not issubclass(type(value), types.ModuleType)
     }
 """
 
@@ -40,8 +41,9 @@ print(*({{name.partition(".")[0] for name in sys.modules}} - before - set(sys.st
 print("changed by the import:", changed(in_keras, object))
 """
 
-USES = f"""{ATTRIBUTES}
-import pkgutil
+USES = (
+    ATTRIBUTES
+    + """import pkgutil
 import numpy as np
 
 x, y = np.ones((6, 4)), np.ones((6, 1))
@@ -55,21 +57,11 @@ def logged(self, *args, **kwargs):
     return in_keras(self, *args, **kwargs)
 
 keras.Model.fit = logged  # as a package that logs runs does
-before = attributes()
-optimizer = keras_shardopt.CrossShard("sgd", on_nonfinite="skip")
-assert early in models.models_with(early.trainable_variables)
-with keras_shardopt.data_parallel(2 if keras.config.backend() == "jax" else None) as replicas:
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
-    model.compile(keras_shardopt.CrossShard("sgd", on_nonfinite="skip"), "mse")
-    keras_shardopt.prepare(model)
-model.fit(x, y, batch_size=4, verbose=0)
-assert calls == [model]
-replicas.close()
 tables = patches.PATCHES, for_backend(patches._TABLES).PATCHES
 
-def listed():
+def listed(uses):
     for table in tables:
-        for use in patches._installed:
+        for use in uses:
             for target in table.get(use, ()):
                 owner, _, name = target.rpartition(".")
                 try:
@@ -79,16 +71,28 @@ def listed():
                     continue
                 yield owner, name
 
+uses = {use for table in tables for use in table}
+# `sys.modules` does not have every module: `tf.nn` is a lazy one.
+before = attributes(*[owner for owner, _ in listed(uses)])
+optimizer = keras_shardopt.CrossShard("sgd", on_nonfinite="skip")
+assert early in models.models_with(early.trainable_variables)
+with keras_shardopt.data_parallel(2 if keras.config.backend() == "jax" else None) as replicas:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile(keras_shardopt.CrossShard("sgd", on_nonfinite="skip"), "mse")
+    keras_shardopt.prepare(model)
+model.fit(x, y, batch_size=4, verbose=0)
+assert calls == [model]
+replicas.close()
 def compare(when):
-    found, expected = changed(before, (type, types.FunctionType, property)), set(listed())
+    found, expected = changed(before, (type, types.FunctionType, property)), set(listed(patches._installed))
     print(when, len(found) > 5, found - expected, expected - found)
 
 compare("used")
-for table in tables:
-    for use in table:
-        patches.install(use)
+for use in uses:
+    patches.install(use)
 compare("all")
 """
+)
 
 # Two processes, as those of a job are seeded alike.
 IN_A_JOB = """
