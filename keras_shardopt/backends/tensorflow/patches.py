@@ -11,10 +11,10 @@ PATCHES = {
     "reduction": {
         "keras.src.losses.loss.reduce_values": (f"{_LOSSES}:_reduce_values", _WHY),
         "keras.src.losses.loss.scale_loss_for_distribution": (f"{_LOSSES}:_scale_loss_for_distribution", _WHY),
-        "tensorflow.nn.compute_average_loss": (f"{_LOSSES}:dividing()", _WHY),
-        "tensorflow.nn.scale_regularization_loss": (f"{_LOSSES}:dividing()", _WHY),
-        "tensorflow.GradientTape.gradient": (f"{_LOSSES}:looking()", _WHY),
-        "tensorflow.distribute.Strategy.num_replicas_in_sync": (f"{_LOSSES}:noting_number()", _WHY),
+        "tensorflow:nn.compute_average_loss": (f"{_LOSSES}:dividing()", _WHY),
+        "tensorflow:nn.scale_regularization_loss": (f"{_LOSSES}:dividing()", _WHY),
+        "tensorflow:GradientTape.gradient": (f"{_LOSSES}:looking()", _WHY),
+        "tensorflow:distribute.Strategy.num_replicas_in_sync": (f"{_LOSSES}:noting_number()", _WHY),
     },
     "prepare": {
         "keras.src.backend.tensorflow.trainer.TFEpochIterator": (
