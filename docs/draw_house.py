@@ -3,8 +3,7 @@
     python docs/draw_house.py [--check]
 
 The drawing is made from the imports themselves. An arrow that others imply (a room imports a second, and both a third)
-is left out. A table below it lists what only some backends have, as the comments above `for_backend` say it. With
-`--check` nothing is written, and the exit status says whether both are up to date.
+is left out. With `--check` nothing is written, and the exit status says whether the drawing is up to date.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "keras_shardopt"
 PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- drawn by docs/draw_house.py -->", "<!-- end of the drawing -->"
-BEGIN_TABLE, END_TABLE = "<!-- listed by docs/draw_house.py -->", "<!-- end of the list -->"
 # Of these every room may import something.
 GROUND = {"arguments", "numerics"}
 
@@ -68,44 +66,6 @@ def drawing() -> str:
     return "\n".join([BEGIN, "```mermaid", "graph TD", *lines, "```", END])
 
 
-def apart() -> dict[tuple[str, str], list[str]]:
-    """By file and comment, the backends of each table that names some of them only."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        source = file.read_text(encoding="utf-8")
-        lines = source.splitlines()
-        for node in ast.parse(source).body:
-            calls = [
-                call
-                for call in ast.walk(node)
-                if isinstance(call, ast.Call)
-                and getattr(call.func, "id", None) == "for_backend"
-                and isinstance(call.args[0], ast.Dict)
-            ]
-            above = node.lineno - 2
-            while calls and not lines[above].startswith("# "):
-                above -= 1
-            for call in calls:
-                key = (
-                    str(file.relative_to(PACKAGE)),
-                    lines[above].removeprefix("# ").rstrip("."),
-                )
-                names = [str(getattr(name, "value", "")) for name in call.args[0].keys]
-                found.setdefault(key, []).extend(names)
-    return found
-
-
-def table() -> str:
-    """What only some backends have, as a table."""
-    rows = [
-        f"| `{file}` | {', '.join(names)} | {where[0].lower()}{where[1:]} |"
-        for (file, where), names in apart().items()
-    ]
-    return "\n".join(
-        [BEGIN_TABLE, "| file | backends | there |", "|---|---|---|", *rows, END_TABLE]
-    )
-
-
 def main() -> None:
     """Writes the drawing, or checks it."""
     parser = argparse.ArgumentParser(
@@ -114,9 +74,6 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     page = PAGE.read_text(encoding="utf-8")
     drawn = re.sub(f"{BEGIN}.*?{END}", lambda _: drawing(), page, flags=re.DOTALL)
-    drawn = re.sub(
-        f"{BEGIN_TABLE}.*?{END_TABLE}", lambda _: table(), drawn, flags=re.DOTALL
-    )
     if parser.parse_args().check:
         sys.exit(
             f"{PAGE.name} is out of date: run `python docs/draw_house.py`"

@@ -141,8 +141,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         header, problem = processes.gather_objects((header, problem))[0]
         if problem is not None:
             raise problem
-        if header is None:
-            return
+        if header is not None:
+            self._restore(header, arrays)
+
+    def _restore(self, header: dict[str, Any], arrays: Any) -> None:
+        """Give every process the state of a backup. Only the chief has its `arrays`."""
+        model = self.model
         _build(model, header.get("built_on", []))
         self._check_fits(header)
         seed = _global_seed(header["has_global_seed"])

@@ -112,15 +112,7 @@ def build_optimizer(
     iter_size = check.integer("iter_size", iter_size)
     check.flag("tf1_defaults", tf1_defaults)
     scale = _scale(loss_scaling, loss_scaling_params)
-    if not isinstance(cross_shard, (bool, Mapping)):
-        raise TypeError(
-            "`cross_shard` must be a bool, or a dict of arguments of `CrossShard`. "
-            f"Received: cross_shard={cross_shard!r}"
-        )
-    if isinstance(cross_shard, Mapping):
-        known = [name for name in inspect.signature(CrossShard).parameters if name not in ("inner_optimizer", "old")]
-        if any(name not in (*known, *old_attributes()) for name in cross_shard):
-            raise ValueError(f"`cross_shard` may hold {known}. Received: cross_shard={dict(cross_shard)!r}")
+    arguments = _checked_cross_shard(cross_shard, iter_size)
     built = make_optimizer(optimizer, optimizer_params, _learning_rate(learning_rate_decay_fn), tf1_defaults)
     if clip_gradients is not None:
         built = GradientClipping(built, clip_gradients)
@@ -130,7 +122,20 @@ def build_optimizer(
         built = MixedPrecision(built, scale)
     elif scale is not None:
         built = LossScaling(built, scale)
+    return built if cross_shard is False and iter_size == 1 else CrossShard(built, **arguments)
+
+
+def _checked_cross_shard(cross_shard: bool | Mapping[str, Any], iter_size: int) -> dict[str, Any]:
+    """The arguments of `CrossShard`."""
+    if not isinstance(cross_shard, (bool, Mapping)):
+        raise TypeError(
+            "`cross_shard` must be a bool, or a dict of arguments of `CrossShard`. "
+            f"Received: cross_shard={cross_shard!r}"
+        )
     arguments = dict(cross_shard) if isinstance(cross_shard, Mapping) else {}
+    known = [name for name in inspect.signature(CrossShard).parameters if name not in ("inner_optimizer", "old")]
+    if any(name not in (*known, *old_attributes()) for name in arguments):
+        raise ValueError(f"`cross_shard` may hold {known}. Received: cross_shard={arguments!r}")
     if iter_size > 1:
         if arguments.get("gradient_accumulation_steps") not in (None, iter_size):
             raise ValueError(
@@ -138,7 +143,7 @@ def build_optimizer(
                 f"Received: iter_size={iter_size!r}, cross_shard={arguments!r}. Give one."
             )
         arguments["gradient_accumulation_steps"] = iter_size
-    return built if cross_shard is False and iter_size == 1 else CrossShard(built, **arguments)
+    return arguments
 
 
 class _Conflict(ValueError, AttributeError):

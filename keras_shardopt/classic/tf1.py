@@ -187,6 +187,10 @@ def make_optimizer(
         )
     if optimizer in _ROWS:
         return _made(optimizer, arguments, tf1_defaults)
+    return _of_class(_class_named(optimizer, tf1_defaults), arguments)
+
+
+def _class_named(optimizer: str, tf1_defaults: bool) -> Any:
     kinds = {name.lower(): kind for name, kind in vars(keras.optimizers).items() if _is_optimizer(kind)}
     if optimizer.lower() not in kinds:
         raise ValueError(
@@ -198,7 +202,7 @@ def make_optimizer(
             f"`tf1_defaults=True` is for {list(NAMES)}, written like this. Received: optimizer={optimizer!r}, which is "
             f"{kinds[optimizer.lower()].__name__} of Keras. Leave `tf1_defaults` out, or take one of those names."
         )
-    return _of_class(kinds[optimizer.lower()], arguments)
+    return kinds[optimizer.lower()]
 
 
 def _made(name: str, arguments: dict[str, Any], tf1_defaults: bool) -> Any:

@@ -324,19 +324,7 @@ def replicate(
     if not callable(step):
         raise TypeError(f"`step` must be a function. Received: step={step!r}. Use for example `model.train_step`.")
     num_towers = check.integer("num_towers", num_towers)
-    if not isinstance(loss_reduction, str) or loss_reduction not in _SUMS + _MEANS:
-        raise ValueError(
-            f'`loss_reduction` must be "sum" or "mean" (or one of {[*_SUMS[1:], *_MEANS[1:]]}). '
-            f"Received: loss_reduction={loss_reduction!r}"
-        )
-    if devices is not None and _on_devices is None:
-        raise ValueError(
-            "`devices` can be given on TensorFlow only: elsewhere the weights that a tower reads must be on its own "
-            f"device. Received: devices={devices!r}. Leave it out: towers then run one after the other on one device. "
-            "For several devices use `data_parallel()` with `CrossShard`."
-        )
-    if devices is not None and not devices:
-        raise ValueError("`devices` must name at least one device. Received: devices=[]. Leave it out for none.")
+    _check_towers(loss_reduction, devices)
     factor = 1.0 if loss_reduction in _SUMS else 1.0 / num_towers
 
     @functools.wraps(step)
@@ -364,6 +352,22 @@ def replicate(
         return (outputs, *state) if state else outputs
 
     return cast(FunctionT, replicated)
+
+
+def _check_towers(loss_reduction: str, devices: Sequence[str] | None) -> None:
+    if not isinstance(loss_reduction, str) or loss_reduction not in _SUMS + _MEANS:
+        raise ValueError(
+            f'`loss_reduction` must be "sum" or "mean" (or one of {[*_SUMS[1:], *_MEANS[1:]]}). '
+            f"Received: loss_reduction={loss_reduction!r}"
+        )
+    if devices is not None and _on_devices is None:
+        raise ValueError(
+            "`devices` can be given on TensorFlow only: elsewhere the weights that a tower reads must be on its own "
+            f"device. Received: devices={devices!r}. Leave it out: towers then run one after the other on one device. "
+            "For several devices use `data_parallel()` with `CrossShard`."
+        )
+    if devices is not None and not devices:
+        raise ValueError("`devices` must name at least one device. Received: devices=[]. Leave it out for none.")
 
 
 @contextlib.contextmanager

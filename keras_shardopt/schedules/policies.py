@@ -403,17 +403,21 @@ class InvPolyDecay(Policy):
                 "`warmup_steps` has no effect on InvPolyDecay and must be 0. Received: "
                 f"warmup_steps={warmup_steps!r}. For a warm-up, use `Warmup(InvPolyDecay(...), warmup_steps)`."
             )
+        self._slope = self._checked_slope()
+
+    def _checked_slope(self) -> float:
         end = min(max(self.min_lr, 1e-8), self.learning_rate)
         try:
-            self._slope = math.expm1(math.log(self.learning_rate / end) / self.power) / self.decay_steps
+            slope = math.expm1(math.log(self.learning_rate / end) / self.power) / self.decay_steps
         except OverflowError:
-            self._slope = math.inf
-        if self._slope > 1e28:  # times any step it must stay in float32
+            slope = math.inf
+        if slope > 1e28:  # times any step it must stay in float32
             raise ValueError(
                 "`power` must be large enough that (`learning_rate` / `min_lr`) ** (1 / `power`) / `decay_steps` is at "
-                f"most 1e28. Received: power={power!r}, learning_rate={learning_rate!r}, min_lr={min_lr!r}. "
-                "Raise one of `power` and `min_lr`."
+                f"most 1e28. Received: power={self.power!r}, learning_rate={self.learning_rate!r}, "
+                f"min_lr={self.min_lr!r}. Raise one of `power` and `min_lr`."
             )
+        return slope
 
     def rate_at(self, steps: StepCount) -> Tensor:
         """The decayed rate."""

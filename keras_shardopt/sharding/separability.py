@@ -50,24 +50,7 @@ def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable]) -> list
         _Run(optimizer, [[mold.whole if i % 2 == parity else mold.empty] for i, mold in enumerate(molds)])
         for parity in (0, 1)
     ]
-    for i, mold in enumerate(molds):
-        if not (_alike(whole.effects[i], crowd.effects[i]) and _alike(whole.effects[i], apart[i % 2].effects[i])):
-            again = _Run(optimizer, [[mold.whole] for mold in molds])
-            if not all(_alike(a, b) for a, b in zip(whole.effects, again.effects)):
-                raise ValueError(
-                    f"{_rule(optimizer)} Received: one whose updates are not the same each time. {_ADVICE}"
-                )
-            raise ValueError(
-                f"{_rule(optimizer)} Received: one whose update of `{mold.path}` depends on other variables, as with "
-                f"a norm over all of them. {_ADVICE}"
-            )
-    for run in apart if len(molds) > 1 else []:
-        for mine, theirs in zip(whole.shared_state, run.shared_state):
-            if mine.shape == theirs.shape and not _alike([mine], [theirs]):
-                raise ValueError(
-                    f"{_rule(optimizer)} Received: one with state that depends on several variables, or on one "
-                    f"but was not made with `add_variable_from_reference`. {_ADVICE}"
-                )
+    _check_independent(optimizer, molds, whole, crowd, apart)
     halves = _Run(optimizer, [mold.halves for mold in molds])
     may = [
         _alike(whole.effects[i], halves.effects[i])
@@ -91,6 +74,30 @@ def are_elementwise(optimizer: Optimizer, variables: Sequence[Variable]) -> list
 def _large_shape(variable: Variable) -> tuple[int, ...]:
     limit = 256 if len(variable.shape) < 3 else 64
     return tuple(min(size, limit) for size in variable.shape)
+
+
+def _check_independent(
+    optimizer: Optimizer, molds: Sequence[_Probe], whole: _Run, crowd: _Run, apart: Sequence[_Run]
+) -> None:
+    """Raise ValueError if an update depends on other variables than its own, or is not the same each time."""
+    for i, mold in enumerate(molds):
+        if not (_alike(whole.effects[i], crowd.effects[i]) and _alike(whole.effects[i], apart[i % 2].effects[i])):
+            again = _Run(optimizer, [[mold.whole] for mold in molds])
+            if not all(_alike(a, b) for a, b in zip(whole.effects, again.effects)):
+                raise ValueError(
+                    f"{_rule(optimizer)} Received: one whose updates are not the same each time. {_ADVICE}"
+                )
+            raise ValueError(
+                f"{_rule(optimizer)} Received: one whose update of `{mold.path}` depends on other variables, as with "
+                f"a norm over all of them. {_ADVICE}"
+            )
+    for run in apart if len(molds) > 1 else []:
+        for mine, theirs in zip(whole.shared_state, run.shared_state):
+            if mine.shape == theirs.shape and not _alike([mine], [theirs]):
+                raise ValueError(
+                    f"{_rule(optimizer)} Received: one with state that depends on several variables, or on one "
+                    f"but was not made with `add_variable_from_reference`. {_ADVICE}"
+                )
 
 
 def _is_as_small_ones(optimizer: Optimizer, mold: _Probe, slot_names: Sequence[str]) -> bool:

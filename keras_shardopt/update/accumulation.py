@@ -159,7 +159,7 @@ class Accumulation(Stage):
             self.stacked_along = placement.place(self.of_this_replica, "per_replica")
 
     @property
-    def replica_state(self) -> list[Variable]:
+    def _replica_state(self) -> list[Variable]:
         """The sums and snapshots of the window, once built."""
         return [*self.of_this_replica, *self.snapshots] if self.is_built else []
 

@@ -118,7 +118,7 @@ class ExtensionStage(Stage):
     """Its variables in optimizer files."""
 
     private: Sequence[Variable] = ()
-    """The variables that differ among replicas, in addition to `replica_state`."""
+    """The variables that differ among replicas, in addition to `_replica_state`."""
 
     are_apart: bool = False
     """Whether replicas have different weights now."""

@@ -57,13 +57,6 @@ class CrossShardOptions:
         sends = self.compression
         if sends is not None and not (isinstance(sends, str) and sends in ("float16", "bfloat16")):
             sends = plug_of("compression").made(sends)
-        if not isinstance(self.torch, (TorchSpeed, type(None))):
-            raise TypeError(
-                f"`torch` must be a `keras_shardopt.TorchSpeed` or None. Received: torch={self.torch!r}. "
-                "Use for example `torch=TorchSpeed(fused=False)`."
-            )
-        if not isinstance(self.axis_name, str):
-            raise TypeError(f"`axis_name` must be a str. Received: axis_name={self.axis_name!r}")
         if self.replica_clipnorm is not None:
             fix = "Leave it out to not clip."
             check.real("replica_clipnorm", self.replica_clipnorm, above=0, finite=False, fix=fix)
@@ -83,6 +76,29 @@ class CrossShardOptions:
                 "`shard_state=True` divides one state, and with `group_assignment` each group has its own. "
                 f"Received: group_assignment={self.group_assignment!r}. Leave one of them out."
             )
+        self._check_objects()
+        given = {
+            "reduction": _REDUCTIONS[self.reduction],
+            "gradient_accumulation_steps": num_steps,
+            "replica_clipnorm": None if self.replica_clipnorm is None else float(self.replica_clipnorm),
+            "group_assignment": groups,
+            "extensions": tuple(self.extensions),
+            "stages": tuple(self.stages),
+            "compression": sends,
+        }
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        for extension in self.extensions:
+            extension.check(self)
+
+    def _check_objects(self) -> None:
+        if not isinstance(self.torch, (TorchSpeed, type(None))):
+            raise TypeError(
+                f"`torch` must be a `keras_shardopt.TorchSpeed` or None. Received: torch={self.torch!r}. "
+                "Use for example `torch=TorchSpeed(fused=False)`."
+            )
+        if not isinstance(self.axis_name, str):
+            raise TypeError(f"`axis_name` must be a str. Received: axis_name={self.axis_name!r}")
         if not isinstance(self.stages, (list, tuple)) or not all(isinstance(stage, Stage) for stage in self.stages):
             raise TypeError(
                 "`stages` must be a list of `keras_shardopt.Stage` objects. "
@@ -101,19 +117,6 @@ class CrossShardOptions:
                 f"`extensions` must hold one of each kind. Received: extensions={list(self.extensions)!r}. "
                 "Leave the others out."
             )
-        given = {
-            "reduction": _REDUCTIONS[self.reduction],
-            "gradient_accumulation_steps": num_steps,
-            "replica_clipnorm": None if self.replica_clipnorm is None else float(self.replica_clipnorm),
-            "group_assignment": groups,
-            "extensions": tuple(self.extensions),
-            "stages": tuple(self.stages),
-            "compression": sends,
-        }
-        for name, value in given.items():
-            object.__setattr__(self, name, value)
-        for extension in self.extensions:
-            extension.check(self)
 
     @property
     def speed(self) -> TorchSpeed:

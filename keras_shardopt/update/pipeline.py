@@ -161,7 +161,7 @@ class Pipeline:
     @property
     def replica_state(self) -> list[Variable]:
         """The variables of stages and transport with a different value on each replica."""
-        return [*[variable for stage in self.stages for variable in stage.replica_state], *self.carried]
+        return [*[variable for stage in self.stages for variable in stage._replica_state], *self.carried]
 
     @contextlib.contextmanager
     def resuming(self, step: Step) -> Iterator[None]:

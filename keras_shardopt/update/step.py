@@ -105,7 +105,7 @@ class Stage:
         return self._overrides("local")
 
     @property
-    def replica_state(self) -> Sequence[Variable]:
+    def _replica_state(self) -> Sequence[Variable]:
         """The variables with a different value on each replica."""
         return ()
 

@@ -13,7 +13,6 @@ from keras_shardopt.backends.communicator import Communicator, GradientState
 from keras_shardopt.backends.scopes import assigning_nothing
 from keras_shardopt.numerics import Variable, is_sparse, like_variable
 from keras_shardopt.update.context import StageContext
-from keras_shardopt.update.nonfinite import first_not_finite
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.replica_transform import scaled_gradients, unscaled_gradients
 from keras_shardopt.update.step import Proceed, Stage, Step
@@ -124,11 +123,19 @@ class UserStage(Stage):
         unit = self._context.loss_scale
         kept = self._variables if self._context.skips_inside else []
         before = [ops.copy(ops.convert_to_tensor(variable)) for variable in kept]
-        is_bad = first_not_finite(step.grads, step.variables) > 0 if kept else False
+        updates = ops.copy(ops.convert_to_tensor(self._context.updates)) if kept else 0
         own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit))
-        self._pass("commit", own, lambda after: proceed(_scaled(after, own, step, unit)))
-        for variable, value in zip(kept, before):
-            variable.assign(ops.where(is_bad, value, ops.convert_to_tensor(variable)))
+        went_on = []
+
+        def go_on(after: Step) -> None:
+            went_on.append(True)
+            proceed(_scaled(after, own, step, unit))
+
+        self._pass("commit", own, go_on)
+        for variable, value in zip(kept, before) if went_on else ():
+            # The gradients here do not tell: the loss scaling may have found an overflow in another replica's slices.
+            is_skipped = ops.equal(ops.convert_to_tensor(self._context.updates), updates)
+            variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))
 
     def reset(self) -> None:
         """See `Stage.reset`."""

@@ -336,6 +336,47 @@ def test_an_overflow_that_a_loss_scaling_skips_leaves_nothing_in_the_state_of_a_
         np.testing.assert_allclose(optimizer.stages[0].total, finite[0] + 2 * finite[1], rtol=1e-5)
 
 
+class CountsUpdates(ks.Stage):
+    takes_slices = True
+
+    def __init__(self, repairs=False, proceeds=True):
+        self.repairs, self.proceeds = repairs, proceeds
+
+    def build(self, variables, add_variable):
+        self.count = add_variable(shape=(), initializer="zeros", name="count")
+
+    def commit(self, step, proceed):
+        self.count.assign(self.count + 1)
+        repaired = [grad if grad is None else ops.nan_to_num(grad, posinf=0.0) for grad in step.grads]
+        if self.proceeds:
+            proceed(step.replace(grads=repaired) if self.repairs else step)
+
+
+@pytest.mark.parametrize("shard_state", [False, True])
+@pytest.mark.parametrize("repairs", [False, True])
+def test_a_stage_keeps_its_state_if_the_update_is_skipped_wherever_the_overflow_is(shard_state, repairs, monkeypatch):
+    if shard_state and keras.config.backend() != "torch":
+        pytest.skip("only ranks of PyTorch hold slices of a gradient")
+    world, grads = FakeWorld(2).hold(monkeypatch), rows(3, 2)
+    grads[1, 1, 0] = np.inf  # with slices, in the one of replica 0
+
+    def make():
+        inner = ks.LossScaling(keras.optimizers.SGD(1.0), ks.AutomaticLossScaler("Backoff", {"scale_max": 8.0}))
+        return ks.CrossShard(inner, shard_state=shard_state, stages=[CountsUpdates(repairs)])
+
+    for optimizer, _ in trained(world, make, grads * 8.0):
+        updates, count = int(optimizer.iterations), int(ops.convert_to_numpy(optimizer.stages[0].count))
+        assert (updates, count) == ((3, 3) if repairs else (2, 2))
+
+
+def test_a_stage_that_leaves_an_update_out_itself_keeps_what_it_has_counted(monkeypatch):
+    world = FakeWorld(2).hold(monkeypatch)
+    inner = lambda: ks.LossScaling(keras.optimizers.SGD(1.0), ks.AutomaticLossScaler("Backoff"))  # noqa: E731
+    make = lambda: ks.CrossShard(inner(), stages=[CountsUpdates(proceeds=False)])  # noqa: E731
+    for optimizer, weight in trained(world, make, rows(3, 2)):
+        assert int(ops.convert_to_numpy(optimizer.stages[0].count)) == 3 and not weight.any()
+
+
 @pytest.mark.parametrize("holds", [lambda v: v, lambda v: [v], lambda v: {"count": v}])
 def test_variables_that_the_optimizer_does_not_have_are_refused(holds):
     class Own(ks.Stage):

@@ -648,8 +648,8 @@ FAULTS = [
     ),
     fault(
         "extensions/local_sgd/jax.py",
-        "changed, updated = local.settled(",
-        "local.settled(",
+        "changed, updated = self._local.settled(",
+        "self._local.settled(",
         f"{ROUNDS}::test_replicas_that_leave_out_updates_are_twins",
         f"{ROUNDS}::test_seeds_of_updates_that_are_left_out_are_drawn_again",
         backend="jax",
@@ -904,7 +904,7 @@ FAULTS = [
     ),
     fault(  # what this rank counts
         "extensions/equal_bits/torch.py",
-        'return Tree(replicas, num_parts).all_reduce(counts.take(), "sum")',
+        'return tree.all_reduce(counts.take(), "sum")',
         "return counts.take()",
         f"{RANKS}::test_a_model_of_two_outputs_of_which_one_has_a_mask",
     ),
@@ -1156,7 +1156,7 @@ FAULTS = [
     ),
     fault(
         "fit/jax/step.py",
-        "            if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):\n                return after\n",
+        "    if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):\n        return after\n",
         "",
         "promises/test_uneven_batches_devices.py::test_state_of_layers_in_a_shard_map",
         backend="jax",

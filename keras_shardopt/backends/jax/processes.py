@@ -71,30 +71,9 @@ class JaxProcesses(Processes):
         if _is_named_process() and not jax.distributed.is_initialized():
             _initialize(num_replicas, timeout)
             timeout = None
-        # Not by `process_count`, which makes the devices.
-        if timeout is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
-            raise ValueError(
-                "`timeout` cannot be set here for several processes, because JAX has started them. "
-                f"Received: timeout={timeout.total_seconds():g} s. Give it to JAX before: "
-                "`jax.distributed.initialize(..., heartbeat_timeout_seconds=...)`."
-            )
         before = keras.distribution.distribution()
-        if before is not None and not isinstance(before, keras.distribution.DataParallel):
-            raise ValueError(
-                "`data_parallel()` sets a distribution of its own, and the layouts of the active one would be lost. "
-                f"Received: {before!r}. Leave `data_parallel()` out, as a `CrossShard` needs no more than the active "
-                "distribution; or call `keras.distribution.set_distribution(None)` before."
-            )
-        _make_cpu_devices(num_replicas)
-        devices = keras.distribution.list_devices()
-        if num_replicas is not None and num_replicas > len(devices):
-            raise ValueError(
-                f"`num_replicas` must be at most the number of devices. Received: num_replicas={num_replicas}, "
-                f"devices={devices}. On CPU, enter `data_parallel(num_replicas={num_replicas})` before JAX makes its "
-                "first array, or start Python with "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={num_replicas}."
-            )
-        devices = devices[:num_replicas]
+        _check_can_open(before, timeout)
+        devices = _first_devices(num_replicas)
         num_processes, process_id = self.process()
         if num_processes > 1:
             _leave_at_once_on_errors()
@@ -138,6 +117,36 @@ def is_first() -> bool:
 def _name(device: jax.Device) -> str:
     """The name of a device as in `keras.distribution.list_devices()`."""
     return f"{device.platform}:{device.id}"
+
+
+def _check_can_open(before: Any, timeout: datetime.timedelta | None) -> None:
+    # Not by `process_count`, which makes the devices.
+    if timeout is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
+        raise ValueError(
+            "`timeout` cannot be set here for several processes, because JAX has started them. "
+            f"Received: timeout={timeout.total_seconds():g} s. Give it to JAX before: "
+            "`jax.distributed.initialize(..., heartbeat_timeout_seconds=...)`."
+        )
+    if before is not None and not isinstance(before, keras.distribution.DataParallel):
+        raise ValueError(
+            "`data_parallel()` sets a distribution of its own, and the layouts of the active one would be lost. "
+            f"Received: {before!r}. Leave `data_parallel()` out, as a `CrossShard` needs no more than the active "
+            "distribution; or call `keras.distribution.set_distribution(None)` before."
+        )
+
+
+def _first_devices(num_replicas: int | None) -> list[Any]:
+    """Return that many devices, or all. On CPU, make them if JAX has not started."""
+    _make_cpu_devices(num_replicas)
+    devices: list[Any] = keras.distribution.list_devices()
+    if num_replicas is not None and num_replicas > len(devices):
+        raise ValueError(
+            f"`num_replicas` must be at most the number of devices. Received: num_replicas={num_replicas}, "
+            f"devices={devices}. On CPU, enter `data_parallel(num_replicas={num_replicas})` before JAX makes its "
+            "first array, or start Python with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={num_replicas}."
+        )
+    return devices[:num_replicas]
 
 
 def _is_named_process() -> bool:

@@ -1,18 +1,17 @@
-"""Gradients reduced while the backward pass still computes others, and finished inside of it.
+"""Gradients reduced during the backward pass, while it computes others.
 
-Gradients travel in flat buckets, in the order in which a backward pass makes them: those of the last variables first.
-A bucket that is full is sent at once. The last one waits for the end of the backward pass and takes along which
-gradients this rank has, so that whoever reads `.grad` after `loss.backward()` sees global gradients.
+Gradients travel in flat buckets, in the order in which a backward pass makes them. A full bucket is sent at once. The
+last bucket waits for the end of the backward pass and carries which gradients this rank has. After `loss.backward()`,
+`.grad` is global.
 
-What travels is the same, bucket by bucket, if all of it is sent at the end (`reduce`) - so each rank may decide for
-itself, at every step, when it sends. A rank does so early only where it knows what comes: in the step of Keras' own
-trainer, which calls `scale_loss`, `backward` and `apply` one after another. Everybody else gets `reduce`.
+`reduce` at the end sends the same buckets, so each rank decides at each step when to send. It sends early only in the
+step of Keras' own trainer, which calls `scale_loss`, `backward` and `apply` in this order.
 
-With state in slices each rank gets its slices of the sums (`sliced_bucket.py`). There gradients are gone once they are
-sent: what comes later for the same variable is sent by itself, and added. `.grad` is NaN then.
+With sharded state, each rank gets its slices of the sums (`sliced_bucket.py`). A gradient is gone once it is sent: a
+later one of the same variable is sent separately and added. `.grad` is NaN then.
 
-The last of several micro-batches sends means of all of them. What is not finite is looked for in what is reduced: by
-one sum a bucket, and by a look at each gradient, and a question to all ranks, only where that sum is not finite.
+With accumulation, only the last micro-batch sends: the mean of all. Finite checks take one sum per bucket. If a sum is
+not finite, all ranks together check each gradient.
 
 Private names of Keras touched here (a test holds them):
     `Model.train_step` of the torch trainer - scales the loss, lets gradients go, computes new ones,
@@ -402,6 +401,29 @@ class Buckets:
         for bucket in self._buckets[:2]:
             bucket.open()
 
+    def _must_repeat(self, heard: Any) -> bool:
+        """Whether some rank asks to send all gradients again. Raises an error if the ranks do not match."""
+        heard.check_all_train()
+        num_late, num_odd, num_even, *lost = heard.more
+        if any(number > 0 for number in lost):
+            raise ValueError(
+                "With `shard_state=True` gradients are gone once they are sent. Received: on some rank a backward "
+                "pass that ended with an error, after which the program went on. Use `CrossShard(..., "
+                "shard_state=True, overlap=False)` to go on after such errors."
+            )
+        if num_odd > 0 and num_even > 0:
+            raise ValueError(
+                "All replicas must make the same updates, in the same order. Received: gradients of other updates "
+                "on some ranks. Was an update left out on one rank, by an error that the program went on after?"
+            )
+        if 0 < num_late < self._num_ranks and not heard.all_look:  # then others do not look either, and go on
+            raise RuntimeError(
+                "On a GPU gradients that are sent must not change any more on some ranks only. Received: on "
+                f"{round(num_late)} of {self._num_ranks} ranks one that came or was changed afterwards, or a "
+                "backward pass that ended with an error. Use `CrossShard(..., overlap=False)`."
+            )
+        return bool(num_late > 0)
+
     def _reduced(
         self,
         present: list[bool],
@@ -425,26 +447,7 @@ class Buckets:
         has = present
         heard, _ = channel.unpack(self._flags, "sum", must_look=self._was_late)
         if heard is not None:
-            heard.check_all_train()
-            num_late, num_odd, num_even, *lost = heard.more
-            if any(number > 0 for number in lost):
-                raise ValueError(
-                    "With `shard_state=True` gradients are gone once they are sent. Received: on some rank a backward "
-                    "pass that ended with an error, after which the program went on. Use `CrossShard(..., "
-                    "shard_state=True, overlap=False)` to go on after such errors."
-                )
-            if num_odd > 0 and num_even > 0:
-                raise ValueError(
-                    "All replicas must make the same updates, in the same order. Received: gradients of other updates "
-                    "on some ranks. Was an update left out on one rank, by an error that the program went on after?"
-                )
-            if num_late > 0:
-                if num_late < self._num_ranks and not heard.all_look:  # then others do not look either, and go on
-                    raise RuntimeError(
-                        "On a GPU gradients that are sent must not change any more on some ranks only. Received: on "
-                        f"{round(num_late)} of {self._num_ranks} ranks one that came or was changed afterwards, or a "
-                        "backward pass that ended with an error. Use `CrossShard(..., overlap=False)`."
-                    )
+            if self._must_repeat(heard):
                 return None
             heard.check_same_variables()
             has = heard.present

@@ -106,32 +106,32 @@ def in_parts(model: Any, reducer: Any, distribution: Any, state: Any, data: Any,
             part = VirtualReplica(index, num_parts, is_first=True, is_last=True, counted=counted)
             with cut.shared(part, num_rows):
                 (_, (loss, y_pred, *changed)), grads = step(weights, *cut.starts(index, kept), *own, **arguments)
-                with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
-                    scale = model.optimizer.scale_loss(1.0)
-                    with assigning_nothing(OWN_GRADIENTS):
-                        grads, found = stage.of_part(
-                            Step(grads, variables, row_share=row_share(), loss_scale=scale), part
-                        )
+                with _own_gradients(model.optimizer, optimizer_state) as scale:
+                    local_step = Step(grads, variables, row_share=row_share(), loss_scale=scale)
+                    grads, found = stage.of_part(local_step, part)
             sums, last = cut.ends(index, num_rows, kept, changed)
             return [*grads, loss, *sums], found, last, y_pred
 
         totals, found, last, y_pred = cut.over_parts(of_part, replicas, data, num_rounds)
         grads, (loss, *sums) = totals[: len(variables)], totals[len(variables) :]
-        with keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state))):
-            scale = model.optimizer.scale_loss(1.0)
-            of_all = Step(grads, variables, loss_scale=scale, found_inf=found)
-            with assigning_nothing(OWN_GRADIENTS):
-                reduced = stage.reduced(of_all, replicas)
-        return (
-            (_by_itself(reduced.grads, num_rounds), reduced.found_inf, dict(reduced.notes)),
-            y_pred,
-            cut.joined(replicas, kept, loss, sums, last),
-        )
+        with _own_gradients(model.optimizer, optimizer_state) as scale:
+            reduced = stage.reduced(Step(grads, variables, loss_scale=scale, found_inf=found), replicas)
+        grads = _by_itself(reduced.grads, num_rounds), reduced.found_inf, dict(reduced.notes)
+        return grads, y_pred, cut.joined(replicas, kept, loss, sums, last)
 
     grads, y_pred, (loss, *kept) = cut.run(
         local, (weights, [*others, *metrics], optimizer_state), data, (True, False, True)
     )
     return grads, loss, y_pred, kept[: len(others)], kept[len(others) :]
+
+
+@contextlib.contextmanager
+def _own_gradients(optimizer: Any, state: Any) -> Iterator[Any]:
+    """Let stages read the optimizer's state and assign nothing. Yield the factor of the loss."""
+    with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state))):
+        scale = optimizer.scale_loss(1.0)
+        with assigning_nothing(OWN_GRADIENTS):
+            yield scale
 
 
 def evaluated_in_parts(model: Any, distribution: Any, state: Any, data: Any, num_parts: int) -> tuple[Any, ...]:

@@ -131,7 +131,7 @@ class Tree(Communicator):
 
     def __init__(self, replicas: Communicator, num_parts: int) -> None:
         self._replicas = replicas
-        self._num_parts = num_parts
+        self.num_parts = num_parts
         self.num_replicas = replicas.num_replicas
         self.replica_id = replicas.replica_id
         self.is_spmd = replicas.is_spmd
@@ -149,7 +149,7 @@ class Tree(Communicator):
         """See `Communicator.all_reduce`."""
         if op == "max":
             return self._replicas.all_reduce(tensors, op)
-        factor = 1 / self._num_parts if op == "mean" else 1  # exact: a power of two
+        factor = 1 / self.num_parts if op == "mean" else 1  # exact: a power of two
         if _devices is not None and isinstance(self._replicas, _devices.ReplicaContext):
             totals: list[Tensor] = self._replicas.all_reduce_in_tree(tensors, factor)
             return totals
@@ -207,7 +207,7 @@ class SumOfParts(ExtensionStage):
     keeps_bits = True
 
     def __init__(self, num_parts: int, context: StageContext) -> None:
-        self._num_parts = num_parts
+        self.num_parts = num_parts
         self._context = context
         self._optimizer = context.optimizer
         self._reducer: AllReduce | None = None
@@ -234,8 +234,8 @@ class SumOfParts(ExtensionStage):
 
     def _collect(self, step: Step, proceed: Proceed) -> None:
         comm, part = runtime.communicator(self._optimizer.axis_name), current_part()
-        parts_of_each(self._num_parts, comm.num_replicas)
-        if part is None or part.num_replicas != self._num_parts or step.is_reduced:
+        parts_of_each(self.num_parts, comm.num_replicas)
+        if part is None or part.num_replicas != self.num_parts or step.is_reduced:
             raise ValueError(
                 "`VirtualReplicas` needs `fit` or `train_on_batch` of a prepared model, which cut each batch into "
                 f"parts. Received: {self._optimizer!r} in a step that does not. Compile the model inside "
@@ -297,7 +297,7 @@ class SumOfParts(ExtensionStage):
         if self._reducer is None:
             self._reducer = AllReduce(self._context, self._optimizer._options, Transport())
         whole = step.replace(gradient_state=GradientState.LOCAL, weight=1.0, row_share=1.0)
-        return self._reducer.reduce(whole, Tree(comm, self._num_parts)).replace(is_reduced=True)
+        return self._reducer.reduce(whole, Tree(comm, self.num_parts)).replace(is_reduced=True)
 
     def reset(self) -> None:
         """Forget the parts of an unfinished batch."""

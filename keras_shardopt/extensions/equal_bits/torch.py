@@ -10,7 +10,7 @@ first. If each rank has one part, the losses of all ranks exchange the counts in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -53,12 +53,10 @@ def in_parts(
     given = int(num_rows(data))
     mine, session.mine = (given if ranks is None else session.mine or 0), None
     all_rows = given if ranks is None else session.all_rows()
-    own = own_parts(num_parts, replicas)
+    own, tree = own_parts(num_parts, replicas), Tree(replicas, num_parts)
     rows = rows_of_parts(mine, len(own))
     reducer = session.reducer
-    if model.jit_compile and not cut.has_warned:
-        cut.has_warned = True
-        _warn_of_compiling(model)
+    _warn_of_compiling(model, cut)
     updates = runtime.version(reducer.iterations)
     layers = cut.state(session.call is not None) if trains else []
     state, logs = _State(model, trains, layers, cut.changed_weights), _Logs()
@@ -75,27 +73,8 @@ def in_parts(
             with batch_shared(share), before_more(not here.is_last):
                 return _count(real, part_data) if isinstance(here, CountingReplica) else real(part_data)
 
-        def count() -> list[Any]:
-            counts = Subtrees()
-            for i, part in enumerate(own):
-                here = CountingReplica(part, num_parts, is_first=not i, is_last=part == own[-1])
-                step(i, here)
-                counts.add(here.counts)
-            return Tree(replicas, num_parts).all_reduce(counts.take(), "sum")
-
-        totals = count() if cut.counts_first else []
-        cut.counts_first = bool(totals)
-        waits = len(own) == 1 and (not trains or has_built_in_step(model))
-        others = Tree(replicas, num_parts) if waits else None
-        for i, part in enumerate(own):
-            position: dict[str, Any] = {"is_first": not i, "is_last": part == own[-1], "others": others}
-            try:
-                found = step(i, VirtualReplica(part, num_parts, **position, counted=totals))
-            except NotCountedError:
-                if i or totals or (trains and not has_built_in_step(model)):
-                    raise
-                totals, cut.counts_first = count(), True
-                found = step(i, VirtualReplica(part, num_parts, **position, counted=totals))
+        can_repeat = not trains or has_built_in_step(model)
+        for i, found in enumerate(_each_part(step, own, tree, cut, can_repeat)):
             logs.add(found, rows[i])
             state.end(rows[i] > 0)
     if trains:
@@ -106,15 +85,45 @@ def in_parts(
     everyones = [given] if ranks is None else session.rows()
     counted = [count for rank in everyones for count in rows_of_parts(rank, len(own))]
     is_skipped = trains and _is_skipped(reducer, updates)
-    state.settle(Tree(replicas, num_parts), sum(count > 0 for count in counted), is_skipped)
-    return logs.settle(model, Tree(replicas, num_parts), sum(counted))
+    state.settle(tree, sum(count > 0 for count in counted), is_skipped)
+    return logs.settle(model, tree, sum(counted))
 
 
-def _warn_of_compiling(model: Any) -> None:
-    warn(
-        "With `VirtualReplicas` PyTorch's steps are not compiled, which gives equal operations other last digits. "
-        f"Received: jit_compile=True, for the model `{model.name}`. Use `model.compile(..., jit_compile=False)`.",
-    )
+def _each_part(
+    step: Callable[[int, PartOfBatch], Any], own: Sequence[int], tree: Tree, cut: CutBatches, can_repeat: bool
+) -> Iterator[Any]:
+    """Yield the logs of each of this rank's parts, after a counting pass if losses need one."""
+
+    def count() -> list[Any]:
+        counts = Subtrees()
+        for i, part in enumerate(own):
+            here = CountingReplica(part, tree.num_parts, is_first=not i, is_last=part == own[-1])
+            step(i, here)
+            counts.add(here.counts)
+        return tree.all_reduce(counts.take(), "sum")
+
+    totals = count() if cut.counts_first else []
+    cut.counts_first = bool(totals)
+    others = tree if len(own) == 1 and can_repeat else None
+    for i, part in enumerate(own):
+        position: dict[str, Any] = {"is_first": not i, "is_last": part == own[-1], "others": others}
+        try:
+            found = step(i, VirtualReplica(part, tree.num_parts, **position, counted=totals))
+        except NotCountedError:
+            if i or totals or not can_repeat:
+                raise
+            totals, cut.counts_first = count(), True
+            found = step(i, VirtualReplica(part, tree.num_parts, **position, counted=totals))
+        yield found
+
+
+def _warn_of_compiling(model: Any, cut: CutBatches) -> None:
+    if model.jit_compile and not cut.has_warned:
+        cut.has_warned = True
+        warn(
+            "With `VirtualReplicas` PyTorch's steps are not compiled, which gives equal operations other last digits. "
+            f"Received: jit_compile=True, for the model `{model.name}`. Use `model.compile(..., jit_compile=False)`.",
+        )
 
 
 class _Counted(Exception):

@@ -160,7 +160,7 @@ class Rows:
         trained, statistics = list(optimizer._trainable_variables), stage.statistics
         # Counters are equal on all replicas, unless each may skip updates.
         counters = set(map(id, _counters(stage)))
-        window = [] if optimizer.accumulation is None else optimizer.accumulation.replica_state
+        window = [] if optimizer.accumulation is None else optimizer.accumulation._replica_state
         of_each = [v for v in _variables_of(stage, optimizer) if stage.skips or id(v) not in counters]
         self._counters = counters
         self.of: list[Variable] = [*of_each, *window]

@@ -56,61 +56,110 @@ class _StacksRows(keras.Model):
         super().make_train_function(*args, **kwargs)
 
 
-def train_step(model: Any, state: Any, data: Any) -> Any:
-    """Run a step of all replicas, each with its rows of the batch, weights and state.
+class _ApartStep:
+    """A step of all replicas, each with its rows of the batch, weights and state.
+
+    Inside the `shard_map`, a variable with rows has its row's value. The variable itself stays unchanged until read.
 
     Args:
         model: the model.
-        state: the state of Keras' own step.
-        data: the batch.
+        all_rows: the number of rows of the batch.
     """
-    optimizer, distribution = model.optimizer, keras.distribution.distribution()
-    (local,), axis = local_updates_in([optimizer]), distribution.batch_dim_name
-    size, all_rows = batch_size_of(distribution), num_rows(data)
-    num_missing = -all_rows % size
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    share_losses(model)
-    weights, others, optimizer_state, metrics = state
-    place = {id(v): i for i, v in enumerate(optimizer.variables)}
-    of, stacked_at = [id(v) for v in cast(Rows, local.seen).of], [place[id(v)] for v in local.stacked]
-    # Inside the `shard_map`, a variable with rows has its row's value. The variable itself stays unchanged until read.
-    shared_at = [i for i, v in enumerate(optimizer.variables) if id(v) not in of and i not in set(stacked_at)]
-    is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
 
-    def on_one(rows: Any, shared: Any, others: Any, metrics: Any, data: Any) -> Any:
-        own = {key: row[0] for key, row in zip(of, rows)}
-        values = dict(zip(shared_at, shared))
-        replicas = MappedAxis(axis)
+    def __init__(self, model: Any, all_rows: int) -> None:
+        distribution = keras.distribution.distribution()
+        self._model, self._all_rows = model, all_rows
+        self._axis, self._mesh = distribution.batch_dim_name, distribution.device_mesh.backend_mesh
+        self._size = batch_size_of(distribution)
+        self._num_missing = -all_rows % self._size
+        (self._local,) = local_updates_in([model.optimizer])
+        variables = model.optimizer.variables
+        self._place = {id(v): i for i, v in enumerate(variables)}
+        self._of = [id(v) for v in cast(Rows, self._local.seen).of]
+        self._stacked_at = [self._place[id(v)] for v in self._local.stacked]
+        alone = {*self._of, *(id(v) for v in self._local.stacked)}
+        self._shared_at = [i for i, v in enumerate(variables) if id(v) not in alone]
+        self._is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
+
+    def run(self, state: Any, data: Any) -> Any:
+        """Return the logs and the new state."""
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        weights, others, optimizer_state, metrics = state
+        whole, divided = PartitionSpec(), PartitionSpec(self._axis)
+        run = jax.shard_map(
+            self._on_one,
+            mesh=self._mesh,
+            in_specs=(divided, whole, whole, whole, divided),
+            out_specs=(divided, whole, whole, whole, divided),
+            check_vma=False,
+        )
+        rows, shared, changed, loss, outputs = run(
+            [optimizer_state[i] for i in self._stacked_at],
+            [optimizer_state[i] for i in self._shared_at],
+            others,
+            metrics,
+            padded((x, y, sample_weight), self._num_missing),
+        )
+        optimizer_state = list(optimizer_state)
+        for i, value in [*zip(self._stacked_at, rows), *zip(self._shared_at, shared)]:
+            optimizer_state[i] = value
+        kept = set(self._of)
+        others = [old if id(v) in kept else new for v, old, new in zip(model.non_trainable_variables, others, changed)]
+        weights = [
+            optimizer_state[self._place[id(anchor)]].astype(v.dtype)
+            for v, anchor in zip(model.trainable_variables, self._local.anchors)
+        ]
+        outputs = jax.tree.map(lambda leaf: leaf[: self._all_rows], outputs)
+        # Metrics are computed from all rows as one batch, so each is exact, whether or not it is a sum over rows.
+        metrics = metrics_of_losses(model, (weights, others, metrics), outputs, (x, y, sample_weight))
+        y_pred, _ = outputs
+        logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+        return logs, (weights, others, optimizer_state, metrics)
+
+    def _on_one(self, rows: Any, shared: Any, others: Any, metrics: Any, data: Any) -> Any:
+        """Run one replica's step."""
+        model, optimizer = self._model, self._model.optimizer
+        own = {key: row[0] for key, row in zip(self._of, rows)}
+        values = dict(zip(self._shared_at, shared))
+        replicas = MappedAxis(self._axis)
         other = seed_offset(replicas.replica_id)
-        mine = rows_of(replicas.replica_id, all_rows, size)
+        mine = rows_of(replicas.replica_id, self._all_rows, self._size)
         before = [own[id(v)] for v in model.trainable_variables]
         inputs = [
             own.get(id(v), value) + other if seed else own.get(id(v), value)
-            for v, value, seed in zip(model.non_trainable_variables, others, is_seed)
+            for v, value, seed in zip(model.non_trainable_variables, others, self._is_seed)
         ]
         inside = [
             own[id(v)] if id(v) in own else values.get(i, jax.numpy.zeros(v.shape, v.dtype))
             for i, v in enumerate(optimizer.variables)
         ]
         step = functools.partial(gradients_of_rows, model, before, inputs, metrics, inside)
-        with states_of_replica(model, replicas.replica_id, size, all_rows):
-            grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
-        with batch_shared(BatchShare(mine, all_rows, replicas, ends_early=bool(num_missing))):
+        with states_of_replica(model, replicas.replica_id, self._size, self._all_rows):
+            grads, loss, outputs, changed = on_own_rows(model, replicas, self._all_rows, step, data)
+        with batch_shared(BatchShare(mine, self._all_rows, replicas, ends_early=bool(self._num_missing))):
             after, updated = optimizer.stateless_apply(inside, grads, before)
         changed = [old if new is None else new for old, new in zip(inputs, changed)]
         changed = [
             new if id(v) not in own or seed else jax.numpy.where(mine > 0, new, old)  # unchanged without rows
-            for v, old, new, seed in zip(model.non_trainable_variables, inputs, changed, is_seed)
+            for v, old, new, seed in zip(model.non_trainable_variables, inputs, changed, self._is_seed)
         ]
-        changed, updated = local.settled(model, (before, inputs, inside, metrics), (after, changed, updated, metrics))
+        started, ended = (before, inputs, inside, metrics), (after, changed, updated, metrics)
+        changed, updated = self._local.settled(model, started, ended)
+        found = [new - other if seed else new for new, seed in zip(changed, self._is_seed)]
         own.update(zip(map(id, model.trainable_variables), after))
-        own.update({id(v): updated[i] for i, v in enumerate(optimizer.variables) if id(v) in own and id(v) in place})
-        found = []
-        for v, new, seed in zip(model.non_trainable_variables, changed, is_seed):
-            found.append(new - other if seed else new)
-            if id(v) in own:
-                own[id(v)] = found[-1]
-        statistics = [own[id(v)] for v in local.statistics]
+        own.update({id(v): updated[i] for i, v in enumerate(optimizer.variables) if id(v) in own})
+        own.update({id(v): new for v, new in zip(model.non_trainable_variables, found) if id(v) in own})
+        statistics = self._joined_statistics(
+            replicas, mine, [own[id(v)] for v in self._local.statistics], inside, updated
+        )
+        own.update(zip(map(id, self._local.statistics), statistics))
+        loss = jax.lax.pmean(loss, self._axis)
+        return [own[key][None] for key in self._of], [updated[i] for i in self._shared_at], found, loss, outputs
+
+    def _joined_statistics(self, replicas: Any, mine: Any, statistics: Any, inside: Any, updated: Any) -> Any:
+        """Return the means of the moving statistics over replicas if a round has ended, and else this replica's."""
+        local, optimizer, place = self._local, self._model.optimizer, self._place
         count, rounds = updated[place[id(local.count)]], updated[place[id(local.last_rounds)]]
         share = mine if optimizer.accumulation is None else _share_of_window(optimizer, updated)
         if local.skips:
@@ -118,41 +167,7 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
             share = jax.numpy.where(updated[iterations] != inside[iterations], share, 0)
         is_round = (rounds[0] == count) & (count != inside[place[id(local.count)]])  # False inside the next window
         joined = functools.partial(local.join_statistics, replicas, row_share=jax.numpy.asarray(share))
-        statistics = jax.lax.cond(is_round, joined, lambda values: values, statistics)
-        own.update(zip(map(id, local.statistics), statistics))
-        loss = jax.lax.pmean(loss, axis)
-        return [own[key][None] for key in of], [updated[i] for i in shared_at], found, loss, outputs
-
-    whole, divided = PartitionSpec(), PartitionSpec(axis)
-    run = jax.shard_map(
-        on_one,
-        mesh=distribution.device_mesh.backend_mesh,
-        in_specs=(divided, whole, whole, whole, divided),
-        out_specs=(divided, whole, whole, whole, divided),
-        check_vma=False,
-    )
-    rows, shared, changed, loss, outputs = run(
-        [optimizer_state[i] for i in stacked_at],
-        [optimizer_state[i] for i in shared_at],
-        others,
-        metrics,
-        padded((x, y, sample_weight), num_missing),
-    )
-    optimizer_state = list(optimizer_state)
-    for i, value in [*zip(stacked_at, rows), *zip(shared_at, shared)]:
-        optimizer_state[i] = value
-    kept = set(of)
-    others = [old if id(v) in kept else new for v, old, new in zip(model.non_trainable_variables, others, changed)]
-    weights = [
-        optimizer_state[place[id(anchor)]].astype(v.dtype)
-        for v, anchor in zip(model.trainable_variables, local.anchors)
-    ]
-    outputs = jax.tree.map(lambda leaf: leaf[:all_rows], outputs)
-    # Metrics are computed from all rows as one batch, so each is exact, whether or not it is a sum over rows.
-    metrics = metrics_of_losses(model, (weights, others, metrics), outputs, (x, y, sample_weight))
-    y_pred, _ = outputs
-    logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
-    return logs, (weights, others, optimizer_state, metrics)
+        return jax.lax.cond(is_round, joined, lambda values: values, statistics)
 
 
 def _share_of_window(optimizer: ReducingOptimizer, values: Any) -> Any:
@@ -179,4 +194,7 @@ class RoundsStep(TrainStep):
     def train(self, real: Callable[..., Any], state: Any, data: Any) -> Any:
         """See `TrainStep.train`."""
         alone = batch_size_of(keras.distribution.distribution()) == 1
-        return real(state, data) if alone else train_step(self.model, state, data)
+        if alone:
+            return real(state, data)
+        share_losses(self.model)
+        return _ApartStep(self.model, num_rows(data)).run(state, data)

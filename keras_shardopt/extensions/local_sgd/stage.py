@@ -165,7 +165,7 @@ class LocalUpdates(ExtensionStage):
         return list(self._own)
 
     @property
-    def replica_state(self) -> list[Variable]:
+    def _replica_state(self) -> list[Variable]:
         """All state that may differ between replicas. Empty on ranks before their first local update: all are equal."""
         may_differ = self._has_trained or not replicas_are_processes()
         return [*self.private, *self.stacked] if may_differ else []
@@ -176,7 +176,7 @@ class LocalUpdates(ExtensionStage):
         optimizer = self._optimizer
         rates = {id(v) for leaf in base_optimizers(optimizer) for v in leaf.variables if v.name == "learning_rate"}
         window = optimizer.accumulation
-        kept = [] if window is None else [window.counter, *window.replica_state]
+        kept = [] if window is None else [window.counter, *window._replica_state]
         apart = rates | {id(v) for v in [*self._own, *kept, *self.stacked]}
         return [v for v in optimizer.variables if id(v) not in apart]
 

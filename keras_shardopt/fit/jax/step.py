@@ -145,15 +145,11 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         dimension); the loss of the whole batch; the predictions of all rows and their masks; and the non-trainable
         variables. Each replica normalizes with its own rows, so moving statistics are the mean over replicas.
     """
-    axis = distribution.batch_dim_name
-    num_replicas = batch_size_of(distribution)
+    axis, num_replicas = distribution.batch_dim_name, batch_size_of(distribution)
     all_rows = num_rows(data)
-    num_missing = -all_rows % num_replicas
     variables = model.trainable_variables
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
-
     axes = reducer.pipeline.reducer.dividing_axes(variables)
-
     weights, others, optimizer_state, metrics = state
     carried = reducer.pipeline.carried_in(model.optimizer.variables, optimizer_state)
     optimizer_state = without_own(reducer, model.optimizer.variables, optimizer_state)
@@ -168,31 +164,16 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         with states_of_replica(model, replicas.replica_id, num_replicas, all_rows):
             grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
         optimizer_scope = keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state)))
-        with batch_shared(BatchShare(mine, all_rows, replicas, ends_early=bool(num_missing))), optimizer_scope:
-            mine_of_step = Step(grads, variables, row_share=row_share())
-            if stacks:
-                grads = [grad[None] for grad in reducer.accumulation.own(mine_of_step).grads]
-            else:
-                # The scale of the outermost optimizer: loss scaling may also be outside the reducer.
-                scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]
-                mine_of_step = mine_of_step.replace(loss_scale=scale, own=own, axes=axes)
-                with assigning_nothing(OWN_GRADIENTS):
-                    reduced = reducer.pipeline.reduce(mine_of_step)
-                left = [value[None] for value in reduced.own or ()]
-                grads = (reduced.grads, reduced.found_inf, dict(reduced.notes), left)
-
-        def joined(before: Tensor, after: Tensor | None, seed: bool) -> Tensor:
-            if after is None:
-                return before
-            if seed:
-                return after - other
-            if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
-                return after
-            # Average the changes: an unchanged value then stays bitwise identical. A replica without rows adds 0.
-            change = jax.numpy.where(mine > 0, after - before, 0) * (mine / all_rows)
-            return before + jax.lax.psum(change, axis).astype(before.dtype)
-
-        changed = [joined(*each) for each in zip(others, changed, is_seed)]
+        with (
+            batch_shared(BatchShare(mine, all_rows, replicas, ends_early=all_rows % num_replicas > 0)),
+            optimizer_scope,
+        ):
+            step_of_mine = Step(grads, variables, row_share=row_share(), axes=axes)
+            grads = (_stacked if stacks else _reduced)(model, reducer, step_of_mine, carried)
+        changed = [
+            before if after is None else after - other if seed else _mean_change(before, after, mine, all_rows, axis)
+            for before, after, seed in zip(others, changed, is_seed)
+        ]
         return grads, jax.lax.pmean(loss, axis), outputs, changed
 
     whole, divided = PartitionSpec(), PartitionSpec(axis)
@@ -203,5 +184,31 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         out_specs=(divided if stacks else (divided_along(axes, axis), whole, whole, divided), whole, divided, whole),
         check_vma=False,
     )
-    grads, loss, outputs, changed = run(weights, others, optimizer_state, metrics, carried, padded(data, num_missing))
+    grads, loss, outputs, changed = run(
+        weights, others, optimizer_state, metrics, carried, padded(data, -all_rows % num_replicas)
+    )
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], outputs), changed
+
+
+def _stacked(model: Any, reducer: Any, step: Step, carried: Any) -> Any:
+    """Return this replica's gradients for an accumulation window of all replicas."""
+    del model, carried
+    return [grad[None] for grad in reducer.accumulation.own(step.replace(axes=None)).grads]
+
+
+def _reduced(model: Any, reducer: Any, step: Step, carried: Any) -> Any:
+    """Return the reduced gradients, their `found_inf` and notes, and this replica's carried state."""
+    # The scale of the outermost optimizer: loss scaling may also be outside the reducer.
+    step = step.replace(loss_scale=model.optimizer.scale_loss(1.0), own=[value[0] for value in carried])
+    with assigning_nothing(OWN_GRADIENTS):
+        reduced = reducer.pipeline.reduce(step)
+    return reduced.grads, reduced.found_inf, dict(reduced.notes), [value[None] for value in reduced.own or ()]
+
+
+def _mean_change(before: Tensor, after: Tensor, mine: Tensor, all_rows: int, axis: str) -> Tensor:
+    """Return the value of a variable changed by the mean over the rows of all replicas, `mine` of them here."""
+    if not jax.numpy.issubdtype(after.dtype, jax.numpy.floating):
+        return after
+    # Average the changes: an unchanged value then stays bitwise identical. A replica without rows adds 0.
+    change = jax.numpy.where(mine > 0, after - before, 0) * (mine / all_rows)
+    return before + jax.lax.psum(change, axis).astype(before.dtype)
