@@ -145,7 +145,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._restore(header, arrays)
 
     def _restore(self, header: dict[str, Any], arrays: Any) -> None:
-        """Give every process the state of a backup. Only the chief has its `arrays`."""
+        """Give every process the state of a backup. Only rank 0 has its `arrays`."""
         model = self.model
         _build(model, header.get("built_on", []))
         self._check_fits(header)

@@ -253,7 +253,7 @@ class Overlapped:
                 def begin() -> Transfer:
                     return transport.begin(comm, Reduction.of_nothing(variables))
 
-                made = None if transport.buckets is None else (transport.buckets, begin)
+                made = (transport.buckets, None if transport.buckets is None else begin)
                 arguments = (takes_mean, num_bytes, transport.narrow, checks, slices, made)
                 self.buckets = _overlap.buckets_among(comm, variables, *arguments)
         return self.buckets

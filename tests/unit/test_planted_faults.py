@@ -94,10 +94,16 @@ FAULTS = [
     ),
     fault(
         "update/user_stage.py",
-        "variable.assign(ops.where(is_bad, value, ops.convert_to_tensor(variable)))",
+        "variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))",
         "pass",
         "promises/test_stages_of_your_own.py::"
         "test_an_overflow_that_a_loss_scaling_skips_leaves_nothing_in_the_state_of_a_stage",
+    ),
+    fault(
+        "update/user_stage.py",
+        "for variable, value in zip(kept, before) if went_on else ():",
+        "for variable, value in zip(kept, before):",
+        "promises/test_stages_of_your_own.py::test_a_stage_that_leaves_an_update_out_itself_keeps_what_it_has_counted",
     ),
     fault(
         "update/options.py",

@@ -49,9 +49,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Buckets:
-    """Reduces the gradients of some variables over all ranks.
-
-    All ranks make one with the same arguments, and reduce with it equally often.
+    """Reduces the gradients of some variables over all ranks, which make the same calls with the same arguments.
 
     Args:
         ranks: the ranks of the default process group (`TorchProcessGroup`).
@@ -61,7 +59,7 @@ class Buckets:
         compression: None, "float16" or "bfloat16": the dtype in which float32 and float64 are sent and added up.
         checks_finite: bool. Whether to look for what is not finite.
         slices: None, or how gradients are cut, of which each rank gets its slices.
-        made: None, or what makes other buckets, and begins a `Transfer` for each reduction.
+        made: a function that makes other buckets or None, and one that begins a `Transfer` for each reduction.
     """
 
     def __init__(
@@ -73,11 +71,10 @@ class Buckets:
         compression: str | None,
         checks_finite: bool = False,
         slices: Slices | None = None,
-        made: tuple[Callable[..., Any], Callable[[], Any]] | None = None,
+        made: tuple[Any, Any] = (None, None),
     ) -> None:
         self._ranks = ranks
-        make = None if made is None else made[0]
-        self._begin_transfer = None if made is None else made[1]
+        make, self._begin_transfer = made
         self.transfer: Any = None
         """What has taken the gradients that `reduce` has returned last, until `release`; None for usual buckets."""
         self._checks_finite = checks_finite
