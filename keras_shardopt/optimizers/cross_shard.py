@@ -201,17 +201,17 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
 
     @property
     def _lasting_state(self) -> list[Variable]:
-        """None of a window of micro-batches, of which a file does not hold what there is; all that rounds go by."""
+        """The variables that files hold: those of extensions. Files hold no unfinished accumulation window."""
         return [variable for extension in self.extension_stages for variable in extension.lasting]
 
     @property
     def _replica_state(self) -> list[Variable]:
-        """What stages keep of this replica's own gradients, and state that is divided."""
+        """State of stages with a different value on each replica, and divided state."""
         return [*self.pipeline.replica_state, *super()._replica_state]
 
     @property
     def _shared_own_variables(self) -> list[Variable]:
-        """Those that it keeps itself and that are equal on all replicas."""
+        """This optimizer's own variables that are equal on all replicas."""
         apart = {id(v) for v in self._replica_state}
         return [v for v in self._variables if id(v) not in apart]
 
@@ -236,7 +236,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         self.pipeline.run(step)
 
     def _update(self, step: Step) -> None:
-        self.scope_inside.give_to(self._inside)  # another one may have been put around them since
+        self.scope_inside.give_to(self._inside)  # a wrapper may have been added outside this optimizer
         with self.scope_inside.reduced():
             super().update_inner(step.grads, step.variables)
 
@@ -250,7 +250,7 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
         return loss
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
-        """See `keras.optimizers.Optimizer.finalize_variable_values`. Ranks that go on training notice."""
+        """See `keras.optimizers.Optimizer.finalize_variable_values`. Tells the other ranks that this one has ended."""
         started = self.peers.still_there()
         if started is not None and not joins_uneven_inputs() and not self._scope.is_reduced:
             self.pipeline.reducer.finish(started)

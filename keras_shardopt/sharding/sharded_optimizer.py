@@ -44,7 +44,7 @@ class ShardedState(OptimizerWrapper):
     _shards: OwnShards | None = None  # where no state is divided, or by a layout
 
     def _divided(self, variables: Sequence[Variable]) -> OwnShards | None:
-        """Who owns what, where each replica has state of its own."""
+        """Create the shards. Return None if state is not divided into stand-ins."""
         divide = _STRATEGIES.get(placement.state_sharding)
         return None if divide is None else divide(self, variables)
 
@@ -246,7 +246,7 @@ _STRATEGIES: dict[str | None, Callable[..., OwnShards | None]] = {
     "copies": _slices_in_copies,
     "layout": _padded_rows,
 }
-"""By `Placement.state_sharding`, the function that makes stand-ins. A layout needs them for padding only."""
+"""By `Placement.state_sharding`, the function that makes stand-ins. With a layout, only padded variables get one."""
 
 
 def _refuse_several() -> None:

@@ -58,11 +58,11 @@ class Shards(abc.ABC):
         return self._positions[self._key(variable)]
 
     def inside(self, variables: Sequence[Variable]) -> list[Variable]:
-        """What stands inside for these variables."""
+        """Return the stand-ins of these variables."""
         return [self.stand_ins[self._position(variable)] for variable in variables]
 
     def _find_slots(self, optimizer: ReducingOptimizer) -> list[tuple[int, Variable]]:
-        """Looks at the state, now that the inner optimizers are built. Returns that of wrappers, with positions."""
+        """Map each slot to its variable, now that the inner optimizers are built. Return the slots of wrappers."""
         optimizer.scope_inside.holds_slices = not self.lays_out
         of_leaf = [(i, slot) for i, _, slot in slots_of(self._leaf, self._leaf._trainable_variables)]
         keys = {self._key(stand_in): i for i, stand_in in enumerate(self.stand_ins)}

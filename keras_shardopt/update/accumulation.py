@@ -17,7 +17,7 @@ from keras_shardopt.backends.user_warnings import warn
 from keras_shardopt.numerics import Gradients, Tensor, Variable, dense, dtype_of, overwrites_variable
 from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.options import CrossShardOptions
-from keras_shardopt.update.row_weights import weighted_by_rows
+from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Proceed, Stage, Step
 
 _NONE_YET = float("-inf")
@@ -149,7 +149,7 @@ class Accumulation(Stage):
             if state not in (GradientState.LOCAL, GradientState.LOCAL_PRESCALED):  # gradients of all rows
                 self._came_reduced = state
                 return step
-        return weighted_by_rows(step)
+        return zero_without_rows(step)
 
     def stack(self) -> None:
         """Expect stacked gradients from now on: one entry per replica along a first dimension."""

@@ -26,7 +26,7 @@ class Moved(NamedTuple):
     """Global gradients, or this replica's slices of them."""
 
     numbers: Tensor | None
-    """The numbers that travelled along, positive if positive on some replica; None without numbers."""
+    """The sums or means of the numbers that travelled along; only their sign matters. None without numbers."""
 
     in_slices: bool = False
     """Whether each replica has different slices."""

@@ -74,6 +74,7 @@ class SkipNonFinite(Stage):
             return
         is_bad = found_inf[0] > 0
         places = ops.convert_to_tensor([*map(self._context.position, step.variables), UNKNOWN], "int32")
+        # `UNKNOWN`, -1, becomes the last index.
         names = ops.stack([found_inf[1], ops.take(places, found_inf[2] % (len(step.variables) + 1), axis=0)])
         self.source.assign(ops.where(is_bad, names, ops.convert_to_tensor(self.source)))
         if self.leaves_it_to_others:

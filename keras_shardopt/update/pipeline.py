@@ -165,7 +165,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def resuming(self, step: Step) -> Iterator[None]:
-        """Mark gradients applied during the block as those of this step, returned by `reduce`. For trainers."""
+        """Tell `CrossShard.update_inner` that a trainer has already called `reduce` and got this step."""
         self._count_resumed(1)
         token = _resumed.set(step)
         try:

@@ -20,7 +20,7 @@ from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import fail_among_all, first_not_finite, found_alone, moved_and_checked, num_flags
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.reduction import Reduction, as_told
-from keras_shardopt.update.row_weights import weighted_by_rows
+from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.scattered import AlongAxes
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transfer, Transport, transport_of
@@ -63,11 +63,11 @@ class AllReduce:
         return comm if groups is None else comm.split(groups)
 
     def reduce(self, step: Step, comm: Communicator) -> Step:
-        """Weight the gradients by the replica's rows, and reduce them."""
+        """Reduce the gradients: zeros from a replica without rows."""
         members = self.members(comm)
         if not step.is_local:
             return self.own_part(self._as_told(step, members))
-        step = self._ready(weighted_by_rows(step))
+        step = self._ready(zero_without_rows(step))
         reduction = Reduction.of(step, self._context, members, self._options.reduction)
         transfer = self.transport.begin(members, reduction)
         rows = zip(reduction.places, step.axes or (), reduction.grads)

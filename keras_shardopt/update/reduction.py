@@ -112,6 +112,7 @@ class Reduction:
                 places = [UNKNOWN] * (len(self.variables) + 1)
                 for place, position in enumerate(positions):
                     places[position] = place
+                # `UNKNOWN`, -1, becomes the last index.
                 name = ops.take(ops.convert_to_tensor(places, "int32"), found_inf[2] % len(places), axis=0)
                 found_inf = ops.stack([found_inf[0], found_inf[1], name])
             grads = [grads[i] for i in positions]

@@ -1,4 +1,4 @@
-"""Weight a replica's gradients by its rows, or the sum of their sample weights."""
+"""Gradients of a replica without rows, and before all replicas have equal weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from keras_shardopt.update.replica_transform import is_one
 from keras_shardopt.update.step import Step
 
 
-def weighted_by_rows(step: Step) -> Step:
-    """Return the step with its gradients times its weight; with no rows, zeros and a `found_inf` of 0."""
+def zero_without_rows(step: Step) -> Step:
+    """Return the step with its gradients times `Step.weight`; without rows, zeros and a `found_inf` of 0.
+
+    Losses have divided by the rows of all replicas, so rows give no further factor.
+    """
     weight = step.weight
     if not isinstance(step.row_share, float):
         weight = ops.where(step.row_share > 0, weight, 0.0)

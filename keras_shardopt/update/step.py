@@ -60,7 +60,8 @@ class Step:
     """The dimension along which the reduction divides each gradient among the replicas; None to keep it whole."""
 
     own: Sequence[Tensor] | None = None
-    """This replica's values of `Pipeline.carried`: input inside `shard_map` (None: read the variables), then result."""
+    """This replica's values of `Pipeline.carried`. A trainer passes them in (None: read the variables); the reduction
+    returns new ones."""
 
     notes: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Tensors that stages pass from `local` to `commit`, equal on all replicas."""
@@ -129,7 +130,9 @@ class Stage:
         """
 
     def collect(self, step: Step, proceed: Proceed) -> None:
-        """Process a step before the reduction: one per `apply`, or per accumulation window. Skip it by not proceeding.
+        """Process a step before the reduction, in each `apply`; with accumulation, once per window.
+
+        Do not call `proceed` to skip the update.
 
         Use it to count and to decide: in a prepared `fit` on JAX, the gradients may be reduced already, or stacked.
         """

@@ -73,7 +73,7 @@ class Transfer:
         return own, None if along is None else own[length:]
 
     def left(self, step: Step, all_decide: bool) -> Step:
-        """Return the reduced step with the carried values for the next one, unchanged if the update is skipped.
+        """Return the step with new carried values in `own`. A skipped update keeps the old ones.
 
         Args:
             step: the reduced step.

@@ -31,7 +31,7 @@ from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.extension import ExtensionStage
 from keras_shardopt.update.parts import CountingPart, NotCountedError, PartOfBatch
 from keras_shardopt.update.reducers import AllReduce
-from keras_shardopt.update.row_weights import weighted_by_rows
+from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Proceed, Step
 from keras_shardopt.update.trainer_context import current_share
 from keras_shardopt.update.transport import Transport
@@ -284,7 +284,7 @@ class SumOfParts(ExtensionStage):
 
     def weighted(self, step: Step) -> tuple[list[Tensor | None], Tensor | None]:
         """Return the result of `of_part` for a step that is the result of `seen`."""
-        step = weighted_by_rows(step)
+        step = zero_without_rows(step)
         return [_dense(grad, variable) for grad, variable in zip(step.grads, step.variables)], step.found_inf
 
     def reduced(self, step: Step, comm: Communicator) -> Step:

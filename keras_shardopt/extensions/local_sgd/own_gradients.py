@@ -15,7 +15,7 @@ from keras_shardopt.update.context import StageContext
 from keras_shardopt.update.nonfinite import check_reduced
 from keras_shardopt.update.options import CrossShardOptions
 from keras_shardopt.update.reducers import AllReduce
-from keras_shardopt.update.row_weights import weighted_by_rows
+from keras_shardopt.update.row_weights import zero_without_rows
 from keras_shardopt.update.step import Step
 from keras_shardopt.update.transport import Transport
 
@@ -39,7 +39,7 @@ class OwnGradients(AllReduce):
         if self._stage.is_together or not step.is_local:
             with self._stage.recording_together():
                 return super().reduce(step, comm)
-        step = weighted_by_rows(step)
+        step = zero_without_rows(step)
         grads = list(step.grads)
         if step.gradient_state is GradientState.LOCAL_PRESCALED:
             number = comm.num_replicas
