@@ -62,7 +62,7 @@ search:
 
 The newest result of each benchmark, with its date, machine, versions and command; `python benchmarks/run_all.py` runs
 them again. A bar shows the time relative to the row with 1.00 (the dashed line); the thin line spans the quartiles.
-Where an older result is kept, its first ratios stand in the last column, and say what changed since that date.
+The last column holds the first ratios of an older result, if there is one.
 [Performance](performance.md) has the summary, and [notes](#notes-on-the-measurements) explain single ratios.
 """
 

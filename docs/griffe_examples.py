@@ -7,7 +7,7 @@ import griffe
 
 
 class Examples(griffe.Extension):
-    """Renames the section, so that what follows `>>>` is shown as code."""
+    """Renames the section: its `>>>` lines are shown as code."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for each module, class, function and attribute."""

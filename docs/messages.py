@@ -1,6 +1,6 @@
-"""Makes the page of all messages: every error and warning of the package, read from its sources, under its subject.
+"""Builds the page of all messages: every error and warning of the package, read from its sources, under its subject.
 
-mkdocs calls `on_files`. What a message puts in at run time is shown as "…".
+mkdocs calls `on_files`. The sign "…" stands for a value at run time.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ SUBJECTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What the package raises or warns of.
+    """An error or warning of the package.
 
     Args:
         kind: the exception, or "warning".
-        text: with "…" for what is put in.
-        file: where it is raised, relative to the package.
+        text: with "…" for values at run time.
+        file: the file that raises it, relative to the package.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Message:
         return title + "`" * (title.count("`") % 2)
 
     def matches(self, message: str) -> bool:
-        """Whether this is the text that somebody has seen."""
+        """Whether a printed text comes from this message."""
         parts = [re.escape(part) for part in self.text.split(GAP)]
         return re.fullmatch(".*?".join(parts), message, re.DOTALL) is not None
 
@@ -102,7 +102,7 @@ class _Reader:
         }
 
     def messages(self) -> list[tuple[str, ast.expr, str | None]]:
-        """Kind, expression and text of each; None where the text is made elsewhere."""
+        """Kind, expression and text of each; None if another file builds the text."""
         return self._in(self.tree, self.tree)
 
     def _in(self, node: ast.AST, scope: ast.AST) -> list[tuple[str, ast.expr, str | None]]:
@@ -133,7 +133,7 @@ class _Reader:
         return [text for text in texts if re.search(r"[a-z]\. ", text) and len(text) > 60]
 
     def text(self, node: ast.expr, scope: ast.AST, given: dict[str, Any]) -> str | None:
-        """What an expression says, with gaps; None where it says nothing."""
+        """The text of an expression, with gaps; None without any text."""
         if id(node) in self.busy:  # it is made of itself
             return None
         self.busy.add(id(node))
@@ -200,7 +200,7 @@ class _Reader:
 
 
 def read(package: pathlib.Path = PACKAGE) -> tuple[list[Message], list[str]]:
-    """All messages, and the calls whose text is made elsewhere: files and expressions."""
+    """All messages, and the calls with a text from another file: files and expressions."""
     found: dict[str, Message] = {}
     elsewhere, kept = [], []
     for path in sorted(package.rglob("*.py")):
@@ -250,7 +250,7 @@ def page() -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text as Markdown: names stay code, and nothing else means anything."""
+    """Text as Markdown: names stay code, all other signs are literal."""
     parts = re.split(r"(`[^`]*`)", text)
     parts[::2] = [re.sub(r"([\\*_\[\]<>{}#])", r"\\\1", part) for part in parts[::2]]
     return "".join(parts)

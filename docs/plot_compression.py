@@ -1,4 +1,4 @@
-"""Draws what compressed gradients cost, with and without error feedback, into docs/images/compression.svg.
+"""Draws the losses of compressed gradients, with and without error feedback, into docs/images/compression.svg.
 
     python docs/plot_compression.py [--output FILE]
 

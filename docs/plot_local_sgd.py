@@ -1,4 +1,4 @@
-"""Draws what benchmarks/local_sgd.py has found into docs/images/local_sgd.svg.
+"""Draws the results of benchmarks/local_sgd.py into docs/images/local_sgd.svg.
 
     python docs/plot_local_sgd.py [--output FILE]
 

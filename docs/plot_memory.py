@@ -23,7 +23,7 @@ NUM_REPLICAS = (1, 2, 4, 8)
 
 
 def megabytes(num_replicas: int, shard_state: bool) -> float:
-    """What the replica with most of it holds."""
+    """The bytes of the fullest replica."""
     with ks.data_parallel(num_replicas):
         layers = [
             keras.Input((16,), dtype="int32"),

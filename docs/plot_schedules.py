@@ -19,7 +19,7 @@ from keras_shardopt import schedules as s
 
 NUM_STEPS = 100
 
-# One panel per schedule: what distinguishes each curve, and the curve.
+# One panel per schedule: a label for each curve, and the curve.
 PANELS: dict[str, dict[str, Any]] = {
     "FixedLR": {"learning_rate=0.6": s.FixedLR(0.6), "learning_rate=0.3": s.FixedLR(0.3)},
     "PiecewiseConstant": {

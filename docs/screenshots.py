@@ -1,4 +1,4 @@
-"""Takes pictures of every page of the built site in a headless browser, and lists what is wrong with the pages.
+"""Takes pictures of every page of the built site in a headless browser, and lists their faults.
 
     pip install selenium
     mkdocs build --site-dir SITE
@@ -109,7 +109,7 @@ def show(driver: webdriver.Chrome, site: str, page: str, width: int, scheme: str
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     for log in ("performance", "browser"):
-        driver.get_log(log)  # what belongs to the page before
+        driver.get_log(log)  # drops the messages of the page before
     driver.get(site + page)
 
 

@@ -1,4 +1,4 @@
-"""What mkdocs does besides: tutorials become pages, formulas become MathML, and nothing is loaded from a network.
+"""Hooks of mkdocs: tutorials become pages, formulas become MathML, and pages load nothing from a network.
 
 A tutorial is a script with `# %%` cells, under examples/tutorials/. Cells marked `[markdown]` are its prose.
 """
@@ -73,7 +73,7 @@ def _formulas(content: str) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Refuses a page that needs a network to be shown."""
+    """Raises an error for a page that needs a network."""
     loaded = r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?:https?:)?//[^>]*>|<link[^>]*\srel=\"?stylesheet[^>]*https?:[^>]*>"
     found = [
         *re.findall(loaded, output),

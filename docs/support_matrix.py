@@ -1,11 +1,11 @@
-"""Writes docs/support.md: what works on which backend with which Keras, as far as tests say so.
+"""Writes docs/support.md: the tested features by backend and version of Keras.
 
     REPORTS=FOLDER tox run
     REPORTS=FOLDER tox run -m exhaustive
     python docs/support_matrix.py write FOLDER
 
-makes it of pytest's reports of a whole run, which are in FOLDER under names of the backend, the version of Keras, and
-what ran: reports of the same backend and version are one column.
+builds it from pytest's reports of a whole run. Names of files in FOLDER hold the backend, the version of Keras, and the
+environment. Reports of the same backend and version are one column.
 The tests that stand for the features, and no more, are run in a separate environment with
 
     KERAS_BACKEND=jax python docs/support_matrix.py run FOLDER
@@ -35,9 +35,9 @@ class Feature:
     """A line of the table.
 
     Args:
-        name: what it says.
-        tests: per backend, the tests that stand for it; none where it does not exist.
-        remarks: per backend, where it works only; or why it does not.
+        name: its first cell.
+        tests: per backend, the tests that stand for it; none if the backend lacks it.
+        remarks: per backend, a limit, or the reason for its absence.
     """
 
     name: str
@@ -52,7 +52,7 @@ def _on(
     everywhere: str = "",
     one_program: str = "",
 ) -> dict[str, list[str]]:
-    """`one_program` stands for JAX and TensorFlow, where one program has all replicas."""
+    """`one_program` stands for JAX and TensorFlow: one program has all replicas."""
     given = {
         "jax": jax or one_program or everywhere,
         "tensorflow": tensorflow or one_program or everywhere,
@@ -336,9 +336,9 @@ exhaustive suite. A backend or a Keras without a column had no report. Features 
 
 
 def outcomes(*files: pathlib.Path) -> dict[str, collections.Counter[str]]:
-    """By test, without and with what it was parametrized with: how often it passed, failed and was skipped.
+    """Counts of passed, failed and skipped cases by test, with and without its parameters.
 
-    What several reports have counts once: as failed where it failed in any of them.
+    A case in several reports counts once, and as failed if it failed in any of them.
     """
     order = ("skipped", "passed", "failed")
     worst: dict[tuple[str, str], str] = {}
@@ -368,7 +368,7 @@ def outcomes(*files: pathlib.Path) -> dict[str, collections.Counter[str]]:
 
 
 def cell(feature: Feature, backend: str, found: dict[str, collections.Counter[str]]) -> str:
-    """What the table says of a feature."""
+    """The cell of a feature."""
     remark = feature.remarks.get(backend, "")
     total: collections.Counter[str] = collections.Counter()
     for test in feature.tests.get(backend, []):
