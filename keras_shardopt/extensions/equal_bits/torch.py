@@ -50,12 +50,11 @@ def in_parts(
 ) -> Any:
     """Run the step on this rank's parts of a batch. `data` has their rows. Return the logs of the batch."""
     model, ranks, replicas = session.model, session.ranks, runtime.communicator("")
-    given = int(num_rows(data))
+    reducer, given = session.reducer, int(num_rows(data))
     mine, session.mine = (given if ranks is None else session.mine or 0), None
     all_rows = given if ranks is None else session.all_rows()
     own, tree = own_parts(num_parts, replicas), Tree(replicas, num_parts)
     rows = rows_of_parts(mine, len(own))
-    reducer = session.reducer
     _warn_of_compiling(model, cut)
     updates = runtime.version(reducer.iterations)
     layers = cut.state(session.call is not None) if trains else []

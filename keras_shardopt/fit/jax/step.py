@@ -146,8 +146,7 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         variables. Each replica normalizes with its own rows, so moving statistics are the mean over replicas.
     """
     axis, num_replicas = distribution.batch_dim_name, batch_size_of(distribution)
-    all_rows = num_rows(data)
-    variables = model.trainable_variables
+    variables, all_rows = model.trainable_variables, num_rows(data)
     is_seed = [v.name == "seed_generator_state" for v in model.non_trainable_variables]
     axes = reducer.pipeline.reducer.dividing_axes(variables)
     weights, others, optimizer_state, metrics = state
@@ -164,10 +163,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         with states_of_replica(model, replicas.replica_id, num_replicas, all_rows):
             grads, loss, outputs, changed = on_own_rows(model, replicas, all_rows, step, data)
         optimizer_scope = keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state)))
-        with (
-            batch_shared(BatchShare(mine, all_rows, replicas, ends_early=all_rows % num_replicas > 0)),
-            optimizer_scope,
-        ):
+        share = BatchShare(mine, all_rows, replicas, ends_early=all_rows % num_replicas > 0)
+        with batch_shared(share), optimizer_scope:
             step_of_mine = Step(grads, variables, row_share=row_share(), axes=axes)
             grads = (_stacked if stacks else _reduced)(model, reducer, step_of_mine, carried)
         changed = [
@@ -184,9 +181,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         out_specs=(divided if stacks else (divided_along(axes, axis), whole, whole, divided), whole, divided, whole),
         check_vma=False,
     )
-    grads, loss, outputs, changed = run(
-        weights, others, optimizer_state, metrics, carried, padded(data, -all_rows % num_replicas)
-    )
+    data = padded(data, -all_rows % num_replicas)
+    grads, loss, outputs, changed = run(weights, others, optimizer_state, metrics, carried, data)
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], outputs), changed
 
 
