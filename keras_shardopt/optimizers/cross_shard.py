@@ -46,8 +46,8 @@ class CrossShard(UnchangedAlone, TwoPhases, ReportsNonFinite, ReportsCommunicati
 
     With $N$ replicas and $g_r$ the gradient of replica $r$'s mean loss, the inner optimizer gets
     $\frac{1}{N} \sum_r g_r$ on each of them, or $\sum_r g_r$ with `reduction="sum"`. With one replica it runs
-    unchanged, bit for bit (on PyTorch with `fused=False`). Replicas are the devices of the `tf.distribute` strategy
-    in whose scope the model was built, of a `keras.distribution` or of a mapped axis on JAX, and the ranks of
+    unchanged, bit for bit (on PyTorch with `torch=TorchSpeed(fused=False)`). Replicas are the devices of the strategy
+    in whose scope the model was built (TensorFlow), of a `keras.distribution` or a mapped axis (JAX), or the ranks of
     `torch.distributed`, which take rank 0's weights before the first update.
 
     Args:

@@ -303,7 +303,7 @@ class Buckets:
         elif any(grad is not self._handed[i] for i, grad in zip(places, grads)):
             raise ValueError(
                 "The gradients of this step were reduced while they were computed, and others have come. "
-                "Received: gradients that are not `.grad` of the weights. Use `CrossShard(..., overlap=False)`, or "
+                "Received: gradients that are not `.grad` of the weights. Use `torch=TorchSpeed(overlap=False)`, or "
                 "change gradients inside it."
             )
         self._num_taken += 1
@@ -405,8 +405,8 @@ class Buckets:
         if any(number > 0 for number in lost):
             raise ValueError(
                 "With `shard_state=True` gradients are gone once they are sent. Received: on some rank a backward "
-                "pass that ended with an error, after which the program went on. Use `CrossShard(..., "
-                "shard_state=True, overlap=False)` to go on after such errors."
+                "pass that ended with an error, after which the program went on. Use "
+                "`torch=TorchSpeed(overlap=False)` to continue after such errors."
             )
         if num_odd > 0 and num_even > 0:
             raise ValueError(
@@ -417,7 +417,7 @@ class Buckets:
             raise RuntimeError(
                 "On a GPU gradients that are sent must not change any more on some ranks only. Received: on "
                 f"{round(num_late)} of {self._num_ranks} ranks one that came or was changed afterwards, or a "
-                "backward pass that ended with an error. Use `CrossShard(..., overlap=False)`."
+                "backward pass that ended with an error. Use `torch=TorchSpeed(overlap=False)`."
             )
         return bool(num_late > 0)
 
