@@ -128,27 +128,30 @@ class Living:
         living = (reference() for reference in self._known.valuerefs())
         return iter([thing for thing in living if thing is not None])
 
-    def noting(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Return the constructor of the class that notes new instances."""
+    def noting(self, method: Callable[..., None]) -> Callable[..., None]:
+        """Return a method of the class that notes its instance first. Its `scan()` notes those that exist."""
+
+        @functools.wraps(method)
+        def noting(thing: Any, *args: Any, **kwargs: Any) -> None:
+            self._known[id(thing)] = thing
+            method(thing, *args, **kwargs)
+
+        vars(noting)["scan"] = self._scan
+        return noting
+
+    def _scan(self) -> None:
         kinds = [self._kind]
         for kind in kinds:
             kinds += type.__subclasses__(kind)
         # Not `gc.get_objects()`: while that list exists, a tuple that another thread is filling raises SystemError.
         found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
         # All processes need the same order.
-        found.sort(key=lambda thing: (str(getattr(thing, "name", "")), type(thing).__name__))
+        found.sort(key=lambda thing: (str(vars(thing).get("name", "")), type(thing).__name__))
         self._known.update((id(thing), thing) for thing in found)
-
-        @functools.wraps(init)
-        def noting(thing: Any, *args: Any, **kwargs: Any) -> None:
-            self._known[id(thing)] = thing
-            init(thing, *args, **kwargs)
-
-        return noting
 
 
 living_models = Living(Trainer)
-noting_models = living_models.noting
+noting_models = noting_compiled = living_models.noting
 
 
 class Prepared:

@@ -2,7 +2,7 @@
 
 | use | begins with |
 |---|---|
-| "optimizers" | the first wrapper of an optimizer, `data_parallel()`, `synchronize_batch_normalization` |
+| "optimizers" | the first wrapper, `data_parallel()`, `shard_data`, `synchronize_batch_normalization` |
 | "reduction" | the first `CrossShard` |
 | "prepare" | the first prepared model |
 | "batches" | the first prepared model, or `data_parallel()` with several replicas |
@@ -13,13 +13,17 @@
 Tables have the form `{use: {target: (stand-in, reason)}}`. A stand-in is `module:name` within the package. With `()` it
 is a function that makes the new value from the old one. Reasons name the change in Keras that would end the row.
 Each framework has a further table, in `backends/<framework>/patches.py`. `data_parallel()` also replaces
-`Trainer.__init__` and `Trainer.compile` until its block ends.
+`Trainer.__init__`, `Trainer.compile` and, on PyTorch, `Orthogonal.__call__` until its block ends. Two changes are made
+elsewhere: `Variable._direct_assign` (`jax/placement.py`) and, from Keras 3.16 on, `Model._initialize_ddp`
+(`torch/communicator.py`).
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.models import Trainer
@@ -35,6 +39,10 @@ PATCHES: Table = {
         f"{Trainer.__module__}.{Trainer.__name__}.__init__": (
             "backends.models:noting_models()",
             "finds the models of a variable; until Keras gives them to `Optimizer.build`",
+        ),
+        f"{Trainer.__module__}.{Trainer.__name__}.compile": (
+            "backends.models:noting_compiled()",
+            "finds also models made before `gc.freeze()`",
         ),
         "keras.Model.fit": ("fit.compiled:watching_fit()", _TRAIN_APART),
         "keras.Model.train_on_batch": ("fit.compiled:watching_train_on_batch()", _TRAIN_APART),
@@ -66,15 +74,25 @@ PATCHES: Table = {
 
 _TABLES = {name: f"keras_shardopt.backends.{name}.patches" for name in ("tensorflow", "jax", "torch")}
 _installed: set[str] = set()
+_lock = threading.RLock()
 
 
 def install(use: str) -> None:
     """Make the changes of a use, except to names that this version of Keras lacks. Repeated calls do nothing."""
     if use in _installed:
         return
-    _installed.add(use)
-    of_backend = for_backend(_TABLES)
-    for table in (PATCHES, getattr(of_backend, "PATCHES", {})):
+    with _lock:
+        found = list(_found(use))
+        for owner, name, new in found:
+            setattr(owner, name, new)
+        for _, _, new in found:
+            getattr(new, "scan", lambda: None)()
+        _installed.add(use)
+
+
+def _found(use: str) -> Iterator[tuple[Any, str, Any]]:
+    """Yield owner, name and new value of each change of a use that is still to make."""
+    for table in () if use in _installed else (PATCHES, getattr(for_backend(_TABLES), "PATCHES", {})):
         for target, (stand_in, _) in table.get(use, {}).items():
             path, _, name = target.rpartition(".")
             try:
@@ -83,4 +101,4 @@ def install(use: str) -> None:
             except (ImportError, AttributeError):
                 continue
             new = pkgutil.resolve_name(f"keras_shardopt.{stand_in.removesuffix('()')}")
-            setattr(owner, name, new(old) if stand_in.endswith("()") else new)
+            yield owner, name, new(old) if stand_in.endswith("()") else new

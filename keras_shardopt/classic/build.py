@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from keras_shardopt import arguments as check
+from keras_shardopt.backends.patches import install
 from keras_shardopt.classic.larc import LARC
 from keras_shardopt.classic.tf1 import make_optimizer
 from keras_shardopt.optimizers import (
@@ -103,6 +104,7 @@ def build_optimizer(
         by the rate, in the dict; the decay of `keras.optimizers.AdamW` is multiplied by the rate anyway, by name or
         class. A scale for weights that are not "mixed" was reported and not used there; here it is used.
     """
+    install("optimizers")
     if clip_gradients is not None and larc_params is not None:
         raise _Conflict(
             "`clip_gradients` and `larc_params` cannot be used together: both decide how long a gradient is. "

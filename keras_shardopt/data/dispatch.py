@@ -17,6 +17,7 @@ from keras import tree
 
 from keras_shardopt import arguments as check
 from keras_shardopt.backends.active import processes
+from keras_shardopt.backends.patches import install
 from keras_shardopt.data.arrays import part_of_arrays
 from keras_shardopt.data.own_parts import is_part, noted
 from keras_shardopt.data.part import Part
@@ -152,6 +153,7 @@ def shard_data(
         ...         return np.full((4, 2), index), np.ones((4, 1))
         >>> history = model.fit(ks.shard_data(Batches()), epochs=2, shuffle=False, verbose=0)
     """
+    install("optimizers")  # ranks that train on this data need a `CrossShard`
     _check_arguments(batch_size, shuffle, seed)
     part, seed = Part(*processes.process()), 0 if seed is None else int(seed)
     of_its_own = _splitter(x)

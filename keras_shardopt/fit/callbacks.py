@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,7 +56,12 @@ _CALLBACKS = "_keras_shardopt_callbacks"
 
 
 def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
-    """Return a `save_model` or `save_weights` that calls the method of a prepared model."""
+    """Return a `save_model` or `save_weights` that calls the method of a prepared model.
+
+    Modules that have imported Keras' function by name get the new one, too.
+    """
+    if hasattr(in_keras, "saves_complete_files"):
+        return in_keras
 
     @functools.wraps(in_keras)
     def save(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,6 +72,11 @@ def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
         else:
             model.save_weights(*args, **kwargs)
 
+    vars(save)["saves_complete_files"] = True
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("keras.src"):  # the methods of models call those
+            for attribute in [key for key, value in list(vars(module).items()) if value is in_keras]:
+                setattr(module, attribute, save)
     return save
 
 

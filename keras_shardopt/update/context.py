@@ -52,6 +52,11 @@ class StageContext:
         return self._optimizer.iterations
 
     @property
+    def counter(self) -> Any:
+        """The variable that counts calls of an inner optimizer that accumulates itself, and else updates."""
+        return self._optimizer._iterations
+
+    @property
     def loss_scale(self) -> Any:
         """The factor of the loss (loss scaling)."""
         return self._optimizer.loss_scale

@@ -369,6 +369,14 @@ def test_a_stage_keeps_its_state_if_the_update_is_skipped_wherever_the_overflow_
         assert (updates, count) == ((3, 3) if repairs else (2, 2))
 
 
+def test_calls_that_an_inner_optimizer_only_adds_up_are_no_skipped_updates(monkeypatch):
+    world = FakeWorld(2).hold(monkeypatch)
+    inner = lambda: ks.LossScaling(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), "Backoff")  # noqa: E731
+    make = lambda: ks.CrossShard(inner(), stages=[CountsUpdates()])  # noqa: E731
+    for optimizer, _ in trained(world, make, rows(4, 2)):
+        assert int(ops.convert_to_numpy(optimizer.stages[0].count)) == 4
+
+
 def test_a_stage_that_leaves_an_update_out_itself_keeps_what_it_has_counted(monkeypatch):
     world = FakeWorld(2).hold(monkeypatch)
     inner = lambda: ks.LossScaling(keras.optimizers.SGD(1.0), ks.AutomaticLossScaler("Backoff"))  # noqa: E731

@@ -43,10 +43,13 @@ print("changed by the import:", changed(in_keras, object))
 
 USES = (
     ATTRIBUTES
-    + """import pkgutil
+    + """import gc, pkgutil
 import numpy as np
+from keras.saving import save_model
 
 x, y = np.ones((6, 4)), np.ones((6, 1))
+frozen = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+gc.freeze()  # as before a fork
 early = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
 import keras_shardopt
 from keras_shardopt.backends import for_backend, models, patches
@@ -76,10 +79,13 @@ uses = {use for table in tables for use in table}
 before = attributes(*[owner for owner, _ in listed(uses)])
 optimizer = keras_shardopt.CrossShard("sgd", on_nonfinite="skip")
 assert early in models.models_with(early.trainable_variables)
+frozen.compile("sgd")
+assert frozen in models.models_with(frozen.trainable_variables)
 with keras_shardopt.data_parallel(2 if keras.config.backend() == "jax" else None) as replicas:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
     model.compile(keras_shardopt.CrossShard("sgd", on_nonfinite="skip"), "mse")
     keras_shardopt.prepare(model)
+assert save_model is keras.saving.save_model is not keras.src.saving.saving_api.save_model
 model.fit(x, y, batch_size=4, verbose=0)
 assert calls == [model]
 replicas.close()
@@ -138,6 +144,31 @@ def test_the_import_changes_nothing_in_keras_and_in_the_framework():
 def test_first_uses_change_what_is_listed():
     lines = launch.program(BACKEND, USES, environment=launch.variables(BACKEND)).splitlines()
     assert lines == ["used True set() set()", "all True set() set()"]
+
+
+def test_an_error_leaves_no_use_half_made(monkeypatch):
+    import keras
+
+    from keras_shardopt.backends import patches
+
+    rows = {
+        "keras.Model.summary": ("backends.models:is_prepared", ""),
+        "keras.Model.get_layer": ("arguments:none()", ""),
+    }
+    monkeypatch.setitem(patches.PATCHES, "planted", rows)
+    before = keras.Model.summary
+    with pytest.raises(AttributeError):
+        patches.install("planted")
+    assert keras.Model.summary is before and "planted" not in patches._installed
+
+
+@pytest.mark.parametrize("first", ["ks.shard_data(np.ones((4, 2)))", "ks.build_optimizer('Adam')"])
+def test_ranks_that_train_apart_are_found_after_any_use(first):
+    program = f"import keras, numpy as np, keras_shardopt as ks; before = keras.Model.fit; {first}; "
+    printed = launch.program(
+        BACKEND, program + "print(keras.Model.fit is before)", environment=launch.variables(BACKEND)
+    )
+    assert printed.split()[-1] == "False"
 
 
 @pytest.mark.backends("torch", "jax")

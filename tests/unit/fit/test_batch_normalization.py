@@ -29,6 +29,7 @@ class OfOnesOwn(BatchNormalization):
 
 
 def test_every_backend_takes_the_argument():
+    ks.CrossShard("sgd")  # the first use
     layer = BatchNormalization(1, 0.9, synchronized=True)
     assert layer.synchronized is True and layer.axis == 1 and layer.momentum == 0.9
     config = layer.get_config()
