@@ -118,7 +118,7 @@ def _optimizers_in(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 class Living:
-    """The living instances of a class: those that exist when `noting` is called, and later ones."""
+    """The living instances of a class: those that exist when `scan` is called, and later ones."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -129,17 +129,18 @@ class Living:
         return iter([thing for thing in living if thing is not None])
 
     def noting(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Return a method of the class that notes its instance first. Its `scan()` notes those that exist."""
+        """Return a method of the class that notes its instance first. Its attribute `scan` is that of this object."""
 
         @functools.wraps(method)
         def noting(thing: Any, *args: Any, **kwargs: Any) -> None:
             self._known[id(thing)] = thing
             method(thing, *args, **kwargs)
 
-        vars(noting)["scan"] = self._scan
+        vars(noting)["scan"] = self.scan
         return noting
 
-    def _scan(self) -> None:
+    def scan(self) -> None:
+        """Note the instances that exist."""
         kinds = [self._kind]
         for kind in kinds:
             kinds += type.__subclasses__(kind)

@@ -82,17 +82,19 @@ def install(use: str) -> None:
     if use in _installed:
         return
     with _lock:
+        if use in _installed:  # by another thread, meanwhile
+            return
         found = list(_found(use))
         for owner, name, new in found:
             setattr(owner, name, new)
-        for _, _, new in found:
-            getattr(new, "scan", lambda: None)()
+        for scan in {new.scan for _, _, new in found if hasattr(new, "scan")}:  # rows of one class share it
+            scan()
         _installed.add(use)
 
 
 def _found(use: str) -> Iterator[tuple[Any, str, Any]]:
-    """Yield owner, name and new value of each change of a use that is still to make."""
-    for table in () if use in _installed else (PATCHES, getattr(for_backend(_TABLES), "PATCHES", {})):
+    """Yield owner, name and new value of each change of a use."""
+    for table in (PATCHES, getattr(for_backend(_TABLES), "PATCHES", {})):
         for target, (stand_in, _) in table.get(use, {}).items():
             path, _, name = target.rpartition(".")
             try:

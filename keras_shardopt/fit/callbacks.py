@@ -18,6 +18,7 @@ import functools
 import os
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,7 +75,8 @@ def saving_complete_files(in_keras: Callable[..., None]) -> Callable[..., None]:
 
     vars(save)["saves_complete_files"] = True
     for name, module in list(sys.modules.items()):
-        if not name.startswith("keras.src"):  # the methods of models call those
+        # Not those that the methods of models call.
+        if isinstance(module, types.ModuleType) and not name.startswith("keras.src"):
             for attribute in [key for key, value in list(vars(module).items()) if value is in_keras]:
                 setattr(module, attribute, save)
     return save

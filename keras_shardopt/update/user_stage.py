@@ -123,7 +123,7 @@ class UserStage(Stage):
         unit = self._context.loss_scale
         kept = self._variables if self._context.skips_inside else []
         before = [ops.copy(ops.convert_to_tensor(variable)) for variable in kept]
-        updates = ops.copy(ops.convert_to_tensor(self._context.counter)) if kept else 0
+        calls = ops.copy(ops.convert_to_tensor(self._context.counter)) if kept else 0
         own = step.replace(grads=unscaled_gradients(step.grads, step.variables, unit))
         went_on = []
 
@@ -132,9 +132,9 @@ class UserStage(Stage):
             proceed(_scaled(after, own, step, unit))
 
         self._pass("commit", own, go_on)
+        # The gradients here do not tell: the loss scaling may have found an overflow in another replica's slices.
+        is_skipped = ops.equal(ops.convert_to_tensor(self._context.counter), calls) if kept else False
         for variable, value in zip(kept, before) if went_on else ():
-            # The gradients here do not tell: the loss scaling may have found an overflow in another replica's slices.
-            is_skipped = ops.equal(ops.convert_to_tensor(self._context.counter), updates)
             variable.assign(ops.where(is_skipped, value, ops.convert_to_tensor(variable)))
 
     def reset(self) -> None:

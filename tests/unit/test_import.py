@@ -50,6 +50,12 @@ from keras.saving import save_model
 x, y = np.ones((6, 4)), np.ones((6, 1))
 frozen = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 gc.freeze()  # as before a fork
+sys.modules["left_out"] = None  # as a program that must not import something
+if keras.config.backend() == "torch":
+    import torch
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    torch.distributed.destroy_process_group()
 early = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
 import keras_shardopt
 from keras_shardopt.backends import for_backend, models, patches
@@ -79,6 +85,8 @@ uses = {use for table in tables for use in table}
 before = attributes(*[owner for owner, _ in listed(uses)])
 optimizer = keras_shardopt.CrossShard("sgd", on_nonfinite="skip")
 assert early in models.models_with(early.trainable_variables)
+if keras.config.backend() == "torch":
+    assert len(ddp._forward_pre_hooks) == 1
 frozen.compile("sgd")
 assert frozen in models.models_with(frozen.trainable_variables)
 with keras_shardopt.data_parallel(2 if keras.config.backend() == "jax" else None) as replicas:

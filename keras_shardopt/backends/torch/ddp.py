@@ -31,14 +31,18 @@ _ddps = Living(DistributedDataParallel)
 def noticing(init: Callable[..., None]) -> Callable[..., None]:
     """Return the constructor of DDPs whose forward passes are noted. Those of existing DDPs are noted from now on."""
     noting = _ddps.noting(init)
-    for ddp in _ddps:
-        ddp.register_forward_pre_hook(_note_forward)
+
+    def scan() -> None:
+        _ddps.scan()
+        for ddp in _ddps:
+            ddp.register_forward_pre_hook(_note_forward)
 
     @functools.wraps(init)
     def noticing(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         noting(ddp, *args, **kwargs)
         ddp.register_forward_pre_hook(_note_forward)
 
+    vars(noticing)["scan"] = scan
     return noticing
 
 

@@ -165,8 +165,8 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
         optimizer_scope = keras.StatelessScope(state_mapping=list(zip(model.optimizer.variables, optimizer_state)))
         share = BatchShare(mine, all_rows, replicas, ends_early=all_rows % num_replicas > 0)
         with batch_shared(share), optimizer_scope:
-            step_of_mine = Step(grads, variables, row_share=row_share(), axes=axes)
-            grads = (_stacked if stacks else _reduced)(model, reducer, step_of_mine, carried)
+            own_step = Step(grads, variables, row_share=row_share())
+            grads = _stacked(reducer, own_step) if stacks else _reduced(model, reducer, own_step, carried, axes)
         changed = [
             before if after is None else after - other if seed else _mean_change(before, after, mine, all_rows, axis)
             for before, after, seed in zip(others, changed, is_seed)
@@ -186,16 +186,16 @@ def _per_replica(model: Any, reducer: Any, distribution: Any, state: Any, data: 
     return grads, loss, jax.tree.map(lambda leaf: leaf[:all_rows], outputs), changed
 
 
-def _stacked(model: Any, reducer: Any, step: Step, carried: Any) -> Any:
+def _stacked(reducer: Any, step: Step) -> Any:
     """Return this replica's gradients for an accumulation window of all replicas."""
-    del model, carried
-    return [grad[None] for grad in reducer.accumulation.own(step.replace(axes=None)).grads]
+    return [grad[None] for grad in reducer.accumulation.own(step).grads]
 
 
-def _reduced(model: Any, reducer: Any, step: Step, carried: Any) -> Any:
+def _reduced(model: Any, reducer: Any, step: Step, carried: Any, axes: Any) -> Any:
     """Return the reduced gradients, their `found_inf` and notes, and this replica's carried state."""
     # The scale of the outermost optimizer: loss scaling may also be outside the reducer.
-    step = step.replace(loss_scale=model.optimizer.scale_loss(1.0), own=[value[0] for value in carried])
+    scale, own = model.optimizer.scale_loss(1.0), [value[0] for value in carried]
+    step = step.replace(loss_scale=scale, own=own, axes=axes)
     with assigning_nothing(OWN_GRADIENTS):
         reduced = reducer.pipeline.reduce(step)
     return reduced.grads, reduced.found_inf, dict(reduced.notes), [value[None] for value in reduced.own or ()]

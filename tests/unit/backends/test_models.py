@@ -95,7 +95,7 @@ def test_objects_from_before_and_after_are_known():
     before = [Thing(), Special()]
     living = Living(Thing)
     Thing.__init__ = living.noting(Thing.__init__)
-    Thing.__init__.scan()
+    Thing.__init__.scan()  # as `install` does
     after = Special()
     assert set(living) == {*before, after}
 
