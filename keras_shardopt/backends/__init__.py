@@ -1,13 +1,12 @@
-"""The only packages that import a framework, behind interfaces that all others use.
+"""The only packages that import a framework, and the interfaces through which all other packages use them.
 
-A *replica* is one worker that sees its own data. `communicator` says who the replicas are and moves tensors between
-them, `runtime` is about tracing and control flow, `placement` about where variables live, `processes` about the
-programs that hold the replicas. `active` has those of the framework that runs Keras. The docstring of each says what a
-new backend writes. What one backend alone has is no part of them: it is a file in the backend's folder, or a function
-next to its classes, which the one caller finds with `for_backend`.
+A *replica* is a worker that trains on its own rows. `communicator` describes the replicas and moves tensors between
+them, `runtime` covers tracing and control flow, `placement` the storage of variables, and `processes` the processes of
+a job. `active` holds the implementations for the current Keras backend. Each docstring lists the methods that a new
+backend implements. A feature of a single backend is a file in its folder, and its caller finds it with `for_backend`.
 
-What Keras itself does not say is found out here too: `models` knows which models live and which optimizers they hold,
-`keras_callers` who is calling.
+Two more modules supply information that Keras does not pass on: `models` finds live models and their optimizers,
+`keras_callers` finds the calling function.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import keras
 
 
 def for_backend(table: Mapping[str, str]) -> types.ModuleType | None:
-    """The module that a table names for the backend that runs Keras; None where it names none.
+    """Return the module that a table lists for the current Keras backend, or None.
 
-    The one place that asks Keras which backend that is. A new backend is a folder here and a row in each table.
+    This is the only function that asks Keras for its backend. A new backend is a folder here and a row in each table.
     """
     name = table.get(keras.config.backend())
     return None if name is None else importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""What the framework that runs Keras can do. Keras fixes its backend when it is imported, so this never changes."""
+"""The current backend's `runtime`, `processes` and `placement`. Keras fixes its backend on import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where variables live, and how replicas' copies and parts of them are read and set."""
+"""Where variables are stored, and how replicas' copies and shards are read and assigned."""
 
 from __future__ import annotations
 
@@ -13,35 +13,33 @@ from keras_shardopt.backends.communicator import Communicator
 from keras_shardopt.numerics import Optimizer, Variable
 
 StateSharding = Literal["slices", "copies", "layout"]
-"""Each replica is a process with slices of its own; each copy of a variable is a slice; or arrays lie over devices."""
+"""How optimizer state is sharded: by process ("slices"), by copy of a variable, or as a layout over devices."""
 
 Layout = Literal["replicated", "sharded", "per_replica"]
 
 
 class Placement:
-    """Where variables live, and how copies and parts of them are read and set. The defaults are right for one replica.
+    """Where variables are stored, and how copies and shards are read and assigned. The defaults fit one replica.
 
-    A new backend with several replicas writes `before_build` and `check`, which refuse what would train wrongly in
-    silence, and `fingerprints`. If one program holds all copies of a variable, it also writes `replica_values` and
-    `assign_replica_values`; if variables are made in a scope, `colocate_with` and `outside_strategy`; if arrays lie
-    over devices, `place`; if processes hold copies, `broadcast_state`. `state_sharding` says which way of dividing
-    optimizer state works. Only speed: `dividing_axes`.
+    A new backend with several replicas sets `state_sharding`. It implements `fingerprints`, and `before_build` and
+    `check`, which reject setups that would silently train wrongly. Copies in one program need `replica_values` and
+    `assign_replica_values`, and copies in processes `broadcast_state`. Variables created in a scope need
+    `colocate_with` and `outside_strategy`, and arrays over devices `place`. `dividing_axes` only affects speed.
     """
 
     state_sharding: StateSharding | None = None
-    """How replicas hold a part of the optimizer state each; None where they cannot."""
+    """How replicas shard optimizer state. None if they cannot."""
 
     def before_build(
         self, variables: Sequence[Variable], optimizer: Optimizer, innermost: Sequence[Any], shards_state: bool
     ) -> None:
-        """Called before an optimizer that reduces gradients is built for these trainable variables.
+        """Called before building an optimizer that reduces gradients for these trainable variables.
 
-        From here on replicas draw different random numbers in training steps, and the optimizers `innermost` in it
-        reduce nothing where the `scope_inside` of `optimizer` is reduced.
+        From then on, replicas draw different random numbers in training steps. The `innermost` optimizers reduce
+        nothing while `optimizer.scope_inside` is reduced.
 
         Raises:
-            ValueError: if variables or optimizer were made for fewer replicas than train now; if it `shards_state` and
-                these variables are where state cannot be divided.
+            ValueError: if variables or optimizer were created for fewer replicas, or cannot shard their state.
         """
         del variables, optimizer, innermost, shards_state
 
@@ -52,60 +50,60 @@ class Placement:
         is_loaded: bool = False,
         shards_state: bool = False,
     ) -> None:
-        """Called before each update, or before each trace of one. Warns if a loaded model trains on one device only.
+        """Called before each update, or before each trace. Warns if a loaded model trains on one device only.
 
         Raises:
-            ValueError: if updates of these variables by these innermost optimizers would go wrong.
+            ValueError: if these innermost optimizers would update the variables wrongly.
         """
         del variables, optimizers, is_loaded, shards_state
 
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        """A scope, also inside `outside_strategy`, in which variables are made and synchronised as this one is."""
+        """Return a scope that creates variables with this one's placement, even in `outside_strategy`."""
         del variable
         return contextlib.nullcontext()
 
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
-        """Calls `function()` as in a program without replicas, where making a variable involves no other process."""
+        """Call `function()` without replicas, so creating a variable involves no other process."""
         return function()
 
     def dividing_axes(self, variables: Sequence[Variable]) -> list[int | None]:
-        """Along which dimension `place(..., "sharded")` divides what is shaped and laid out as each variable is."""
+        """Return the dimension of each variable that `place(..., "sharded")` divides."""
         return [None for _ in variables]
 
     def place(self, variables: Sequence[Variable], how: Layout) -> str | None:
-        """Lays new variables, with equal values on all replicas, over the devices of one program.
+        """Place new variables, with equal values on all replicas, on the devices of one program.
 
         Args:
-            variables: to be placed.
-            how: "replicated"; "sharded", as far as shapes allow; or "per_replica": with a first dimension that has an
-                entry, zero, for each replica.
+            variables: the variables.
+            how: "replicated"; "sharded", as far as shapes allow; or "per_replica": with a first dimension of one entry,
+                zero, per replica.
 
         Returns:
-            The name of the axis of replicas; None where there is one replica only.
+            The name of the replica axis. None with one replica.
         """
         del variables, how
         return None
 
     def replica_values(self, variable: Variable) -> list[np.ndarray]:
-        """The values of the copies in this process, read outside of a step; of a divided variable the first part."""
+        """Read the copies in this process, outside a step. A sharded variable returns its first shard."""
         return [ops.convert_to_numpy(variable)]
 
     def assign_replica_values(self, variable: Variable, arrays: Sequence[np.ndarray]) -> None:
-        """Assigns an array to each copy in this process, or one to all, outside of a step and in this process only."""
+        """Assign one array per copy in this process, or one array to all, outside a step."""
         (array,) = arrays
         variable.assign(array)
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
-        """A number for each replica's copy of each variable. All processes call it together, with the same result.
+        """Hash each replica's copy of each variable. All processes call it together and get the same result.
 
-        Copies that differ in one bit differ in it; copies that differ otherwise, also in the order of their elements,
-        agree in it once in about 2**32 times.
+        Copies that differ in a single bit always have different hashes. Other differences, including permutations,
+        collide with a probability of about 1 in 2**32.
 
         Returns:
-            Unsigned integers of shape `[num_replicas, num_variables]`; 0 for a variable that is divided.
+            Unsigned integers of shape `[num_replicas, num_variables]`, 0 for sharded variables.
 
         Raises:
-            ValueError: on every process, if they do not have equally many variables.
+            ValueError: on every process, if the numbers of variables differ.
         """
         return np.zeros((1, len(variables)), "uint64")
 
@@ -115,17 +113,17 @@ class Placement:
         optimizer_variables: Sequence[Variable],
         replicas: Communicator | None = None,
     ) -> float:
-        """Gives all processes, or those of some replicas, the first one's values of weights and state, bit for bit.
+        """Copy weights and state bitwise from the first process to all processes, or to those of `replicas`.
 
-        Nothing to do where one process holds all replicas. Before the first update they are given the `replicas`, each
-        a process, and seeds become equal, too.
+        Does nothing if one process holds all replicas. The call before the first update passes `replicas`, each a
+        process, and also makes seeds equal.
 
         Returns:
-            The factor for this replica's first gradients: 1 if all had equal weights before; else 0 where they were not
-            the first one's, and more than 1 elsewhere, so that the mean is one of gradients of what all now have.
+            The factor for this replica's first gradients. It is 1 if all weights were equal. Otherwise it is 0 on
+            replicas with other weights than the first, and more than 1 on the rest, so the mean is exact.
 
         Raises:
-            ValueError: on every process, if shapes or dtypes differ between them.
+            ValueError: on every process, if shapes or dtypes differ.
         """
         del variables, optimizer_variables, replicas
         return 1.0

@@ -1,4 +1,4 @@
-"""The control plane: the processes of a program, and what they exchange on the host.
+"""The control plane: the processes of a job, and the Python objects they exchange on the host.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.utils.rng_utils.tf` - the TensorFlow that `keras.utils.set_random_seed` imports and seeds.
@@ -23,36 +23,36 @@ from keras.src.utils import rng_utils
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Which replicas and processes this program consists of."""
+    """The replicas and processes of this job."""
 
     num_replicas: int = 1
-    """How many replicas train together."""
+    """The number of replicas that train together."""
 
     replica_id: int = 0
-    """The first (on torch the only) replica that this process runs."""
+    """The first replica that this process runs. On PyTorch, the only one."""
 
     is_chief: bool = True
-    """Whether this process is the one that prints and writes files."""
+    """Whether this process prints and writes files."""
 
     num_processes: int = 1
-    """How many processes load data."""
+    """The number of processes that load data."""
 
     process_id: int = 0
-    """Which of these processes this is."""
+    """The index of this process among them."""
 
     devices: Sequence[str] = ()
-    """The devices of this process, of which each runs a replica: "cuda:0"."""
+    """The devices of this process, one per replica, such as "cuda:0"."""
 
     persists: bool = False
-    """Whether `model.fit` needs what was set up even when it is called after the `with` block."""
+    """Whether `model.fit` needs this setup even after the `with` block."""
 
     forget: Callable[[], None] = lambda: None
-    """Called when the scope is closed for good, and not only left: what comes next may be for one device."""
+    """Called when the scope is closed for good, not each time it is left. Later code may use one device."""
 
 
 @contextlib.contextmanager
 def seeding_without_tensorflow() -> Iterator[None]:
-    """Within it `keras.utils.set_random_seed` imports no TensorFlow. It seeds one that the program has imported."""
+    """Keep `keras.utils.set_random_seed` from importing TensorFlow; one already imported is seeded."""
     in_keras = rng_utils.tf
     if "tensorflow" not in sys.modules:
         rng_utils.tf = types.SimpleNamespace(available=False)
@@ -63,7 +63,7 @@ def seeding_without_tensorflow() -> Iterator[None]:
 
 
 def unlike_calls(calls: dict[int, str], noun: str, more: str = "") -> str:
-    """What to say where processes, or ranks, do different things: by their numbers, "rank 0 ..."."""
+    """Return the error message for processes or ranks that make different calls, given by number."""
     received = ", ".join(f"{noun} {number} {call}" for number, call in sorted(calls.items()))
     return (
         f"All {plural(noun)} must make the same calls, with the same `epochs`, callbacks and validation, prepare the "
@@ -73,19 +73,19 @@ def unlike_calls(calls: dict[int, str], noun: str, more: str = "") -> str:
 
 
 def plural(noun: str) -> str:
-    """Of "process", or "rank"."""
+    """Return the plural of "process" or "rank"."""
     return f"{noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def check_same_calls(
     kinds: Iterable[int], call: str, gather_letters: Callable[[list[int]], list[list[int]]], noun: str
 ) -> None:
-    """Raises ValueError, on all that ask, if not all have the same kind of call; then they exchange their words.
+    """Raise ValueError on all processes if they are about to make different calls.
 
     Args:
-        kinds: of each process or rank, a number that stands for its call.
-        call: what this one does: "rank 0 ...".
-        gather_letters: gives the letters of all of them, equally many.
+        kinds: a number per process or rank that identifies its call.
+        call: a description of this one's call, to follow "rank 0".
+        gather_letters: gathers equal-length lists of character codes, to describe different calls.
         noun: "process" or "rank".
     """
     if len(set(kinds)) > 1:
@@ -100,15 +100,15 @@ _NUM_LETTERS = 120
 def gather_pickled(
     value: Any, gather: Callable[[np.ndarray], np.ndarray], gather_length: Callable[[int], list[int]] | None = None
 ) -> list[Any]:
-    """The values of all processes, whatever they are, over a gather of arrays that have one shape.
+    """Gather picklable objects from all processes through a gather of equal-shaped arrays.
 
     Args:
-        value: anything that can be pickled.
-        gather: gives the arrays of all processes.
-        gather_length: the same of a number, which comes first; None for `gather`.
+        value: a picklable object.
+        gather: gathers an array from all processes.
+        gather_length: gathers one int from all processes, and is called first. None to use `gather`.
 
     Returns:
-        The values of all processes.
+        The objects of all processes.
     """
 
     def gathered() -> list[Any]:
@@ -122,32 +122,32 @@ def gather_pickled(
         rows = [np.asarray(row).astype("uint8") for row in gather(padded)]
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
-    # In a thread of its own, which knows nothing of a replica, or a trace that is going on, in this one.
+    # In a new thread, because this one may be inside a replica context or a trace.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(gathered).result()
 
 
 num_barriers: dict[str, int] = {}
-"""By purpose how often all have come."""
+"""The number of completed barriers by purpose."""
 
 
 class MissingCallError(RuntimeError):
-    """Some processes have not come to a barrier in time."""
+    """Some processes did not reach a barrier in time."""
 
 
 def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
-    """Waits as `Processes.barrier` does, without a collective, which others would take for one of their own.
+    """Wait as `Processes.barrier` does, without a collective that other processes could mismatch.
 
     Args:
-        store: that of all processes, with `set`, `check` and `delete_key` of `torch.distributed.Store`.
-        process: how many they are, and which of them this is.
+        store: the store of all processes, with `set`, `check` and `delete_key` as in `torch.distributed.Store`.
+        process: the number of processes, and this process's index.
         noun: "process" or "rank".
-        purpose: what they come for.
-        seconds: for how long to wait.
-        advice: what to do about it.
+        purpose: the name of the barrier.
+        seconds: the time limit.
+        advice: the remedy for the error message.
 
     Raises:
-        MissingCallError: if some have not come in time; this one can come again.
+        MissingCallError: if some processes do not arrive in time. This process may call again.
     """
     (size, mine), number, limit = process, num_barriers.get(purpose, 0), time.monotonic() + seconds
     keys = [f"keras_shardopt/barrier/{purpose}/{number}/{other}" for other in range(size)]
@@ -166,44 +166,43 @@ def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, secon
 
 
 class Processes:
-    """The processes of a program, on the host. The defaults are those of one process with one replica.
+    """The processes of a job, on the host. The defaults fit one process with one replica.
 
-    A new backend with several replicas writes `open`, `num_replicas` and `versions`. If they can be in several
-    processes, it also writes `process`, `gather_objects` (`gather_pickled` does most of it), `barrier` (`wait_in` does)
-    and two facts: whether processes make variables together, and whether each starts with weights of its own. Nothing
-    here is only speed.
+    A new backend with several replicas implements `open`, `num_replicas` and `versions`. If replicas run in several
+    processes, it also implements `process`, `gather_objects` (using `gather_pickled`) and `barrier` (using `wait_in`).
+    It then sets two facts: `creates_variables_collectively` and `needs_initial_broadcast`.
     """
 
     needs_initial_broadcast: bool = False
-    """Whether each of several processes makes weights of its own, to be made equal by `Placement.broadcast_state`."""
+    """Whether processes initialize different weights; `Placement.broadcast_state` then copies them."""
 
     def creates_variables_collectively(self) -> bool:
-        """Whether all processes make each variable together, so that different optimizers would hang."""
+        """Whether all processes create each variable together. Different optimizers would then hang."""
         return False
 
     def num_replicas(self) -> int:
-        """The number of replicas of a training step that is made here."""
+        """Return the number of replicas of a training step built here."""
         return 1
 
     def barrier(self, purpose: str, seconds: float, advice: str) -> None:
-        """Waits until all processes have come for this purpose. One that leaves in vain can come again.
+        """Wait until all processes have called with this purpose. After a timeout, a process may call again.
 
         Raises:
-            RuntimeError: with the advice, if some have not come after so many seconds.
+            RuntimeError: with `advice`, if a process does not arrive within `seconds`.
         """
         del purpose, seconds, advice
 
     def versions(self) -> dict[str, str]:
-        """The version of the framework by its name, which processes must agree on."""
+        """Return the framework's version, keyed by its name. All processes must have the same one."""
         return {}
 
     def process(self) -> tuple[int, int]:
-        """The number of processes that load data, and which of them this is, also outside of `open`."""
+        """Return the number of processes that load data and this process's index, also outside `open`."""
         return 1, 0
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
-        """Sets up replicas, and takes them down again. See `keras_shardopt.data_parallel`."""
+        """Set up replicas, and take them down on exit. See `keras_shardopt.data_parallel`."""
         if num_replicas not in (None, 1):
             raise ValueError(
                 "This Keras backend runs one replica only. "
@@ -212,5 +211,5 @@ class Processes:
         yield World()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order. All call it together, perhaps while a step is being traced."""
+        """Return the values of all processes, in order. All processes call it, possibly during a trace."""
         return [value]

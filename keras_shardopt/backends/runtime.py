@@ -1,4 +1,4 @@
-"""Tracing and control flow: what the package needs of a framework inside a training step."""
+"""Tracing and control flow inside a training step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from keras_shardopt.numerics import FunctionT, Tensor, Variable
 
 
 class Runtime:
-    """How a framework traces, branches and differentiates. The defaults are right where nothing is traced.
+    """How a framework traces, branches and differentiates. The defaults fit a framework without tracing.
 
-    A new backend writes `communicator` and `value_and_grad`. One that traces steps also writes `is_concrete`, `cond`
-    and `raise_if`; if it rewrites Python for that, `no_autograph`; if assignments wait for the traced step to run,
-    `init_scope`; if steps are pure functions, `updates_are_stateless`; if one program keeps per-replica gradients,
-    `map_replicas`. Only speed: `no_compile`, `is_cheap_to_read`, `version`, `add_n`.
+    A new backend implements `communicator` and `value_and_grad`. If it traces steps, it also implements `is_concrete`,
+    `cond` and `raise_if`, and if its tracing requires them `no_autograph`, `init_scope`, `updates_are_stateless` and
+    `map_replicas`. `no_compile`, `is_cheap_to_read`, `version` and `add_n` only affect speed.
     """
 
     def communicator(self, axis_name: str) -> Communicator:
-        """The replicas around the caller, at this point of the program or of its trace."""
+        """Return the replicas around the caller, at this point of the program or its trace."""
         del axis_name
         return SingleReplica()
 
@@ -33,23 +32,23 @@ class Runtime:
         axis_name: str | None,
         before_assign: Callable[[Variable], None] | None = None,
     ) -> tuple[list[Tensor | None], Any]:
-        """The gradients of a scalar. What the loss assigns (moving statistics, seeds) is assigned once.
+        """Return the gradients of a scalar. Each assignment in the loss (moving statistics, seeds) happens once.
 
         Args:
-            loss: returns the scalar, and a tensor or None to return with the gradients.
-            variables: to differentiate by.
-            axis_name: of the replicas, each of which gets gradients of its own loss; None for a loss that is equal on
-                all of them, and variables that need not be trainable.
-            before_assign: called before each assignment that reaches its variable only after the loss.
+            loss: returns the scalar, and an auxiliary tensor or None.
+            variables: to differentiate with respect to.
+            axis_name: the axis of replicas, each of which gets the gradients of its own loss. None for a loss equal on
+                all replicas; `variables` may then be non-trainable.
+            before_assign: called before each assignment that is deferred until after the loss.
 
         Returns:
-            The gradients, None where the loss does not depend on the variable; and what was returned with the scalar.
+            The gradients, None for variables that do not affect the loss; and the auxiliary value.
         """
         del loss, variables, axis_name, before_assign
         raise NotImplementedError("This Keras backend has no gradients. Use the tensorflow, jax or torch backend.")
 
     def is_concrete(self, value: Any) -> bool:
-        """Whether a bool or tensor has its value now, and not only when what is being traced runs."""
+        """Return whether the value is available now, not only when the trace runs."""
         return True
 
     def cond(
@@ -62,12 +61,12 @@ class Runtime:
         apart: bool = False,
         mostly: bool = False,
     ) -> None:
-        """Calls `update(grads)` where `condition`, a bool or a scalar bool tensor, is true.
+        """Call `update(grads)` if `condition`, a bool or a scalar bool tensor, is true.
 
-        `update` assigns `variables` only. If it `communicates` it may reduce over replicas; then the condition is equal
-        on all of them, and `grads` are all that it reads of this replica's own tensors. With `apart` it is an optimizer
-        that updates, and reduces nothing: the condition is this replica's own. If the condition holds `mostly`, a
-        compiled program may compute the update in any case and keep the values from before if it does not hold.
+        `update` assigns only `variables`. If it `communicates`, it may reduce over replicas. The condition is then
+        equal on all replicas, and `update` reads no per-replica tensors but `grads`. With `apart`, the condition is
+        this replica's own, and `update` reduces nothing. With `mostly`, the condition is usually true: a compiled
+        program may always compute the update and select values afterwards.
         """
         del variables, communicates, apart, mostly
         # Not `bool(condition)`, which costs torch.compile one more break of its graph.
@@ -77,71 +76,72 @@ class Runtime:
     def raise_if(
         self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
     ) -> None:
-        """Raises where a scalar bool tensor is true. Where no step can raise, it does so for known values only.
+        """Raise if a scalar bool tensor is true. Frameworks that cannot raise inside a step check concrete values only.
 
         Args:
             condition: equal on all replicas.
             nonfinite_source: int tensor of shape `[2]`: the replica, and the position in `names`; -1 for unknown.
-            names: of the variables.
-            rule: what the error begins with.
-            after: variables whose assignments so far come first.
+            names: the names of the variables.
+            rule: the beginning of the error message.
+            after: variables with assignments that must complete first.
 
         Raises:
-            FloatingPointError: with rule, replica and name; in a `tf.function` `tf.errors.InvalidArgumentError`.
+            FloatingPointError: with rule, replica and name. A `tf.function` raises `tf.errors.InvalidArgumentError`.
         """
         if condition:
             replica, position = (int(i) for i in ops.convert_to_numpy(nonfinite_source))
             raise FloatingPointError(stopped(rule, replica, names[position] if position >= 0 else None))
 
     def map_replicas(self, function: Callable[..., Any], stacked: Any, axes: Sequence[int | None]) -> Any:
-        """What `function(own)` returns for each replica's entry of a nest of stacked tensors.
+        """Call `function` with each replica's entry of a nest of stacked tensors.
 
-        A list of tensors, of which each replica has its slice along a dimension of `axes`, or all where that is None;
-        a nest that is equal on all replicas; and one of tensors of its own, which come back stacked.
+        `function` returns a list of tensors, a nest that is equal on all replicas, and a nest of per-replica tensors,
+        stacked in the result. `axes` gives the dimension along which each tensor of the list is a slice; None for a
+        full tensor.
         """
         del function, stacked, axes
         raise NotImplementedError("Nothing is stacked on this Keras backend.")
 
     updates_are_stateless: bool = False
-    """Whether steps are traced as pure functions, so that inner optimizers run in `stateless_apply`."""
+    """Whether steps are traced as pure functions, so inner optimizers run in `stateless_apply`."""
 
     def init_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """A scope in which assignments happen now, also while a step is being traced."""
+        """Return a scope in which assignments happen immediately, even during a trace."""
         return contextlib.nullcontext()
 
     def no_autograph(self, function: FunctionT) -> FunctionT:
-        """A decorator: the function is traced as it is, and not rewritten."""
+        """Decorate a function so that tracing does not rewrite it."""
         return function
 
     def no_compile(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls `function(*args)` outside of what is being compiled, where such a thing is possible."""
+        """Call `function(*args)` outside compiled code, if the framework supports that."""
         return function(*args)
 
     def is_cheap_to_read(self, tensor: Tensor) -> bool:
-        """Whether values can be read without waiting for a device, or breaking a compiled step apart."""
+        """Return whether reading values neither waits for a device nor splits a compiled step."""
         del tensor
         return True
 
     def version(self, variable: Variable) -> int | None:
-        """A number that each assignment changes, read without waiting for a device.
+        """Return a number that each assignment changes, without waiting for a device.
 
-        None where Python does not run in each step, and so cannot keep account of one.
+        None if Python does not run in each step.
         """
         return None
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
-        """Adds a tensor, or nothing, to each variable of this replica; where `starts` is true, to 0.
+        """Add a tensor, or nothing, to each variable of this replica. If `starts` is true, assign instead.
 
-        Also to tensors, where Python runs in each step.
+        `variables` may be tensors if Python runs in each step.
         """
         for variable, value in zip(variables, values):
-            # In one pass, and by assignment: a NaN times zero is a NaN.
+            # One pass, and an assignment instead of a product: NaN times zero is NaN.
             before = ops.convert_to_tensor(variable)
             first = ops.zeros_like(before) if value is None else value
             variable.assign(ops.where(starts, first, before if value is None else before + value))
 
 
 def stopped(rule: str, replica: int, name: str | None) -> str:
-    """The message of an error about a gradient that is not finite."""
-    who = f"replica {replica}" if replica >= 0 else "a replica that cannot be told"
-    return f"{rule} Received: NaN or infinity on {who}, first in that of {name or 'a variable that cannot be told'}."
+    """Return the error message for a non-finite gradient."""
+    who = f"replica {replica}" if replica >= 0 else "an unidentified replica"
+    return f"{rule} Received: NaN or infinity on {who}, first in the gradient of {name or 'an unidentified variable'}."

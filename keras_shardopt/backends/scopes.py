@@ -1,7 +1,7 @@
-"""Scopes in which assignments to variables reach no variable.
+"""Scopes that keep assignments from reaching variables.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.common.stateless_scope.get_stateless_scope` - the scope that a new one opens in.
+    `keras.src.backend.common.stateless_scope.get_stateless_scope` - the enclosing scope.
     `StatelessScope.add_update`, `get_current_value` - how variables write to a scope and read from it.
 """
 
@@ -18,7 +18,7 @@ from keras_shardopt.numerics import Tensor, Variable
 
 
 class ScopeInScope(keras.StatelessScope):
-    """A scope that knows other variables as the scope around it does, and remembers which were assigned inside."""
+    """A scope that reads unmapped variables from its enclosing scope and records assigned variables."""
 
     def __init__(self, state_mapping: Any) -> None:
         super().__init__(list(state_mapping), collect_losses=True)
@@ -37,19 +37,19 @@ class ScopeInScope(keras.StatelessScope):
 
 @contextlib.contextmanager
 def assigning_nothing(who: str) -> Iterator[None]:
-    """For what a replica does by itself with its own gradients: variables have one value for all replicas.
+    """Forbid assignments in the block, because variables are shared by all replicas.
 
     Args:
-        who: what runs in the block, as an error names it.
+        who: the code in the block, as an error names it.
 
     Raises:
-        ValueError: if a variable was assigned in the block.
+        ValueError: if the block assigned a variable.
     """
     with ScopeInScope(()) as scope:
         yield
     if scope.assigned:
         raise ValueError(
-            f"{who} must assign no variables, of which all replicas have one. Received: an assignment to "
-            f"{', '.join(variable.path for variable in scope.assigned)}. Hand on in `step.notes` what it found, equal "
-            "on all replicas, and assign in `commit`."
+            f"{who} must not assign variables, because all replicas share them. Received: an assignment to "
+            f"{', '.join(variable.path for variable in scope.assigned)}. Put the value in `step.notes`, equal on all "
+            "replicas, and assign it in `commit`."
         )

@@ -1,4 +1,4 @@
-"""Warnings: at the user's line, and once in a job of several processes."""
+"""Warnings that point at the user's line, once per job."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from keras_shardopt.backends import for_backend
 from keras_shardopt.backends.active import processes, runtime
 from keras_shardopt.backends.keras_callers import warn_user
 
-# Where asking which process this is makes devices, and constructors warn before that.
+# On JAX, reading the process index creates devices, and constructors may warn before devices are chosen.
 _before_devices = for_backend({"jax": "keras_shardopt.backends.jax.processes"})
 
 
 def warn(words: str, category: type[Warning] = UserWarning) -> None:
-    """Warns on process 0 only, as all processes make the same calls."""
+    """Warn on process 0 only: all processes make the same calls."""
     if processes.process()[1] == 0 if _before_devices is None else _before_devices.is_first():
         runtime.no_compile(warn_user, words, category)

@@ -86,7 +86,7 @@ def every_rank_raises(scope):
     refused(
         lambda: run(optimizer, weights, steps, scope.replica_id),
         FloatingPointError,
-        "on replica 3, first in that of second",
+        "on replica 3, first in the gradient of second",
     )
     assert int(optimizer.iterations) == 0
     assert largest_difference(weights) == 0
