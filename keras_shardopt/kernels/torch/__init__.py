@@ -1,1 +1,1 @@
-"""PyTorch's fused kernels, and Keras' updates in pieces that stay in the CPU's cache."""
+"""Fused kernels of PyTorch, and Keras' updates in pieces that stay in the CPU's cache."""

@@ -1,18 +1,18 @@
-"""Keras' own updates, a piece of the arrays at a time: the same operations and bits, in a fraction of the time.
+"""Keras' updates, one piece of the arrays at a time: bitwise identical, in a fraction of the time.
 
-Keras makes a pass over the memory of all variables for each operation of a formula. Where a formula is element-wise,
-pieces can go through all of it one after another, and stay in the CPU's cache meanwhile.
+Keras makes one pass over the memory of all variables for each operation. An element-wise formula can instead finish
+one piece of the arrays before the next, so the piece stays in the CPU's cache.
 
-Which formulas are is a list of Keras' own classes. Subclasses are not in it: what the formula of a stranger reads
-cannot be seen, and a trial such as that of `sharding/separability.py` does not show equal bits.
+`_SLOTS` lists Keras' element-wise classes. A subclass may compute anything, and a trial as in
+`sharding/separability.py` does not prove bitwise equality, so subclasses are excluded.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.backend.torch.optimizers` - the classes that `keras.optimizers.Adam()` and others make.
-    `TorchParallelOptimizer._parallel_update_step(grads, variables, learning_rate)` - the arithmetic of a step, which
-        reads the `value` of variables and slots. `Ftrl` has `_backend_update_step`, which goes from variable to
-        variable, and `assign`, `assign_add`.
+    `TorchParallelOptimizer._parallel_update_step(grads, variables, learning_rate)` - the arithmetic of a step. It
+        reads the `value` of variables and slots. `Ftrl` has `_backend_update_step` instead, a loop over variables that
+        calls `assign` and `assign_add`.
     `Optimizer._get_variable_index` - the position of a variable's slots.
-    The slots in `_SLOTS`, and `Nadam._u_product`, a number that each step multiplies.
+    The slots in `_SLOTS`, and `Nadam._u_product`, a scalar that each step multiplies.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from keras_shardopt.backends.torch.held import values_of
 from keras_shardopt.numerics import Optimizer, Tensor, Variable
 
 PIECE = 2**18
-"""How many elements of each array are worked on at a time, on a CPU."""
+"""Elements of a piece of each array, on a CPU."""
 
-_FEWEST = 4
-"""In how many pieces all arrays together must be for that to gain anything: each costs calls."""
+_MIN_PIECES = 4
+"""Minimum number of pieces, all arrays together. With fewer, the additional calls cost more than the cache saves."""
 
 _SLOTS: dict[type, tuple[str, ...]] = {
     torch_adadelta.Adadelta: ("_accumulated_grads", "_accumulated_delta_vars"),
@@ -56,27 +56,27 @@ _SLOTS: dict[type, tuple[str, ...]] = {
     torch_sgd.SGD: ("momentums",),
     keras.optimizers.Ftrl: ("_accumulators", "_linears"),
 }
-"""The slots of each class; an optimizer has those that its arguments ask for."""
+"""The slots of each class. Arguments such as `amsgrad` decide which of them an optimizer has."""
 
 DTYPES = (torch.float32, torch.float64)
-"""Of half precision the end of an array, which fills no vector register, is rounded otherwise than the rest: pieces
-and whole arrays have not the same bits."""
+"""Dtypes that pieces support. In half precision, PyTorch rounds the last elements of an array, which do not fill a
+vector register, differently. Pieces would therefore differ from whole arrays."""
 
 _STEPS = {"_parallel_update_step", "_backend_update_step", "update_step", "_apply_weight_decay"}
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to update each element by itself."""
+    """Whether this is one of Keras' element-wise optimizers, without replaced methods."""
     return type(optimizer) in _SLOTS and optimizer.__dict__.keys().isdisjoint(_STEPS)
 
 
 def step_of(kind: type) -> str:
-    """The name of the method that is the arithmetic of such an optimizer's step."""
+    """Return the name of the method with the arithmetic of a step."""
     return "_backend_update_step" if kind is keras.optimizers.Ftrl else "_parallel_update_step"
 
 
 Factors = dict[int, Tensor]
-"""By what gradients are multiplied, or divided, on the way: scalar tensors by the `id` of the variable."""
+"""Scalar tensors that multiply or divide gradients during the update, by the `id` of the variable."""
 
 
 @torch.no_grad()
@@ -88,18 +88,18 @@ def update_in_pieces(
     factors: Factors,
     divides: bool,
 ) -> None:
-    """Stands in for the step of an optimizer that `is_elementwise`."""
+    """Replaces the step of an optimizer for which `is_elementwise` is True."""
     kind = type(optimizer)
     step = getattr(kind, step_of(kind))
     columns = columns_of(optimizer, slot_names(optimizer), grads, variables, factors, divides)
-    # Elsewhere than on a CPU pieces gain nothing, and Keras' own pass over all variables makes the fewest calls.
-    is_whole = columns.like.device.type != "cpu" or columns.num_elements < _FEWEST * PIECE
-    if is_whole or not columns.are_alike or not _is_exact(kind):
+    # On an accelerator pieces gain nothing, and Keras' step over all variables makes the fewest calls.
+    is_whole = columns.like.device.type != "cpu" or columns.num_elements < _MIN_PIECES * PIECE
+    if is_whole or not columns.are_uniform or not _is_exact(kind):
         if factors:
             grads = [_scaled(grad, factors.get(id(variable)), divides) for grad, variable in zip(grads, variables)]
         step(optimizer, grads, variables, learning_rate)
         return
-    # The number that belongs to no variable, and is multiplied once.
+    # Each piece starts from the same scalar, so it is multiplied only once per step.
     product: Any = getattr(optimizer, "_u_product", None)
     before = None if product is None else product.value.clone()
     for group in columns.groups():
@@ -109,47 +109,47 @@ def update_in_pieces(
 
 
 def pieces_are_faster(variables: Sequence[Variable]) -> bool:
-    """Whether a step on all of these takes less time in pieces than as a whole."""
+    """Whether an update of these variables takes less time in pieces."""
     values = values_of(variables)
-    return values[0].device.type == "cpu" and sum(value.numel() for value in values) >= _FEWEST * PIECE
+    return values[0].device.type == "cpu" and sum(value.numel() for value in values) >= _MIN_PIECES * PIECE
 
 
 def _is_exact(kind: type) -> bool:
-    # Powers are rounded like half precision, at the end of each thread's part of an array.
+    # `pow`, in Ftrl, rounds the last elements of each thread's chunk differently, like half precision (see `DTYPES`).
     return kind is not keras.optimizers.Ftrl or torch.get_num_threads() == 1
 
 
 def slot_names(optimizer: Optimizer) -> list[str]:
-    """Which slots this one has."""
+    """Return the names of the slots that this optimizer has."""
     return [name for name in _SLOTS[type(optimizer)] if getattr(optimizer, name, None)]
 
 
 @dataclasses.dataclass
 class Columns:
-    """The tensors of an update, and by what its gradients are multiplied on the way."""
+    """The tensors of an update, and the factors of its gradients."""
 
     rows: list[tuple[Tensor, ...]]
-    """For each variable its weights, its gradient and its slots."""
+    """Weights, gradient and slots of each variable."""
 
     factors: list[Tensor | None]
-    """For each variable; None leaves its gradient as it is."""
+    """Factor of each gradient, or None."""
 
     divides: bool
-    """Whether gradients are divided by them."""
+    """Whether gradients are divided by their factors, instead of multiplied."""
 
     @property
     def like(self) -> Tensor:
-        """One of them."""
+        """A tensor with the dtype and device of all others, if `are_uniform`."""
         return self.rows[0][0]
 
     @property
     def num_elements(self) -> int:
-        """Of all variables."""
+        """The number of elements of all variables."""
         return sum([row[0].numel() for row in self.rows])
 
     @property
-    def are_alike(self) -> bool:
-        """Whether all are float32, or all float64, on one CPU or GPU, and lie in memory as they are counted."""
+    def are_uniform(self) -> bool:
+        """Whether all tensors are contiguous, on one CPU or GPU, and either float32 or float64."""
         dtype, device = self.like.dtype, self.like.device
         if dtype not in DTYPES or device.type not in ("cpu", "cuda"):
             return False
@@ -162,63 +162,63 @@ class Columns:
         return True
 
     def only(self, chosen: Sequence[bool]) -> Columns:
-        """Those of some variables."""
+        """Return the columns of the chosen variables."""
         kept = [i for i, is_chosen in enumerate(chosen) if is_chosen]
         return Columns([self.rows[i] for i in kept], [self.factors[i] for i in kept], self.divides)
 
     def pieces(self) -> Iterator[tuple[Tensor, ...]]:
-        """The rows, those of large tensors in flat pieces; on a GPU whole."""
+        """Yield the rows, with large tensors in flat pieces (on a GPU whole)."""
         for group in self.groups():
             yield from group
 
     def lists(self) -> Iterator[list[list[Tensor]]]:
-        """Lists of weights, of gradients and of slots: of all, if nothing is multiplied, or a few pieces at a time."""
+        """Yield lists of weights, of gradients and of each slot: once if no factors exist, otherwise per group."""
         groups = iter([self.rows]) if all(factor is None for factor in self.factors) else self.groups()
         for group in groups:
             yield [list(column) for column in zip(*group)]
 
     def groups(self) -> Iterator[list[tuple[Tensor, ...]]]:
-        """The pieces, of large tensors one at a time, of small ones several."""
+        """Yield groups of pieces, of together at most `PIECE` elements (small tensors are not counted)."""
         group: list[tuple[Tensor, ...]] = []
         factors: list[Tensor | None] = []
         size = 0
-        room = self._room()
+        buffer = self._buffer()
         largest = PIECE if self.like.device.type == "cpu" else max(1, self.num_elements)
         for row, factor in zip(self.rows, self.factors):
-            for piece in _cut(row, largest):
+            for piece in _pieces(row, largest):
                 length = piece[0].numel()
                 length = 0 if _is_small(piece[0]) else length
                 if group and length and size + length > largest:
-                    yield self._scaled(group, factors, room)
+                    yield self._scaled(group, factors, buffer)
                     group, factors, size = [], [], 0
                 group.append(piece)
                 factors.append(factor)
                 size += length
         if group:
-            yield self._scaled(group, factors, room)
+            yield self._scaled(group, factors, buffer)
 
     def _scaled(
-        self, group: list[tuple[Tensor, ...]], factors: list[Tensor | None], room: Tensor | None
+        self, group: list[tuple[Tensor, ...]], factors: list[Tensor | None], buffer: Tensor | None
     ) -> list[tuple[Tensor, ...]]:
-        """With gradients that are multiplied: large ones in `room`, all small ones by one call."""
+        """Return the group with scaled gradients: large ones in `buffer`, all small ones from one call."""
         chosen = [i for i, factor in enumerate(factors) if factor is not None]
         if not chosen:
             return group
-        few = [i for i in chosen if room is None or _is_small(group[i][1])]
+        small = [i for i in chosen if buffer is None or _is_small(group[i][1])]
         run = torch._foreach_div if self.divides else torch._foreach_mul
-        made = dict(zip(few, run([group[i][1] for i in few], [factors[i] for i in few]) if few else []))
+        scaled = dict(zip(small, run([group[i][1] for i in small], [factors[i] for i in small]) if small else []))
         start = 0
         for i in chosen:
-            if i not in made:
+            if i not in scaled:
                 grad = group[i][1]
-                assert room is not None
-                out = room[start : start + grad.numel()].view(grad.shape)
-                made[i] = _scaled(grad, factors[i], self.divides, out)
+                assert buffer is not None
+                out = buffer[start : start + grad.numel()].view(grad.shape)
+                scaled[i] = _scaled(grad, factors[i], self.divides, out)
                 start += grad.numel()
-        return [(row[0], made[i], *row[2:]) if i in made else row for i, row in enumerate(group)]
+        return [(row[0], scaled[i], *row[2:]) if i in scaled else row for i, row in enumerate(group)]
 
-    def _room(self) -> Tensor | None:
-        """Where the products of one group lie, on a CPU, whose system gives out memory slowly."""
+    def _buffer(self) -> Tensor | None:
+        """Return memory for the scaled gradients of a group, on a CPU, because allocating it per group is slow."""
         if self.like.device.type != "cpu" or all(factor is None for factor in self.factors):
             return None
         if all(_is_small(row[0]) for row in self.rows):
@@ -227,11 +227,11 @@ class Columns:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Whether it travels with others: where calls take longer than their arithmetic."""
+    """Whether a call takes longer than its arithmetic, so tensors should share calls."""
     return tensor.numel() <= PIECE // 32
 
 
-def _cut(row: tuple[Tensor, ...], length: int) -> Iterator[tuple[Tensor, ...]]:
+def _pieces(row: tuple[Tensor, ...], length: int) -> Iterator[tuple[Tensor, ...]]:
     if row[0].numel() <= length:
         return iter([row])
     return zip(*[tensor.detach().view(-1).split(length) for tensor in row])
@@ -251,9 +251,9 @@ def columns_of(
     factors: Factors,
     divides: bool,
 ) -> Columns:
-    """For each variable its weights, its gradient and its slots."""
-    places = [optimizer._get_variable_index(variable) for variable in variables]
-    slots = [values_of([getattr(optimizer, name)[i] for i in places]) for name in names]
+    """Collect the tensors of an update. `names` are the slots."""
+    positions = [optimizer._get_variable_index(variable) for variable in variables]
+    slots = [values_of([getattr(optimizer, name)[i] for i in positions]) for name in names]
     grads = [g.contiguous() if torch.is_tensor(g) and not g.is_sparse else g for g in grads]
     rows = list(zip(values_of(variables), grads, *slots))
     return Columns(rows, [factors.get(id(variable)) for variable in variables], divides)
@@ -267,25 +267,24 @@ def _update_piece(
     grads: list[Tensor],
     *slots: list[Tensor],
 ) -> None:
-    stand_in = object.__new__(type(optimizer))
+    twin = object.__new__(type(optimizer))
     reads_values = step.__name__ == "_parallel_update_step"
     rows = [[_Value(t) for t in row] if reads_values else row for row in (weights, *slots)]
-    places = {id(weight): i for i, weight in enumerate(rows[0])}
-    # Not by assignment, of which Keras keeps account.
-    stand_in.__dict__.update(
+    positions = {id(weight): i for i, weight in enumerate(rows[0])}
+    twin.__dict__.update(  # Keras tracks assignments of attributes
         {
             **optimizer.__dict__,
             **dict(zip(slot_names(optimizer), rows[1:])),
-            "_get_variable_index": lambda weight: places[id(weight)],
+            "_get_variable_index": lambda weight: positions[id(weight)],
             "assign": torch.Tensor.copy_,
             "assign_add": torch.Tensor.add_,
         }
     )
-    step(stand_in, grads, rows[0], learning_rate)
+    step(twin, grads, rows[0], learning_rate)
 
 
 class _Value:
-    """What such a step reads of a variable."""
+    """Replaces a variable: `_parallel_update_step` reads nothing but `value`."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
