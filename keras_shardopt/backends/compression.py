@@ -1,4 +1,4 @@
-"""Reductions whose values are sent and added up in half precision."""
+"""Reductions in half precision."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variabl
 
 
 class Compressed(Communicator):
-    """The same replicas, which add up float32 and float64 in half precision, with half the bytes or less.
+    """The same replicas, but float32 and float64 are sent and summed in half precision.
 
     Args:
         replicas: the replicas.
         dtype: "float16" or "bfloat16".
-        divides: bool. Whether each addend is divided by the number of replicas first, so that the sum overflows only
-            where their mean does. Not where it was divided before.
+        divides: whether to divide each addend by the number of replicas first, so the sum overflows only if the mean
+            does. False if addends are already divided.
     """
 
     def __init__(self, replicas: Communicator, dtype: str, divides: bool) -> None:
@@ -66,12 +66,12 @@ class Compressed(Communicator):
 
 
 def dtype_sent(dtype: str, compression: str | None) -> str:
-    """In which dtype a tensor of this dtype travels."""
+    """Return the dtype in which a tensor of this dtype is sent."""
     return compression if compression is not None and dtype in ("float32", "float64") else dtype
 
 
 def factors(op: ReduceOp, num_replicas: int, divides: bool) -> tuple[int, float]:
-    """By what each addend is divided before it is sent, and by what their sum is multiplied."""
+    """Return the divisor of each addend before sending, and the factor of their sum."""
     if op == "mean":
         return (num_replicas, 1) if divides else (1, 1 / num_replicas)
     return (num_replicas, num_replicas) if divides else (1, 1)

@@ -1,4 +1,4 @@
-"""How gradients arrive at an inner optimizer, as set by the wrappers around it."""
+"""How gradients arrive at an inner optimizer, as set by its wrappers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _lock = threading.Lock()
 
 
 class GradientScope:
-    """The inside of one `CrossShard`, which gives it to every optimizer in there, up to the next `CrossShard`."""
+    """The inside of a `CrossShard`, shared by all optimizers in it down to the next `CrossShard`."""
 
     def __init__(self, outer: GradientScope | None = None, group_axis: str | None = None) -> None:
         self.outer = outer
-        """The scope that the `CrossShard` is in itself."""
+        """The scope around the `CrossShard`."""
         self._group_axis = group_axis
         self._holds_slices = False
         self._updates_differ = False
@@ -23,12 +23,12 @@ class GradientScope:
 
     @property
     def group_axis(self) -> str | None:
-        """The axis along which reduced gradients still differ, because replicas reduce in groups; None: they do not."""
+        """The axis along which reduced gradients still differ, if replicas reduce in groups. Else None."""
         return self._group_axis if self._group_axis is not None or self.outer is None else self.outer.group_axis
 
     @property
     def holds_slices(self) -> bool:
-        """Whether gradients are those of this replica's slices only, so that what is found in them must be joined."""
+        """Whether gradients are this replica's slices. Results computed from them must then be reduced."""
         return self._holds_slices or (self.outer is not None and self.outer.holds_slices)
 
     @holds_slices.setter
@@ -37,7 +37,7 @@ class GradientScope:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether gradients are each replica's own, so that replicas may decide differently what becomes of them."""
+        """Whether gradients are each replica's own, so replicas may make different updates."""
         return self._updates_differ or (self.outer is not None and self.outer.updates_differ)
 
     @updates_differ.setter
@@ -46,16 +46,15 @@ class GradientScope:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the gradients that come now are reduced already, over all replicas or over a group."""
+        """Whether incoming gradients are already reduced, over all replicas or a group."""
         return self._num_inside > 0 or (self.outer is not None and self.outer.is_reduced)
 
     @contextlib.contextmanager
     def reduced(self) -> Iterator[None]:
-        """Says, for the time of the block, that gradients in this scope are reduced.
+        """Mark gradients in this scope as reduced during the block.
 
-        Counted rather than once per thread: MirroredStrategy runs every replica in a thread of its own, switches
-        between them in the middle of an update, and continues parts of it in further threads. Replicas enter and leave
-        together, so while any of them is inside, all of them are.
+        A count, not a flag per thread: MirroredStrategy runs each replica in its own thread, switches between them
+        during an update, and continues parts of it in further threads. Replicas enter and leave together.
         """
         self._enter(1)
         try:
@@ -64,10 +63,10 @@ class GradientScope:
             self._enter(-1)
 
     def give_to(self, optimizers: Sequence[Any]) -> None:
-        """Gives it to wrappers inside, up to the next `CrossShard`, which has given its own to those further in.
+        """Assign this scope to the wrappers inside, up to the next `CrossShard`, which has its own.
 
         Args:
-            optimizers: from the outside in.
+            optimizers: ordered from the outside in.
         """
         for optimizer in optimizers:
             if hasattr(optimizer, "_scope"):
@@ -82,12 +81,12 @@ class GradientScope:
 
 
 OUTSIDE = GradientScope()
-"""That of optimizers inside no `CrossShard`: nobody has reduced their gradients."""
+"""The scope of optimizers outside any `CrossShard`. Their gradients are not reduced."""
 
 
 @contextlib.contextmanager
 def claim_reduction(cross_shards: Sequence[Any]) -> Iterator[None]:
-    """For trainers that reduce: says, for the time of the block, that these need not, nor may any of them."""
+    """Mark the gradients of these `CrossShard`s as reduced, because a trainer reduces them in the block."""
     with contextlib.ExitStack() as scopes:
         for optimizer in cross_shards:
             scopes.enter_context(optimizer._scope.reduced())

@@ -1,7 +1,7 @@
-"""Finds the caller where Keras does not pass it: the only file that looks at frames of the call stack.
+"""Finds the caller if Keras does not pass it. Only this file inspects frames of the call stack.
 
-Each function here but `warn_user` speaks of the function that asks it. The frames are those of Keras and of the
-frameworks, so what is found hangs on how they call; a test next to each use holds that.
+"The caller" is the function that calls the function here; `warn_user` is an exception. Results depend on the call
+structure of Keras and the frameworks, and a test next to each use checks them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 
 def caller_module() -> str:
-    """The name of the module whose code has called the function that asks."""
+    """Return the name of the module that called the caller."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 def caller_function() -> str:
-    """The name of the function that has called the one that asks."""
+    """Return the name of the function that called the caller."""
     return sys._getframe(2).f_code.co_name
 
 
 def caller_instance(further_out: int = 0, code: types.CodeType | None = None) -> Any:
-    """The `self` of the method that has called the function that asks; None where it has none.
+    """Return the `self` of the method that called the caller, or None.
 
     Args:
-        further_out: 0 for the caller, 1 for its caller.
-        code: what that method must be; None for any.
+        further_out: 1 for one frame further out.
+        code: the code of the expected method. None for any.
     """
     frame = sys._getframe(2 + further_out)
     return frame.f_locals.get("self") if code is None or frame.f_code is code else None
@@ -38,12 +38,12 @@ def caller_instance(further_out: int = 0, code: types.CodeType | None = None) ->
 def running_instance(
     kind: Any, method: str | None = None, condition: Callable[[Any], bool] = lambda instance: True
 ) -> Any:
-    """The innermost instance of `kind` of which a method is running; None where there is none.
+    """Return the innermost instance of `kind` with a running method, or None.
 
     Args:
-        kind: a class, or a tuple of them.
-        method: the name of the method; None for any.
-        condition: what must hold of the instance.
+        kind: a class, or a tuple of classes.
+        method: the name of the method. None for any.
+        condition: a predicate on the instance.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -56,7 +56,7 @@ def running_instance(
 
 
 def is_running(function: str, module: str) -> bool:
-    """Whether a function of that name, defined in that module, is running."""
+    """Return whether a function of this name, defined in this module, is running."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
@@ -66,7 +66,7 @@ def is_running(function: str, module: str) -> bool:
 
 
 def running_local(function: str, name: str) -> Any:
-    """What the local variable of that name holds in the innermost function of that name that runs; None if nothing."""
+    """Return a local variable of the innermost running function of this name, or None."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
@@ -74,9 +74,9 @@ def running_local(function: str, name: str) -> Any:
 
 
 def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
-    """Warns, at the line of the user's program that has led here.
+    """Warn at the line of the user's program that led here.
 
-    Not by a `stacklevel`: Keras and the frameworks put a varying number of frames between that line and this one.
+    `stacklevel` does not work: Keras and the frameworks add a varying number of frames.
     """
     frame = _user_frame()
     where = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "")
@@ -84,7 +84,7 @@ def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _user_frame() -> types.FrameType:
-    # A thread of a framework has no frame of the user. The main thread then waits in a call of the user.
+    # A framework's thread has no user frame. The main thread is then waiting in a user's call.
     for innermost in (sys._getframe(), sys._current_frames().get(threading.main_thread().ident or 0)):
         frame = innermost
         while frame is not None:
@@ -100,4 +100,4 @@ _LIBRARIES = frozenset(
         *("concurrent", "contextlib", "functools", "threading"),
     ]
 )
-"""The packages whose frames stand between the user's program and a warning."""
+"""Packages with frames between the user's program and a warning."""

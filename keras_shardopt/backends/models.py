@@ -1,12 +1,12 @@
-"""Which optimizers a model holds, and which models hold a variable.
+"""Finds the optimizers of a model, and the models of a variable.
 
-Keras knows `model.optimizer` only. The models of its GAN guide hold two optimizers as attributes, and an optimizer that
-updates variables does not know whose they are.
+Keras knows only `model.optimizer`. The models of its GAN guide hold two optimizers as attributes, and an optimizer has
+no reference to the models of its variables.
 
 Private names of Keras touched here (a test holds each of them):
     `Layer._flatten_layers` - all layers of a model.
     `KerasSaveable._unpickle_model` - the class method that a pickle of a model names.
-    `keras.src.trainers.trainer` - the module of the class whose constructor and `compile` each model runs.
+    `keras.src.trainers.trainer` - the module of the class that defines each model's constructor and `compile`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keras.src.trainers import trainer
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Optimizer, Variable
 
-# Backends with state of layers that is in no variable.
+# Only PyTorch has layer state outside variables.
 _modules = for_backend({"torch": "keras_shardopt.backends.torch.module_buffers"})
 
 Trainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == trainer.__name__)
@@ -32,10 +32,9 @@ Trainer: Any = next(kind for kind in keras.Model.__mro__ if kind.__module__ == t
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Every optimizer that the model holds: `model.optimizer` first, then those in attributes, each once.
+    """Return each optimizer of the model once: `model.optimizer` first, then those in attributes.
 
-    Attributes of the model and of the layers inside it are searched, lists, tuples and dicts in them as well. What is
-    inside an optimizer is not listed.
+    Searches attributes of the model and its layers, including nested lists, tuples and dicts, but not optimizers.
     """
     found: dict[int, Any] = {}
     first = getattr(model, "optimizer", None)
@@ -50,12 +49,12 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def has_built_in_step(model: Any) -> bool:
-    """Whether the model trains with Keras' own `train_step`."""
+    """Return whether the model uses Keras' built-in `train_step`."""
     return model.__class__.train_step is keras.Model.train_step
 
 
 def optimizers_in_step(model: Any) -> list[Any]:
-    """The optimizers that its `train_step` may use: `model.optimizer` only, where that is Keras' own."""
+    """Return the optimizers that `train_step` may use: only `model.optimizer` if it is the built-in one."""
     if not has_built_in_step(model):
         return optimizers_of(model)
     first = getattr(model, "optimizer", None)
@@ -63,7 +62,7 @@ def optimizers_in_step(model: Any) -> list[Any]:
 
 
 def models_with(variables: Sequence[Variable]) -> list[Any]:
-    """The living models that hold one of these variables, those with most variables first."""
+    """Return the live models that hold any of these variables, largest first."""
     wanted = {id(variable) for variable in variables}
     models = [
         model
@@ -74,37 +73,37 @@ def models_with(variables: Sequence[Variable]) -> list[Any]:
 
 
 def model_compiled_with(optimizer: Optimizer) -> Any:
-    """The living model that is compiled with this very optimizer; None where there is none, or several are."""
+    """Return the live model compiled with this optimizer object, or None unless exactly one exists."""
     found = [model for model in living_models if getattr(model, "optimizer", None) is optimizer]
     return found[0] if len(found) == 1 else None
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The model itself and every layer inside it, at any depth."""
+    """Return the model and all layers nested inside it."""
     flatten = getattr(model, "_flatten_layers", None)
     return [model] if flatten is None else list(flatten())
 
 
 def buffers_of(model: Any) -> list[Variable]:
-    """The buffers of PyTorch modules inside a model, as variables that are not trained. Other backends have none."""
+    """Return the buffers of PyTorch modules inside a model as non-trainable variables."""
     if _modules is None:
         return []
     return list({id(buffer): buffer for layer in layers_of(model) for buffer in _modules.buffers_of(layer)}.values())
 
 
 def equal_buffers(model: Any) -> list[Variable]:
-    """Those that must be equal on all replicas now: within an epoch of a prepared model each rank has its own."""
+    """Return the buffers that must be equal on all ranks now. In an epoch of a prepared model, ranks differ."""
     return buffers_of(model) if is_prepared(model) and not has_own_statistics(model) else []
 
 
 def states_of(layer: Any) -> list[Variable]:
-    """The variables in `layer.states`, with a state for each row of a batch. Keras tracks those of its RNNs nowhere."""
+    """Return the per-row state variables in `layer.states`. Keras does not track those of its RNNs."""
     states = keras.tree.flatten(getattr(layer, "states", None))
     return [state for state in states if isinstance(state, keras.Variable) and not state.trainable]
 
 
 def ids_of_states(model: Any) -> set[int]:
-    """The `id` of each variable that a layer of the model carries from batch to batch for each row."""
+    """Return the `id` of each per-row state variable of the model's layers."""
     return {id(state) for layer in layers_of(model) for state in states_of(layer)}
 
 
@@ -118,7 +117,7 @@ def _optimizers_in(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 class Living:
-    """The living instances of a class: those that exist when `scan` is called, and later ones."""
+    """The live instances of a class: those that exist when `scan` is called, and those created later."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -129,7 +128,7 @@ class Living:
         return iter([thing for thing in living if thing is not None])
 
     def noting(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Return a method of the class that notes its instance first. Its attribute `scan` is that of this object."""
+        """Wrap a method of the class to record its instance first. The wrapper's `scan` is this object's."""
 
         @functools.wraps(method)
         def noting(thing: Any, *args: Any, **kwargs: Any) -> None:
@@ -140,11 +139,11 @@ class Living:
         return noting
 
     def scan(self) -> None:
-        """Note the instances that exist."""
+        """Record the existing instances."""
         kinds = [self._kind]
         for kind in kinds:
             kinds += type.__subclasses__(kind)
-        # Not `gc.get_objects()`: while that list exists, a tuple that another thread is filling raises SystemError.
+        # Not `gc.get_objects()`: while its list exists, other threads' half-built tuples raise SystemError.
         found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
         # All processes need the same order.
         found.sort(key=lambda thing: (str(vars(thing).get("name", "")), type(thing).__name__))
@@ -156,11 +155,11 @@ noting_models = noting_compiled = living_models.noting
 
 
 class Prepared:
-    """A model whose `fit` is that of all replicas together: the base of the class that `prepare` mixes in."""
+    """The base class of prepared models, which `fit` trains on all replicas together."""
 
 
 def is_prepared(model: Any) -> bool:
-    """Whether `prepare` has changed a model."""
+    """Return whether `prepare` has changed a model."""
     return isinstance(model, Prepared)
 
 
@@ -171,7 +170,7 @@ _OWN = "_keras_shardopt_own"
 
 
 class _Quiet:
-    """Keeps a user's `__init_subclass__` from a class that is made here."""
+    """Keeps a user's `__init_subclass__` from running for the classes created here."""
 
     def __init_subclass__(cls) -> None:
         pass
@@ -181,8 +180,8 @@ def mix_in(model: Any, mixin: type) -> None:
     """Put the methods of a class in front of those of one model. Idempotent.
 
     `type(model)` becomes a subclass of both classes. `model.__class__` remains the user's class, because Keras stores
-    that in files, clones and pickles. `super()` in the class reaches methods that were set on the model before. A
-    method that is set later hides the class's one.
+    it in files, clones and pickles. `super()` in the mixin reaches methods previously set on the model. A method set
+    later overrides the mixin.
     """
     kind = type(model)
     if issubclass(kind, mixin):
@@ -207,9 +206,9 @@ def take_out(thing: Any) -> None:
 
 
 def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
-    """Return the subclass of these classes and of the user's class. All models of a class share it.
+    """Return the subclass of these mixins and the user's class, shared by all models of the user's class.
 
-    Instances that it makes, or that pickles and copies of its instances make, are of the user's class.
+    Constructing, pickling or copying an instance creates an object of the user's class.
     """
     made: Any = _made.get((cls, *mixins))
     if made is not None:
@@ -228,13 +227,13 @@ def _mixed(cls: Any, mixins: tuple[type, ...]) -> type:
     content |= {"__class__": seen, _MIXINS: mixins, "__reduce_ex__": reduced}
     content["__new__"] = lambda kind, *args, **kwargs: cls(*args, **kwargs)
     made = type.__new__(type(cls), cls.__name__, (_Quiet, *mixins, cls), content)
-    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # whose methods may hold the model
+    if not any(hasattr(mixin, _OWN) for mixin in mixins):  # these methods may hold the model
         _made[(cls, *mixins)] = made
     return made
 
 
 def methods_inside(context: Callable[[Any], contextlib.AbstractContextManager[None]], names: Sequence[str]) -> Any:
-    """Return a class for `mix_in`. Its methods, which have these names, call Keras' ones inside `context(model)`."""
+    """Return a mixin with methods of these names that call `super()` inside `context(model)`."""
 
     def method(name: str) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,10 +250,10 @@ _HAS_OWN_STATISTICS = "_keras_shardopt_has_own_statistics"
 
 
 def note_own_statistics(model: Any, has_own: bool) -> None:
-    """Notes whether the moving statistics of this replica are its own, of a model with a copy on each."""
+    """Record whether this replica has its own moving statistics, if each replica has a copy of the model."""
     object.__setattr__(model, _HAS_OWN_STATISTICS, has_own)
 
 
 def has_own_statistics(model: Any) -> bool:
-    """Whether they are."""
+    """Return whether this replica has its own moving statistics."""
     return bool(vars(model).get(_HAS_OWN_STATISTICS))

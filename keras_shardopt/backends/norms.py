@@ -1,4 +1,4 @@
-"""Norms of gradients and what of them is not finite, in the fastest way that the backend has."""
+"""Norms and finite checks of gradients, in the backend's fastest way."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from keras_shardopt import numerics
 from keras_shardopt.backends import for_backend
 from keras_shardopt.numerics import Tensor, cast, in_float32
 
-# Where small tensors take longer through Keras than their arithmetic does.
+# On PyTorch, a call through Keras takes longer than the arithmetic of a small tensor.
 _direct = for_backend({"torch": "keras_shardopt.backends.torch.norms"})
-# Where masks as large as a gradient are slow to make.
-_looks = for_backend(
+# Masks of a gradient's size are slow to create.
+_finite_checks = for_backend(
     {
         "torch": "keras_shardopt.backends.torch.nonfinite",
         "jax": "keras_shardopt.backends.jax.nonfinite",
@@ -32,28 +32,28 @@ def global_norm(values: Sequence[Tensor | None]) -> Tensor:
 
 
 def norms(values: Sequence[Tensor], dtype: str) -> Tensor:
-    """The norm of each tensor as `numerics.norm` finds it, in one vector of this dtype."""
+    """Return the `numerics.norm` of each tensor, in one vector of this dtype."""
     if _direct is not None:
         values = _direct.values_of(values)
     if _direct is None or not _direct.are_plain(values):
-        values = [ops.stop_gradient(value) for value in values]  # nobody differentiates an update
+        values = [ops.stop_gradient(value) for value in values]  # an update is never differentiated
         return ops.stack([cast(numerics.norm(value), dtype) for value in values])
     found: Tensor = _direct.norms(values, dtype)
     return found
 
 
 def bounded(values: Tensor, low: float, high: float | None) -> Tensor:
-    """Not below `low`, nor above `high`; NaN stays NaN."""
+    """Clip values to `[low, high]`. NaN remains NaN."""
     if _direct is not None:
         found: Tensor = values.clamp(low, high)
         return found
-    # Bounds as tensors, which have the dtype.
+    # Bounds are tensors to keep the dtype.
     values = ops.maximum(values, ops.full_like(values, low))
     return values if high is None else ops.minimum(values, ops.full_like(values, high))
 
 
 def ones_where(chosen: Tensor, values: Tensor) -> Tensor:
-    """1 where a bool is true, and the value elsewhere."""
+    """Return 1 where `chosen` is true, and the value elsewhere."""
     if _direct is not None:
         found: Tensor = values.masked_fill(chosen, 1)
         return found
@@ -61,39 +61,44 @@ def ones_where(chosen: Tensor, values: Tensor) -> Tensor:
 
 
 def unstacked(vector: Tensor, length: int) -> list[Tensor]:
-    """Its elements as scalars."""
+    """Return the elements of a vector as scalars."""
     return list(ops.unstack(vector, length) if _direct is None else vector.unbind())
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """For each tensor, whether all elements are finite: a vector of bools."""
+    """Return a vector of bools: whether all elements of each tensor are finite."""
     is_plain = _direct is None or (_direct.are_plain(values) and not any(0 in value.shape for value in values))
-    if _looks is None or not is_plain:
+    if _finite_checks is None or not is_plain:
         return ops.stack([ops.all(ops.isfinite(value)) for value in values])
-    found: Tensor = _looks.are_finite(values)
+    found: Tensor = _finite_checks.are_finite(values)
     return found
 
 
 def are_surely_finite(values: Sequence[Tensor]) -> bool:
-    """Whether all elements are known to be finite, in one pass; False also where that is not known so soon."""
-    return _looks is not None and _direct is not None and _direct.are_plain(values) and _looks.are_surely_finite(values)
+    """Return whether one pass shows that all elements are finite. False if it cannot show that."""
+    return (
+        _finite_checks is not None
+        and _direct is not None
+        and _direct.are_plain(values)
+        and _finite_checks.are_surely_finite(values)
+    )
 
 
 def any_not_finite(values: Sequence[Tensor]) -> Tensor | None:
-    """Whether an element is not finite, a scalar bool; None where `largest` finds that as fast."""
-    return ops.logical_not(ops.all(are_finite(values))) if _direct is None and _looks is not None else None
+    """Return a scalar bool: whether any element is not finite. None if `largest` is as fast."""
+    return ops.logical_not(ops.all(are_finite(values))) if _direct is None and _finite_checks is not None else None
 
 
 def largest(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Whether an element is NaN, and the largest absolute value (undefined where one is NaN): bool and float32.
+    """Return whether any element is NaN (bool), and the largest absolute value (float32, undefined with NaN).
 
-    Of tensors with elements, one at least.
+    Every tensor must have elements.
     """
-    if _direct is not None and _looks is not None and _direct.are_plain(values):
-        found: tuple[Tensor, Tensor] = _looks.largest(values)
+    if _direct is not None and _finite_checks is not None and _direct.are_plain(values):
+        found: tuple[Tensor, Tensor] = _finite_checks.largest(values)
         return found
-    # In passes that only read: `isnan` and `abs` of a gradient would be as large as the gradient. A norm is NaN where
-    # an element is, and only there; what the largest of elements is with a NaN among them differs between frameworks.
+    # Reductions only: `isnan` and `abs` allocate a second gradient. A norm is NaN exactly if an element is NaN.
+    # Frameworks differ in the maximum of elements with a NaN.
     each = ops.stack([cast(ops.norm(ops.reshape(in_float32(value), (-1,))), "float32") for value in values])
     ends = [end for value in values for end in (ops.max(value), ops.negative(ops.min(value)))]
     return ops.any(ops.isnan(each)), ops.max(ops.stack([cast(end, "float32") for end in ends]))

@@ -1,6 +1,6 @@
-"""Lasting changes to Keras. Importing the package makes none: `install(use)` makes those of a use when it begins.
+"""Lasting changes to Keras. Importing the package makes none: the first use of a feature calls `install(use)`.
 
-| use | begins with |
+| use | first use |
 |---|---|
 | "optimizers" | the first wrapper, `data_parallel()`, `shard_data`, `synchronize_batch_normalization` |
 | "reduction" | the first `CrossShard` |
@@ -10,10 +10,12 @@
 | "skips" | the first optimizer that can skip updates |
 | "randomness" | the first optimizer that is built for several replicas |
 
-Tables have the form `{use: {target: (stand-in, reason)}}`. A stand-in is `module:name` within the package. With `()` it
-is a function that makes the new value from the old one. Reasons name the change in Keras that would end the row.
-Each framework has a further table, in `backends/<framework>/patches.py`. `data_parallel()` also replaces
-`Trainer.__init__`, `Trainer.compile` and, on PyTorch, `Orthogonal.__call__` until its block ends. Two changes are made
+Tables have the form `{use: {target: (stand-in, reason)}}`. A stand-in is `module:name` within the package. With `()`,
+it is a function that makes the new value from the old one. Each reason names the change in Keras that would end the
+row.
+
+Each framework has another table, in `backends/<framework>/patches.py`. `data_parallel()` also replaces
+`Trainer.__init__`, `Trainer.compile` and, on PyTorch, `Orthogonal.__call__` until its block ends. Two more changes are
 elsewhere: `Variable._direct_assign` (`jax/placement.py`) and, from Keras 3.16 on, `Model._initialize_ddp`
 (`torch/communicator.py`).
 """
@@ -30,7 +32,7 @@ from keras_shardopt.backends.models import Trainer
 
 Table = Mapping[str, Mapping[str, tuple[str, str]]]
 
-_TRAIN_APART = "ranks of PyTorch must not train apart; until Keras trains them together"
+_TRAIN_APART = "PyTorch ranks must not train separate models; until Keras trains them together"
 _SYNCHRONIZED = "`synchronized=True`; until Keras has it on all backends, for uneven batches"
 _SAVES = ("fit.callbacks:saving_complete_files()", "complete files; until Keras calls the methods of the model")
 
@@ -78,7 +80,7 @@ _lock = threading.RLock()
 
 
 def install(use: str) -> None:
-    """Make the changes of a use, except to names that this version of Keras lacks. Repeated calls do nothing."""
+    """Make the changes of a use, except to names that this Keras version lacks. Repeated calls do nothing."""
     if use in _installed:
         return
     with _lock:
@@ -93,7 +95,7 @@ def install(use: str) -> None:
 
 
 def _found(use: str) -> Iterator[tuple[Any, str, Any]]:
-    """Yield owner, name and new value of each change of a use."""
+    """Yield the owner, name and new value of each change of a use."""
     for table in (PATCHES, getattr(for_backend(_TABLES), "PATCHES", {})):
         for target, (stand_in, _) in table.get(use, {}).items():
             path, _, name = target.rpartition(".")

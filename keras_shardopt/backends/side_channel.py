@@ -1,13 +1,12 @@
-"""What replicas that each run their own program send along with their gradients, as numbers that add up.
+"""Flags that replicas with separate programs send with their gradients, as numbers that a reduction can sum.
 
-A branch taken on one replica and not on another leaves None where others have a gradient, and a list that is shorter on
-one of them pairs the wrong tensors or hangs. So all send zeros for None, and along with them a few 0s and 1s: which
-gradients they have, which variables they train, and whether they go on training at all.
+Replicas must reduce the same tensors, or the wrong ones are paired or a collective hangs. So a replica sends zeros in
+place of None, and flags: which gradients it has, which variables it trains, and whether it still trains.
 
-A replica that has frozen a layer would leave its gradients out of the mean, and keep its weights while others move
-theirs. So each marks, in twenty flags, which variables it trains. It marks ten of them, so of two sets of variables
-each has a mark that the other lacks (but for one pair in 184,756), and every replica sees in the sum of all marks,
-which need not be exact, whether somebody trains other variables than itself.
+A replica that froze a layer would lack its gradients in the mean, and keep weights that other replicas change. Each
+replica therefore marks the set of variables it trains with 10 of 20 flags. Two different sets get different marks,
+except for one pair in 184,756. Every replica then detects a different set in the sum of the marks, even if that sum is
+inexact.
 """
 
 from __future__ import annotations
@@ -29,100 +28,100 @@ from keras_shardopt.numerics import ReduceOp, Tensor, Variable, cast
 NUM_MARKS = 20
 
 NUM_FLAGS = NUM_MARKS + 2
-"""How many flags there are, apart from those that say which gradients a replica has."""
+"""The number of flags, not counting one per gradient."""
 
 _OF_ALL = [True] * (NUM_MARKS // 2) + [False] * (NUM_MARKS // 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class SideChannel:
-    """What this replica sends along in one reduction."""
+    """The flags that this replica sends in one reduction."""
 
     replicas: Communicator
     variables: Sequence[Variable]
     """The trainable variables, equal on all replicas."""
 
     present: Sequence[bool]
-    """For each of them, whether this replica has a gradient."""
+    """Whether this replica has a gradient, for each variable."""
 
     trained: Sequence[bool] | None = None
-    """For each of them, whether this replica trains it; None for all."""
+    """Whether this replica trains each variable. None if it trains all."""
 
     trains: bool = True
-    """Whether this replica goes on training, and has not ended."""
+    """Whether this replica still trains. False if it has ended training."""
 
     more: Sequence[bool] = ()
-    """Further flags."""
+    """Additional flags."""
 
-    def told(self) -> np.ndarray:
-        """The flags on the host, as float32."""
-        told = [*self.present, *marks(self.trained), self.trains, not self.trains, *self.more]
-        return np.array(told, "float32")  # of a list Keras looks at each element
+    def flags_on_host(self) -> np.ndarray:
+        """Return the flags on the host, as float32."""
+        flags_on_host = [*self.present, *marks(self.trained), self.trains, not self.trains, *self.more]
+        return np.array(flags_on_host, "float32")  # not `convert_to_tensor`: Keras checks each element of a list
 
     def pack(self, dtype: str, numbers: Tensor | None = None) -> Tensor:
-        """The flags, and after them any other numbers, as a flat tensor to be added up over replicas."""
-        flags = ops.convert_to_tensor(self.told(), dtype)
+        """Return a flat tensor to be summed over replicas: the flags, then any other numbers."""
+        flags = ops.convert_to_tensor(self.flags_on_host(), dtype)
         return flags if numbers is None else ops.concatenate([flags, ops.cast(numbers, dtype)])
 
-    def unpack(self, sums: Tensor, op: ReduceOp, must_look: bool = False) -> tuple[Heard | None, Tensor]:
-        """What all replicas have sent.
+    def unpack(self, sums: Tensor, op: ReduceOp, must_read: bool = False) -> tuple[ReceivedFlags | None, Tensor]:
+        """Return the flags of all replicas.
 
         Args:
-            sums: what `pack` has returned, reduced over replicas.
-            op: "sum" or "mean": how.
-            must_look: bool. Whether flags are read even if that is to wait for a device.
+            sums: the result of `pack`, reduced over replicas.
+            op: "sum" or "mean", the reduction.
+            must_read: whether to read flags even if that waits for a device.
 
         Returns:
-            Their flags, or None where this replica has all gradients and to read flags is to wait; and the reduced
-            `numbers`.
+            The flags and the reduced `numbers`. Flags are None if reading them would wait and this replica has all
+            gradients.
         """
         size = len(self.present) + NUM_FLAGS + len(self.more)
         flags, numbers = sums[:size], sums[size:]
-        all_look = runtime.is_cheap_to_read(flags) or not self.trains
-        if all(self.present) and not all_look and not must_look:
+        all_read = runtime.is_cheap_to_read(flags) or not self.trains
+        if all(self.present) and not all_read and not must_read:
             return None, numbers
         factor = self.replicas.num_replicas if op == "mean" else 1
         counts = [count * factor for count in ops.convert_to_numpy(cast(flags, "float32")).tolist()]
-        return Heard(self, counts, all_look), numbers
+        return ReceivedFlags(self, counts, all_read), numbers
 
 
 @dataclasses.dataclass(frozen=True)
-class Heard:
-    """What all replicas have sent along in one reduction."""
+class ReceivedFlags:
+    """The flags of all replicas in one reduction."""
 
     own: SideChannel
     counts: Sequence[float]
-    """On how many replicas each flag is set, about: they may have been added up in half precision."""
+    """On how many replicas each flag is set. Approximate: half precision may have summed them."""
 
-    all_look: bool
-    """Whether all replicas read this, so that they can exchange more."""
+    all_read: bool
+    """Whether all replicas read the flags, and can therefore communicate again."""
 
     @property
     def present(self) -> list[bool]:
-        """For each variable, whether some replica has a gradient."""
+        """Whether any replica has a gradient, for each variable."""
         return [count > 0 for count in self.counts[: len(self.own.present)]]
 
     @property
     def more(self) -> Sequence[float]:
-        """On how many replicas each further flag is set."""
+        """On how many replicas each additional flag is set."""
         return self.counts[len(self.own.present) + NUM_FLAGS :]
 
     def check_all_train(self) -> None:
-        """Raises ValueError where some replicas go on training and others have ended."""
+        """Raise ValueError if some replicas still train and others have ended."""
         num_training, num_ended = self.counts[len(self.own.present) + NUM_MARKS :][:2]
         if (num_ended if self.own.trains else num_training) > 0:
-            does = "goes on" if self.own.trains else "has ended training"
+            does = "continues" if self.own.trains else "has ended training"
             size = self.own.replicas.num_replicas
             raise ValueError(
                 "All replicas must make the same number of updates. "
-                f"Received: this one {does}, and only {round(num_training)} of {size} go on. Give all of them as "
-                "many batches, or call `keras_shardopt.prepare(model)`, after which the numbers need not be equal."
+                f"Received: this one {does}, and only {round(num_training)} of {size} continue. Pass the same number "
+                "of batches on each replica, or call `keras_shardopt.prepare(model)`, which allows different numbers."
             )
 
     def check_same_variables(self) -> None:
-        """Raises ValueError, on every replica that calls it, if not all train the same variables.
+        """Raise ValueError, on every replica that calls it, if replicas train different variables.
 
-        It names the variables and, where all look, the replicas.
+        The error names the variables and, if all replicas read the flags, the replicas.
         """
         own, replicas = self.own, self.own.replicas
         marked = self.counts[len(own.present) :][:NUM_MARKS]
@@ -133,7 +132,7 @@ class Heard:
         if own.trained is not None:
             frozen[me] = [not is_trained for is_trained in own.trained]
         seen = [me]
-        if self.all_look:
+        if self.all_read:
             (rows,) = replicas.all_reduce([ops.convert_to_tensor(frozen.reshape(-1))], "max")
             frozen = ops.convert_to_numpy(rows).reshape(size, -1)
             seen = list(range(size))
@@ -142,7 +141,7 @@ class Heard:
             f"trained on replica {replicas.members[i]}"
             for i in seen
         ]
-        advice = "" if self.all_look else " Others have gone on, as they look at no gradients on this device."
+        advice = "" if self.all_read else " Other replicas have continued, because flags are not read on this device."
         raise ValueError(
             "All replicas must train the same variables. "
             f"Received: {'; '.join(received)}. "
@@ -151,7 +150,7 @@ class Heard:
 
 
 def marks(trained: Sequence[bool] | None) -> list[bool]:
-    """The marks of a set of variables: for each variable, whether it is trained (None: all of them)."""
+    """Return the marks of a set of variables, given as one bool per variable or None for all."""
     if trained is None or all(trained):
         return _OF_ALL
     chosen = random.Random(hashlib.sha256(bytes(trained)).digest()).sample(range(NUM_MARKS), NUM_MARKS // 2)

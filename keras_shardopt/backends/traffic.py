@@ -1,4 +1,4 @@
-"""What replicas send each other in one update, noted by backends where they call a collective."""
+"""The bytes that replicas send in one update. Backends record each collective that they call."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_to_all", "all_gather", "broa
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One call of a collective of the framework."""
+    """One call of a collective."""
 
     kind: Kind
     dtypes: tuple[str, ...]
-    """Those of the tensors that it was given."""
+    """The dtypes of its input tensors."""
 
     num_bytes: int
-    """How large these tensors are, on this replica."""
+    """The size of its input tensors on this replica."""
 
     num_replicas: int
 
     @property
     def bytes_sent(self) -> float:
-        """How many bytes each replica sends, where they form a ring."""
+        """The bytes that each replica sends in a ring."""
         others, size = self.num_replicas - 1, self.num_replicas
         factors = {"all_reduce": 2 * others / size, "all_gather": others}
         return self.num_bytes * factors.get(self.kind, others / size)
@@ -39,7 +39,7 @@ _open: contextvars.ContextVar[list[Collective] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Collective]]:
-    """Collects the collectives of a block; where a step is traced, those of its trace."""
+    """Collect the collectives of a block. For a traced step, those of its trace."""
     found: list[Collective] = []
     token = _open.set(found)
     try:
@@ -49,7 +49,7 @@ def recording() -> Iterator[list[Collective]]:
 
 
 def note(kind: Kind, tensors: Sequence[Tensor], num_replicas: int) -> None:
-    """Called for each collective, with the tensors that it is given."""
+    """Record a collective with its input tensors."""
     found = _open.get()
     if found is not None and tensors:
         num_bytes = sum(_num_bytes(tensor) for tensor in tensors)

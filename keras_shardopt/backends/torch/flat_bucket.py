@@ -1,4 +1,4 @@
-"""Memory in which gradients travel, several at a time: in the order in which a backward pass makes them."""
+"""Buckets: memory in which gradients are sent together, in the order in which a backward pass computes them."""
 
 from __future__ import annotations
 
@@ -17,67 +17,67 @@ from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 CALL = "reduces the gradients of an update"
-"""What ranks that do something else are told of."""
+"""The announcement of this call."""
 
 
 @dataclasses.dataclass
 class FlatBucket:
-    """What is reduced at one time."""
+    """Gradients that are reduced together."""
 
     places: list[int]
-    """Which variables' gradients, in the order in which they lie there."""
+    """The positions of its variables, in memory order."""
 
     flat: Tensor
     views: dict[int, Tensor]
-    """Where each of them lies in `flat`."""
+    """The part of `flat` for each gradient."""
 
     wide: Tensor
     results: dict[int, Tensor]
-    """The same after the reduction, in the dtype of the variables: elsewhere where that is not what is sent."""
+    """The views after the reduction, in the dtype of the variables. Separate memory if another dtype is sent."""
 
     divisor: int
     factor: float
-    """By what gradients are divided before they are sent, and their sum is multiplied."""
+    """The divisor of gradients before sending, and the factor of their sum."""
 
     num_missing: int = 0
-    """How many of them are still to come."""
+    """The number of gradients not yet computed."""
 
     can_resend = True
-    """Whether gradients are still there when they are sent, and may be sent once more."""
+    """Whether gradients remain after sending, and can be sent again."""
 
     num_under_way = 2**31
-    """How many buckets may be under way at a time."""
+    """The maximum number of pending buckets."""
 
     transfer: Any = None
-    """The `Transfer` of this reduction, where buckets need one."""
+    """The `Transfer` of this reduction, if buckets need one."""
 
     failure: str = ""
-    """What has failed on this rank before anything was sent, in words."""
+    """A description of a failure on this rank before sending."""
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """By which collective it is sent, and something as large."""
+        """The collective that sends it, and a tensor of the same size."""
         return [("all_reduce", [self.flat])]
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """Where results lie."""
+        """The memory of the results."""
         return self.flat, self.wide
 
     def own_not_finite(self) -> list[int]:
-        """Nothing is noted of gradients that are still there."""
+        """Return no variables: the gradients themselves still exist."""
         return []
 
     @property
     def flags(self) -> Tensor:
-        """What is sent along; after the reduction its sum."""
+        """The flags sent. After the reduction, their sums."""
         return self.flat[self.wide.numel() :]
 
     def open(self) -> None:
-        """It has memory of its own."""
+        """Nothing to do: it has its own memory."""
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Lays this variable's gradient there; zeros for None."""
+        """Copy a gradient, or zeros for None, into the memory."""
         view = self.views[i]
         if grad is None:
             view.zero_()
@@ -90,14 +90,14 @@ class FlatBucket:
             torch.div(grad, self.divisor, out=view)
 
     def encode(self) -> None:
-        """Gradients are sent as they lie there."""
+        """Nothing to do: gradients are sent as they are."""
 
     def send(self) -> Any:
-        """Begins the reduction, and returns what to wait for."""
+        """Begin the reduction, and return the pending collective."""
         return dist.all_reduce(self.flat, dist.ReduceOp.SUM, async_op=True)
 
     def receive(self, adds: bool = False) -> None:
-        """Fills `results`, now that `flat` is reduced."""
+        """Fill `results` from the reduced `flat`."""
         del adds
         if self.results is not self.views:
             self.wide.copy_(self.flat[: self.wide.numel()])
@@ -105,17 +105,17 @@ class FlatBucket:
                 self.wide.mul_(self.factor)
 
     def finish(self) -> None:
-        """`receive` has filled them."""
+        """Nothing to do: `receive` fills the results."""
 
     def release(self) -> None:
-        """Its memory is kept for the next reduction."""
+        """Nothing to do: the next reduction uses the memory again."""
 
     def is_finite(self) -> Tensor:
-        """Whether the sum of squares of `results` is: a scalar bool tensor."""
+        """Return whether the sum of squares of `results` is finite, a scalar bool tensor."""
         return is_sum_finite(self.wide)
 
 
-def laid_out(
+def flat_buckets(
     tensors: Sequence[Tensor],
     bucket_bytes: float,
     op: ReduceOp,
@@ -123,9 +123,9 @@ def laid_out(
     compression: str | None,
     num_flags: int,
 ) -> list[FlatBucket]:
-    """Buckets for the gradients of these tensors; in the last one is room for some flags, at the end."""
+    """Return the buckets of these tensors. The last bucket has space for the flags at its end."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
-    # The one that is full last goes last, as the others may not overtake it.
+    # Buckets are sent in the order in which they become full.
     groups = sorted(alike_in_buckets(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     buckets = []
     for number, places in enumerate(groups):
@@ -135,16 +135,16 @@ def laid_out(
         sent = getattr(torch, dtype_sent(dtype_of(like), compression))
         flat = torch.zeros(size + more, dtype=sent, device=like.device)
         wide = flat[:size]
-        views = results = _cut(wide, places, tensors)
+        views = results = _split(wide, places, tensors)
         if sent != like.dtype:
             wide = torch.zeros(size, dtype=like.dtype, device=like.device)
-            results = _cut(wide, places, tensors)
-        # A mean is divided on the way, which spares a pass; and a sum overflows only where the mean does.
+            results = _split(wide, places, tensors)
+        # Dividing a mean before sending saves a pass, and the sum overflows only if the mean does.
         divisor, factor = factors(op, num_ranks, divides=op == "mean" or sent != like.dtype)
         buckets.append(FlatBucket(places, flat, views, wide, results, divisor, factor))
     return buckets
 
 
-def _cut(flat: Tensor, places: Sequence[int], tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+def _split(flat: Tensor, places: Sequence[int], tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     parts = flat.split([tensors[i].numel() for i in places])
     return {i: part.view(tensors[i].shape) for i, part in zip(places, parts)}

@@ -1,17 +1,16 @@
-"""Process groups of `torch.distributed` with timeouts, whose errors name the rank that is missing.
+"""Process groups of `torch.distributed` with timeouts, and errors that name the missing rank.
 
-When a rank dies or stalls, the collective that needs it fails on some of the others, at once or when the time is up,
-with an error that names a socket. So the first rank that notices closes its connections, which makes the collectives
-of all others fail too; then each leaves a sign in the store that the ranks share, and looks for those of the others.
+If a rank dies or stalls, a collective fails on some other ranks, at once or after the timeout, with an error that names
+a socket. The first rank to fail closes its connections, so collectives fail on all ranks. Each rank then writes a sign
+to the shared store and reads the signs of all ranks.
 
-Ranks that make different calls must not send each other tensors of different sizes, as "gloo" then ends the process. So
-before ranks begin something together, each announces it to the others, in a message of one size and in a separate group
-(`tell`): a rank that does so never receives the gradients of one that does not. Ranks may announce several steps at a
-time. One that does something else instead says so in the store, as soon as it waits for a second, and so does one that
-an error takes out of `fit`. Those that wait for it look there now and then (`wait_for`).
+With different calls, ranks would send tensors of different sizes, and "gloo" would abort the process. Before a joint
+call, each rank therefore announces it in a fixed-size message in a separate group (`tell`). An announcement may cover
+several steps. A rank that makes another call, or leaves `fit` with an error, adds a note to the store. Waiting ranks
+poll the store (`wait_for`).
 
-Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store in which the
-ranks of the default group have met, whoever has opened it. (test_private_names.py holds it.)
+Private names of PyTorch touched here: `torch.distributed.distributed_c10d._get_default_store` - the store of the
+default group, whoever opened it. (test_private_names.py holds it.)
 """
 
 from __future__ import annotations
@@ -38,21 +37,23 @@ from torch.distributed.rendezvous import rendezvous
 from keras_shardopt.backends.processes import MissingCallError, check_same_calls, num_barriers, unlike_calls, wait_in
 
 ANSWER_SECONDS = 1.0
-"""For how long a rank at least looks for signs of the others after a collective has failed."""
+"""The minimum time for which a rank reads signs after a failed collective."""
 
-PATIENCE_SECONDS = 2.0
-"""For how much longer it does where the collective has failed before its time, as others may be busy just then."""
+GRACE_SECONDS = 2.0
+"""The additional time if a collective fails before its timeout, because other ranks may be busy."""
 
-LOOK_SECONDS = 1.0
-"""How often a rank that waits in a step looks whether another rank does something else."""
+POLL_SECONDS = 1.0
+"""How often a rank that waits in a step reads the notes of other ranks."""
 
 AWAY_SECONDS = 4.0
-"""For how long it must have seen that: the other one may have come from the same step, which is slow to end here. An
-error may come on all ranks, on some of them later."""
+"""For how long a note must exist before it counts.
+
+Its rank may have left the same step, still running here. An error on all ranks reaches some of them later.
+"""
 
 
 class _Group:
-    """The default process group, as opened here."""
+    """The state of a default process group opened here."""
 
     def __init__(self, store: dist.Store, timeout: datetime.timedelta | None) -> None:
         self.store = store
@@ -60,33 +61,34 @@ class _Group:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.is_gloo = dist.get_backend() == "gloo"
-        self.has_left_word = False
-        self.num_told = 0
+        self.has_left_message = False
+        self.num_announced = 0
         self.num_due = 0
-        self.told_at_error = -1
-        self.looking: threading.Thread | None = None
+        self.announced_at_error = -1
+        self.store_thread: threading.Thread | None = None
 
 
-# What is open, the store in which all groups of this program meet, and how many there have been.
+# The open group, the store for all groups of this program, and the number of groups so far.
 _open: _Group | None = None
 _store: dist.Store | None = None
 _num_groups = 0
 
-# What messages travel in: None for the default group. Nothing else may hold it, as it must end with that.
-_messages: Any = None
+# The group for announcements. None means the default group. It must end with the default group, so nothing else may
+# hold it.
+_announcements: Any = None
 
-# What layers exchange statistics in. Held weakly, as it must end with the default group.
+# The group for layers' statistics. A weak reference, because it must end with the default group.
 _statistics: weakref.ref[Any] | None = None
 
 
 def job_of_environment(needs_address: bool = False) -> tuple[int, int]:
-    """How many ranks the launcher has started, and which of them this is.
+    """Return the number of ranks that the launcher started, and this rank.
 
     Args:
-        needs_address: whether they are about to meet.
+        needs_address: whether the address of rank 0 is needed, to connect the ranks.
 
     Raises:
-        ValueError: if its variables hold no such numbers, or some of them are missing.
+        ValueError: if the launcher's variables are invalid or incomplete.
     """
     received = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     size, rank = (received.get(name, default) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
@@ -104,47 +106,47 @@ _VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta | None) -> None:
-    """Opens the default process group of the ranks that torchrun started.
+    """Open the default process group of the ranks that torchrun started.
 
     Args:
         backend: "gloo" or "nccl".
-        rank: of this process, among `size`. Fewer ranks may join the second time.
-        size: how many processes there are.
-        timeout: after how long a collective fails; None for PyTorch's own limit.
+        rank: this rank.
+        size: the number of ranks. A second group may have fewer.
+        timeout: the time limit of a collective. None for PyTorch's default.
 
     Raises:
-        ValueError: if the launcher has not said where they meet.
-        RuntimeError: if some rank does not come in time.
+        ValueError: if the launcher did not set the address of rank 0.
+        RuntimeError: if a rank does not arrive in time.
     """
-    global _open, _store, _num_groups, _messages
+    global _open, _store, _num_groups, _announcements
     job_of_environment(needs_address=True)
     limit = {} if timeout is None else {"timeout": timeout}
     _num_groups += 1
     try:
-        # One store for all meetings of this program: rank 0 may serve it, and others would ask the one before.
+        # One store for all groups: rank 0 may host it, and other ranks could connect to an earlier one.
         if _store is None:
             _store, _, _ = next(rendezvous("env://", **limit))
-        # Under a name of its own: ranks that meet a second time would else read the addresses of the first. The store
-        # may be torchrun's, which outlives them when it starts them again.
+        # Each group has a prefix, or its ranks would read the addresses of the previous group. torchrun's store
+        # outlives ranks that it restarts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"keras_shardopt/{attempt}/{_num_groups}", _store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
-        # On the host, whatever the tensors are on: so nobody waits for a device.
-        _messages = dist.new_group(backend="gloo", **limit)
+        # On the host, so announcements never wait for a device.
+        _announcements = dist.new_group(backend="gloo", **limit)
         _open = _Group(store, timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"All {size} ranks must be started before training{_within(timeout)}. Received on rank {rank}: "
-            f"{_first_line(error)}. Were all of them started, with the same MASTER_ADDR and MASTER_PORT? "
-            "Where some need longer, use `data_parallel(timeout=...)`."
+            f"All {size} ranks must be started before training{_time_limit(timeout)}. Received on rank {rank}: "
+            f"{_first_line(error)}. Start all of them, with the same MASTER_ADDR and MASTER_PORT. "
+            "If some need longer, use `data_parallel(timeout=...)`."
         ) from error
 
 
 def statistics_group() -> Any:
-    """A process group of all ranks in which layers exchange statistics; all ranks make the first call together.
+    """Return the group of all ranks for layers' statistics. All ranks make the first call together.
 
-    A group of its own: which of its collectives come before which gradients is each rank's own affair then, unless
-    one gradient waits for another.
+    In a separate group, the order of statistics and gradients may differ between ranks, unless a gradient waits for
+    another.
     """
     global _statistics
     group = None if _statistics is None else _statistics()
@@ -157,38 +159,39 @@ def statistics_group() -> Any:
 
 
 def exchanges_statistics() -> bool:
-    """Whether layers do so: equal on all ranks."""
+    """Return whether layers use that group. Equal on all ranks."""
     return _statistics is not None and _statistics() is not None
 
 
 def close_group(has_failed: bool = False) -> None:
-    """Closes the default process group, if it is still open.
+    """Close the default process group if it is open.
 
     Args:
-        has_failed: whether collectives may be under way that never end.
+        has_failed: whether collectives may be pending that never complete.
     """
-    global _open, _messages, _statistics
+    global _open, _announcements, _statistics
     is_open = dist.is_initialized()
-    held = [dist.group.WORLD, _messages, _statistics and _statistics()] if has_failed and is_open else []
-    group, _open, _messages, _statistics = _open, None, None, None
+    held = [dist.group.WORLD, _announcements, _statistics and _statistics()] if has_failed and is_open else []
+    group, _open, _announcements, _statistics = _open, None, None, None
     num_barriers.clear()
     if is_open:
         dist.destroy_process_group()
     if held:
-        # A group ends with the last reference, and waits for its collectives. They fail when others close their
-        # connections, but only in time where a process that one of these has forked keeps them open.
-        letting_go = threading.Thread(target=held.clear, daemon=True)
-        letting_go.start()
-        letting_go.join(LOOK_SECONDS)
-    if group is not None and group.has_left_word and group.rank == 0 and _rank_0_serves():
-        _ask(group, ANSWER_SECONDS, "has left", [])  # their collectives fail now, and they look for what was said
+        # A group ends with its last reference, and waits for its collectives. They fail once other ranks close their
+        # connections, but too late if a process forked from a rank keeps them open.
+        releasing = threading.Thread(target=held.clear, daemon=True)
+        releasing.start()
+        releasing.join(POLL_SECONDS)
+    if group is not None and group.has_left_message and group.rank == 0 and _rank_0_hosts_store():
+        # other ranks' collectives fail now, and they read this rank's message
+        _collect_signs(group, ANSWER_SECONDS, "has left", [])
 
 
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """`Processes.barrier`, with the time limit of the group; ranks whose collectives fail later say who left, too.
+    """`Processes.barrier` with the group's time limit. Ranks with later failures also report the missing rank.
 
     Raises:
-        RuntimeError: as there; or if the store is gone.
+        RuntimeError: as there, or if the store is gone.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     if _open is not None and _open.timeout is not None:
@@ -196,37 +199,37 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
     try:
         wait_in(distributed_c10d._get_default_store(), (size, rank), "rank", purpose, seconds, advice)
     except MissingCallError as error:
-        _leave_word(str(error))
+        _leave_message(str(error))
         raise
-    except RuntimeError as error:  # of the connection to the store, which ends with the rank that serves it
+    except RuntimeError as error:  # the store ends with the rank that hosts it
         raise RuntimeError(
-            f"All ranks must {purpose} together. Received on rank {rank}: the rank that holds the connections has "
-            f"ended ({_first_line(error)}). {advice}"
+            f"All ranks must {purpose} together. Received on rank {rank}: the rank that hosts the store has ended "
+            f"({_first_line(error)}). {advice}"
         ) from error
-    _leave_word(None)
+    _leave_message(None)
 
 
-def _leave_word(words: str | None) -> None:
-    """Lets ranks whose collectives fail later say why; None where all are together again."""
-    if _open is not None and (words is not None or _open.has_left_word):
+def _leave_message(words: str | None) -> None:
+    """Set the message that ranks with later failures report. None deletes it, once all ranks have arrived."""
+    if _open is not None and (words is not None or _open.has_left_message):
         with contextlib.suppress(RuntimeError):
-            _open.store.delete_key(_WORD) if words is None else _open.store.set(_WORD, words)
-            _open.has_left_word = words is not None
+            _open.store.delete_key(_MESSAGE) if words is None else _open.store.set(_MESSAGE, words)
+            _open.has_left_message = words is not None
 
 
-_WORD = "keras_shardopt/word"
+_MESSAGE = "keras_shardopt/word"
 
 
 def say_failure(number: str, words: str) -> None:
-    """Leaves an error, under a number of its own, for ranks that look for it."""
+    """Write an error to the store, with an id."""
     with contextlib.suppress(RuntimeError):
         store = distributed_c10d._get_default_store()
         store.set(_FAILURE, f"{number} {words}")
-        store.check([_FAILURE])  # setting alone does not wait until it is there
+        store.check([_FAILURE])  # `set` alone does not wait until the key exists
 
 
 def failure() -> tuple[str, str] | None:
-    """The number and the words of the error that was left last; None if there is none."""
+    """Return the id and message of the last error in the store, or None."""
     with contextlib.suppress(RuntimeError):
         store = distributed_c10d._get_default_store()
         if store.check([_FAILURE]):
@@ -238,40 +241,41 @@ def failure() -> tuple[str, str] | None:
 _FAILURE = "keras_shardopt/failure"
 
 
-# The name since PyTorch 2.13, which warns about the older one.
+# Renamed in PyTorch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def tell(call: str, *numbers: int) -> list[list[int]]:
-    """Tells all ranks what this one is about to do together with them, and up to two numbers.
+    """Announce to all ranks the call that they are about to make together, with up to two ints.
 
     Args:
-        call: what it does, in words that are equal where it is the same: "rank 0 ...".
+        call: a description, equal on all ranks for the same call, to follow "rank 0".
         numbers: ints.
 
     Returns:
-        The numbers of each rank, filled up with zeros.
+        The ints of each rank, padded with zeros.
 
     Raises:
-        ValueError: on every rank, if some are about to do something else.
+        ValueError: on every rank, if ranks announce different calls.
     """
     return tell_soon(call, *numbers)()
 
 
 def tell_soon(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
-    """As `tell`, but without waiting for the others: calling what it returns waits, and gives or raises the same."""
-    told = _telling([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
+    """Like `tell`, but return a function that waits for the other ranks and returns or raises the same."""
+    told = _announce([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
 
     def wait() -> list[list[int]]:
         rows = told()
         kinds = [kind for kind, *_ in rows]
         try:
-            check_same_calls(kinds, call, lambda letters: _telling(letters, call)(), "rank")
+            check_same_calls(kinds, call, lambda letters: _announce(letters, call)(), "rank")
         except ValueError:
             if _open is not None:
-                _open.told_at_error = _open.num_told
+                _open.announced_at_error = _open.num_announced
             if zlib.crc32(_STEP.encode()) in kinds:
-                close_group(has_failed=True)  # or what these ranks have begun would meet what others begin next
+                # or a pending collective would match a different one that another rank starts next
+                close_group(has_failed=True)
             raise
         return [numbers for _, *numbers in rows]
 
@@ -282,45 +286,45 @@ _STEP = "makes a step of a prepared model"
 
 
 def can_promise() -> bool:
-    """Whether ranks may promise their next steps: where those that wait can look whether others make them."""
+    """Return whether ranks may promise their next steps, because waiting ranks can read notes."""
     return _open is not None and _open.is_gloo
 
 
 def owe_steps(num_steps: int) -> None:
-    """Notes that this rank is in so many more steps that all ranks make, or fewer (< 0): it has made them."""
+    """Add to the number of promised steps of this rank. Completed steps count as negative."""
     if _open is not None:
         _open.num_due += num_steps
 
 
 def note_error(words: str) -> None:
-    """Lets ranks that wait for this one find the error that has taken it out of a call of all ranks."""
+    """Write a note for waiting ranks that an error has taken this rank out of a joint call."""
     if _open is not None:
-        _open.told_at_error = _open.num_told
-        _leave(_open, _ERROR, _open.num_told, f"rank {_open.rank} has left with {words}")
+        _open.announced_at_error = _open.num_announced
+        _write_note(_open, _ERROR, _open.num_announced, f"rank {_open.rank} has left with {words}")
 
 
 def wait_for(work: Any, told: int = 0) -> None:
-    """Waits for a collective, which other ranks may never begin although they have promised to.
+    """Wait for a collective that other ranks may never start, although they promised to.
 
     Args:
         work: the collective.
-        told: which message it is; 0 for a collective of a step.
+        told: the number of its announcement. 0 for a collective of a step.
 
     Raises:
         RuntimeError: if the collective fails, or an error has taken another rank out of `fit`.
-        ValueError: on every rank, if some do something else. The group is closed then.
+        ValueError: on every rank, if ranks make different calls. The group is then closed.
     """
     away_since = None
     while can_promise() if not told else _open is not None:
         with contextlib.suppress(RuntimeError):
-            work.wait(datetime.timedelta(seconds=LOOK_SECONDS))
+            work.wait(datetime.timedelta(seconds=POLL_SECONDS))
             return
         if work.is_completed():
-            break  # or it has failed
+            break  # or failed
         assert _open is not None
         if told:
-            _leave(_open, _AWAY, told)
-        found = _others_elsewhere(_open, told)
+            _write_note(_open, _AWAY, told)
+        found = _error_elsewhere(_open, told)
         if found is None:
             away_since = None
         elif away_since is None:
@@ -335,106 +339,106 @@ def wait_for(work: Any, told: int = 0) -> None:
 _AWAY, _ERROR = "away", "error"
 
 
-def _leave(group: _Group, key: str, num_told: int, words: str = "") -> None:
-    """Leaves a note for all ranks, unless there is one from after more messages."""
+def _write_note(group: _Group, key: str, num_announced: int, words: str = "") -> None:
+    """Write a note for all ranks, unless a note with a larger number exists."""
 
     def leave() -> None:
-        if _note(group, key)[0] < num_told:
-            group.store.set(key, f"{num_told} {words}")
+        if _read_note(group, key)[0] < num_announced:
+            group.store.set(key, f"{num_announced} {words}")
 
-    _in_thread(group, leave)
+    _use_store(group, leave)
 
 
-def _note(group: _Group, key: str) -> tuple[int, str]:
-    """After how many messages a rank has left a note (-1: there is none), and its words."""
+def _read_note(group: _Group, key: str) -> tuple[int, str]:
+    """Return the number of announcements before a note, -1 without a note, and its text."""
     number, _, words = (group.store.get(key).decode() if group.store.check([key]) else "-1").partition(" ")
     return int(number), words
 
 
-def _others_elsewhere(group: _Group, told: int) -> str | None:
-    """The error that has taken another rank out of `fit`; "" if one tells something that this one has not come to."""
+def _error_elsewhere(group: _Group, told: int) -> str | None:
+    """Return the error that took another rank out of `fit`, "" for a later announcement, or None."""
     found: list[str] = []
 
-    def look() -> None:
-        # In a step of all ranks only: those of one group may tell something while another group trains.
-        if not told and group.num_due and _note(group, _AWAY)[0] > group.num_told:
+    def read_notes() -> None:
+        # Only in a step of all ranks: while one group of ranks trains, another may announce a call.
+        if not told and group.num_due and _read_note(group, _AWAY)[0] > group.num_announced:
             found.append("")
-        number, words = _note(group, _ERROR)
-        # Not an error that has come on this rank too, or from which all have come together again.
-        if number > max(group.told_at_error, group.num_told - (2 if told else 1)):
+        number, words = _read_note(group, _ERROR)
+        # Ignore errors that this rank also had, or that all ranks have recovered from.
+        if number > max(group.announced_at_error, group.num_announced - (2 if told else 1)):
             found.append(words)
 
-    _in_thread(group, look)
+    _use_store(group, read_notes)
     return min(list(found), default=None)
 
 
-def _in_thread(group: _Group, function: Callable[[], None]) -> None:
-    """Calls a function that asks the store, unless the last one has no answer yet."""
-    if group.looking is not None and group.looking.is_alive():
+def _use_store(group: _Group, function: Callable[[], None]) -> None:
+    """Run a function that uses the store, unless the previous one is still waiting for it."""
+    if group.store_thread is not None and group.store_thread.is_alive():
         return
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):
             function()
 
-    # It may be left behind, as for `_ask`.
-    group.looking = threading.Thread(target=run, daemon=True)
-    group.looking.start()
-    group.looking.join(LOOK_SECONDS)
+    # This thread may never end, as in `_answers`.
+    group.store_thread = threading.Thread(target=run, daemon=True)
+    group.store_thread.start()
+    group.store_thread.join(POLL_SECONDS)
 
 
 def gather_objects(value: Any, call: str) -> list[Any]:
-    """The values of all ranks, which may be of different lengths. `call` is as in `tell`."""
-    # Not `dist.all_gather_object`, which asks for the lengths once more.
+    """Return the values of all ranks, of any pickled length. `call` is as in `tell`."""
+    # Not `dist.all_gather_object`, which gathers the lengths again.
     mine = np.frombuffer(pickle.dumps(value), "uint8")
     lengths = [length for length, _ in tell(call, len(mine))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(mine)] = torch.from_numpy(mine.copy())
-    padded = padded.to(_device_of_messages())
-    everyones = padded.new_empty(len(lengths) * max(lengths))
+    padded = padded.to(_announcement_device())
+    gathered = padded.new_empty(len(lengths) * max(lengths))
     with explaining_failures(call=call):
-        _all_gather(everyones, padded, group=_messages)
-    rows = everyones.view(len(lengths), -1).cpu().numpy()
+        _all_gather(gathered, padded, group=_announcements)
+    rows = gathered.view(len(lengths), -1).cpu().numpy()
     return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
 
-def _device_of_messages() -> str:
-    # In a group that somebody else has opened everything travels on its device.
-    return "cuda" if _messages is None and dist.get_backend() == "nccl" else "cpu"
+def _announcement_device() -> str:
+    # A group opened elsewhere sends tensors on its own device.
+    return "cuda" if _announcements is None and dist.get_backend() == "nccl" else "cpu"
 
 
-def _telling(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
-    """Begins to gather the numbers of all ranks, which tell equally many; calling what it returns waits for them."""
+def _announce(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
+    """Start to gather equal-length lists from all ranks. Return a function that waits for them."""
     number = 0
     if _open is not None:
-        number = _open.num_told = _open.num_told + 1
-    mine = torch.tensor(numbers, device=_device_of_messages())
-    everyones = mine.new_empty(mine.numel() * dist.get_world_size())
+        number = _open.num_announced = _open.num_announced + 1
+    mine = torch.tensor(numbers, device=_announcement_device())
+    gathered = mine.new_empty(mine.numel() * dist.get_world_size())
     under_way: list[Any] = []
     with explaining_failures(under_way, call):
-        under_way.append(_all_gather(everyones, mine, group=_messages, async_op=True))
+        under_way.append(_all_gather(gathered, mine, group=_announcements, async_op=True))
 
     def wait() -> list[list[int]]:
         with explaining_failures(under_way, call):
             wait_for(under_way[0], number)
-        rows: list[list[int]] = everyones.view(-1, len(numbers)).tolist()
+        rows: list[list[int]] = gathered.view(-1, len(numbers)).tolist()
         return rows
 
     return wait
 
 
 class explaining_failures:
-    """Put around every collective, and nothing else: what fails in it fails because of another rank.
+    """Wraps exactly one collective, because any failure inside is due to another rank.
 
     Args:
-        under_way: the collectives that the caller has begun, in a list that is emptied when one fails.
-        call: what they are for: "rank 0 ...".
+        under_way: the caller's list of pending collectives, cleared on failure.
+        call: their purpose, to follow "rank 0".
 
     Raises:
-        RuntimeError: if the collective fails, with the ranks that are missing where they can be told.
+        RuntimeError: if the collective fails. Names the missing ranks if possible.
     """
 
-    # Not by `contextlib.contextmanager`, which makes twice as many calls, some ten times in each step.
+    # Not `contextlib.contextmanager`: it makes twice the calls, and some steps enter this ten times.
     def __init__(self, under_way: list[Any] | None = None, call: str = "exchanges tensors") -> None:
         self._under_way, self._call = under_way, call
         self._start = time.monotonic()
@@ -445,7 +449,7 @@ class explaining_failures:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, RuntimeError):
             return
-        # What holds a collective holds the connections open: the caller's list, and the frames that have failed.
+        # References to a collective keep connections open: the caller's list, and failed frames.
         if self._under_way is not None:
             self._under_way.clear()
         traceback.clear_frames(trace)
@@ -456,54 +460,56 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
     rule = "All ranks must take part in each step, and one of them is gone or stuck."
     cause = f"The exchange failed with: {_first_line(error)}."
     remedy = (
-        "That rank's own output says why; where a rank may take longer, use `data_parallel(timeout=...)`. Start the "
-        "job again: with `keras_shardopt.callbacks.BackupAndRestore` it goes on from its last backup."
+        "Read that rank's output for the cause. If a rank needs longer, use `data_parallel(timeout=...)`. Restart the "
+        "job: `keras_shardopt.callbacks.BackupAndRestore` resumes from the last backup."
     )
     if _open is None:
         where = f"on rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "here"
         return f"{rule} Received: a failed exchange {where}. {cause} {remedy}"
     group = _open
     rest = math.inf if group.timeout is None else group.timeout.total_seconds() - waited
-    seconds = ANSWER_SECONDS + max(0.0, min(PATIENCE_SECONDS, rest))
+    seconds = ANSWER_SECONDS + max(0.0, min(GRACE_SECONDS, rest))
     words: list[str] = []
-    calls, received = _in_words(group, seconds, call, words)
+    calls, received = _answers(group, seconds, call, words)
     before = "".join(f" Before that: {word}" for word in words)
     if len(set(calls.values())) > 1:
-        longer = "Where one of them only takes longer, use `data_parallel(timeout=...)`."
-        return f"{unlike_calls(calls, 'rank', _within(group.timeout))} {longer} {cause}{before}"
-    received = f"{received}, asked by rank {group.rank} of {group.size}{_within(group.timeout)}"
+        longer = "If a rank only needs longer, use `data_parallel(timeout=...)`."
+        return f"{unlike_calls(calls, 'rank', _time_limit(group.timeout))} {longer} {cause}{before}"
+    received = f"{received}, checked by rank {group.rank} of {group.size}{_time_limit(group.timeout)}"
     return f"{rule} Received: {received}. {cause}{before} {remedy}"
 
 
-def _in_words(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
-    """What the ranks do, if all answer, and who is missing, as far as it can be told in some seconds.
+def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
+    """Return the calls of all ranks if all answer within `seconds`, and a description of missing ranks.
 
-    Adds to `words` what a rank has said before it left.
+    Appends to `words` the message that a leaving rank left.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        # The connections too: ranks further along a ring wait for this one, and would not look for signs in time.
+        # Also close connections: ranks further along a ring wait for this one, and would read signs too late.
         close_group(has_failed=True)
     found: list[dict[int, str]] = []
-    # In a thread that may be left behind: a rank that serves the store and was stopped never answers.
-    asking = threading.Thread(target=_ask, args=(group, seconds, call, found, words), daemon=True)
-    asking.start()
-    asking.join(seconds + 0.5)
+    # This thread may never end: a stopped rank that hosts the store does not answer.
+    collecting = threading.Thread(target=_collect_signs, args=(group, seconds, call, found, words), daemon=True)
+    collecting.start()
+    collecting.join(seconds + 0.5)
     if not found:
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        who = "rank 0, which holds the store" if _rank_0_serves() else f"the launcher's store at {where}"
+        who = "rank 0, which hosts the store" if _rank_0_hosts_store() else f"the launcher's store at {where}"
         return {}, f"no answer from {who}"
     missing = sorted(set(range(group.size)) - set(found[-1]))
     if not missing:
-        return found[-1], "an answer from every rank, but too late or over a broken connection"
+        return found[-1], "answers from every rank, but too late or over a broken connection"
     return {}, f"no answer from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
 
 
-def _ask(group: _Group, seconds: float, call: str, found: list[dict[int, str]], words: list[str] | None = None) -> None:
-    """Leaves this rank's sign, and adds to `found` what the ranks do that have left theirs, until all or time is up."""
+def _collect_signs(
+    group: _Group, seconds: float, call: str, found: list[dict[int, str]], words: list[str] | None = None
+) -> None:
+    """Write this rank's sign, and append all signs in the store to `found`, until complete or out of time."""
     limit = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
-        if words is not None and group.store.check([_WORD]):
-            words.append(group.store.get(_WORD).decode())
+        if words is not None and group.store.check([_MESSAGE]):
+            words.append(group.store.get(_MESSAGE).decode())
         group.store.set(f"sign/{group.rank}", call)
         signs = {group.rank: call}
         while True:
@@ -511,18 +517,18 @@ def _ask(group: _Group, seconds: float, call: str, found: list[dict[int, str]], 
                 if group.store.check([f"sign/{rank}"]):
                     signs[rank] = group.store.get(f"sign/{rank}").decode()
             found.append(dict(signs))
-            # The rank that serves the store stays, or it would be gone before all have looked.
-            have_all = len(signs) == group.size and not (group.rank == 0 and _rank_0_serves())
+            # The rank that hosts the store stays until all ranks have read it.
+            have_all = len(signs) == group.size and not (group.rank == 0 and _rank_0_hosts_store())
             if have_all or time.monotonic() > limit:
                 return
             time.sleep(0.02)
 
 
-def _rank_0_serves() -> bool:
+def _rank_0_hosts_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def _within(timeout: datetime.timedelta | None) -> str:
+def _time_limit(timeout: datetime.timedelta | None) -> str:
     return "" if timeout is None else f" within {timeout.total_seconds():g} s"
 
 

@@ -1,7 +1,7 @@
-"""Gradients of which each rank gets its slices: those of a bucket are cut into as many chunks as there are ranks.
+"""Buckets of gradients with sharded state: each rank gets its slices of the sums.
 
-Gradients are laid into memory that the buckets share, and let go. Of all of them a rank holds its slices of the sums,
-and besides them two buckets: one that is filled, and one that is under way (and what comes of it).
+A bucket has one chunk per rank. Gradients are copied into memory shared by the buckets, and freed. Besides its slices,
+a rank holds two buckets, one being filled and one being sent, and the data received for the latter.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from keras_shardopt.backends.traffic import Kind
 from keras_shardopt.numerics import ReduceOp, Tensor, dtype_of
 
 Pieces = Sequence[Sequence[tuple[int, int, int]]]
-"""For each rank what it owns: variable, first element, the one after the last."""
+"""For each rank, its pieces: variable, first element, end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """How gradients are cut."""
+    """How gradients are sliced."""
 
     buckets: Sequence[tuple[Sequence[int], Pieces]]
-    """Of each bucket the variables, and who owns what of them."""
+    """The variables of each bucket, and the pieces of each rank."""
 
     shapes: dict[int, Any]
-    """Of each variable the shape of this rank's slice."""
+    """The shape of this rank's slice of each variable."""
 
 
 class SlicedBucket:
-    """What is reduced at one time.
+    """Gradients that are reduced together.
 
     Args:
-        room: the memory that it shares with others.
-        number: which of them it is.
+        pool: the memory shared by all buckets.
+        number: the index of this bucket.
         like: a tensor with the dtype and device of its variables.
-        places: which variables.
-        pieces: who owns what of them.
-        shapes: of each variable the shape of this rank's slice.
+        places: the positions of its variables.
+        pieces: the pieces of each rank.
+        shapes: the shape of this rank's slice of each variable.
         op: "sum" or "mean".
-        rank: which one this is.
+        rank: this rank.
         compression: as of `Buckets`.
-        num_flags: how many flags are sent along.
-        checks_finite: whether to note which gradients are not finite.
+        num_flags: the number of flags sent with the gradients.
+        checks_finite: whether to record non-finite gradients.
     """
 
     can_resend = False
@@ -58,7 +58,7 @@ class SlicedBucket:
 
     def __init__(
         self,
-        room: Room,
+        pool: MemoryPool,
         number: int,
         like: Tensor,
         places: Sequence[int],
@@ -70,7 +70,7 @@ class SlicedBucket:
         num_flags: int,
         checks_finite: bool,
     ) -> None:
-        self._room = room
+        self._pool = pool
         self._number = number
         self.places = list(places)
         self._num_ranks = len(pieces)
@@ -83,10 +83,10 @@ class SlicedBucket:
         self.wide = self._own[:chunk]
         if sent != like.dtype:
             self.wide = torch.zeros(chunk, dtype=like.dtype, device=like.device)
-        # Sums are divided, which have fewer elements; but gradients where the dtype that is sent might overflow.
+        # Divide sums, which have fewer elements. Divide gradients instead if the dtype sent might overflow.
         self._divisor, self._factor = factors(op, self._num_ranks, divides=sent != like.dtype)
         self.num_missing = 0
-        # Where each gradient goes in what is sent: first element there, first and last of the gradient.
+        # The parts of each gradient: first element in the memory sent, first element and end in the gradient.
         self._targets: dict[int, list[tuple[int, int, int]]] = {i: [] for i in places}
         self._unused: list[tuple[int, int]] = []
         own: dict[int, Tensor] = {}
@@ -99,7 +99,7 @@ class SlicedBucket:
                 at += last - first
             self._unused.append((at, start + chunk))
         self.results = {i: own.get(i, self.wide[:0]).view(shapes[i]) for i in places}
-        """This rank's slice of each, after the reduction."""
+        """This rank's slice of each gradient, after the reduction."""
         self._flat: Tensor | None = None
         self._filled: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
@@ -107,26 +107,26 @@ class SlicedBucket:
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """By which collective it is sent, and something as large."""
+        """The collective that sends it, and a tensor of the same size."""
         kind: Kind = "all_to_all" if dist.get_backend() == "gloo" else "reduce_scatter"
         return [(kind, [self._own.expand(self._num_ranks, -1)])]
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """Where results lie."""
+        """The memory of the results."""
         return self._own, self.wide
 
     def open(self) -> None:
-        """Gives it the memory that gradients are laid into."""
+        """Attach the memory to be sent."""
         size = self._num_ranks * self._own.numel()
-        self._flat = self._room.take(("sent", self._number % 2), size, self._own)
+        self._flat = self._pool.take(("sent", self._number % 2), size, self._own)
         self._filled = set()
         waiting, self._waiting = self._waiting, {}
         for i, grad in waiting.items():
-            self._lay(i, grad)
+            self._copy(i, grad)
 
     def put(self, i: int, grad: Tensor | None, weight: float) -> None:
-        """Lays this variable's gradient there, as soon as there is memory for it; zeros for None."""
+        """Copy a gradient, or zeros for None, into the memory as soon as it is attached."""
         self._extremes.pop(i, None)
         if grad is None:
             self._filled.discard(i)
@@ -134,14 +134,14 @@ class SlicedBucket:
             return
         grad = grad.to_dense() if grad.is_sparse else grad
         grad = (grad if weight == 1 else grad * weight).reshape(-1)
-        if self._checks_finite and grad.numel():  # while it is there
+        if self._checks_finite and grad.numel():  # before it is freed
             self._extremes[i] = torch.stack(grad.aminmax())
         if self._flat is None:
             self._waiting[i] = grad
         else:
-            self._lay(i, grad)
+            self._copy(i, grad)
 
-    def _lay(self, i: int, grad: Tensor) -> None:
+    def _copy(self, i: int, grad: Tensor) -> None:
         assert self._flat is not None
         self._filled.add(i)
         for at, first, last in self._targets[i]:
@@ -152,10 +152,10 @@ class SlicedBucket:
                 torch.div(grad[first:last], self._divisor, out=target)
 
     def encode(self) -> None:
-        """Gradients are sent as they lie there."""
+        """Nothing to do: gradients are sent as they are."""
 
     def send(self) -> Any:
-        """Begins the reduction, and returns what to wait for."""
+        """Begin the reduction, and return the pending collective."""
         flat = self._flat
         assert flat is not None
         for i, targets in self._targets.items():
@@ -169,21 +169,17 @@ class SlicedBucket:
             flat.view(self._num_ranks, -1)[:, self.wide.numel() :] = self.flags
         if dist.get_backend() != "gloo":
             return communicator._reduce_scatter(self._own, flat, dist.ReduceOp.SUM, async_op=True)
-        # Whose own reduce-scatter is an all-reduce of which a part is kept: twice the bytes (PyTorch 2.13).
-        return dist.all_to_all_single(self._room.take("come", flat.numel(), flat), flat, async_op=True)
+        # gloo's reduce-scatter is an all-reduce, with twice the bytes (PyTorch 2.13).
+        return dist.all_to_all_single(self._pool.take("come", flat.numel(), flat), flat, async_op=True)
 
     def receive(self, adds: bool = False) -> None:
-        """Fills `results` and `flags`, now that all is there.
-
-        Args:
-            adds: bool. Whether it comes on top of what `results` hold.
-        """
+        """Fill `results` and `flags` after the reduction. With `adds`, add to earlier results."""
         self._flat = None
         num_elements = self.wide.numel()
         before = self.wide.clone() if adds else None
         if dist.get_backend() == "gloo":
             size = self._num_ranks * self._own.numel()
-            _add_up(self._room.take("come", size, self._own).view(self._num_ranks, -1), self._own)
+            _sum_rows(self._pool.take("come", size, self._own).view(self._num_ranks, -1), self._own)
         self.flags.copy_(self._own[num_elements:])
         if self._own.dtype != self.wide.dtype:
             self.wide.copy_(self._own[:num_elements])
@@ -195,44 +191,44 @@ class SlicedBucket:
             self.wide.add_(before)
 
     def finish(self) -> None:
-        """`receive` has filled them."""
+        """Nothing to do: `receive` fills the results."""
 
     def release(self) -> None:
-        """Its memory is kept for the next reduction."""
+        """Nothing to do: the next reduction uses the memory again."""
 
     def is_finite(self) -> Tensor:
-        """Whether the sum of squares of `results` is: a scalar bool tensor."""
+        """Return whether the sum of squares of `results` is finite, a scalar bool tensor."""
         return is_sum_finite(self.wide)
 
     def own_not_finite(self) -> list[int]:
-        """Of which variables this rank's own gradient was not finite."""
+        """Return the variables for which this rank's own gradient was not finite."""
         return [i for i, extremes in self._extremes.items() if not bool(extremes.isfinite().all())]
 
 
-def _add_up(rows: Tensor, total: Tensor) -> None:
-    if rows.dtype not in (torch.float32, torch.float64):  # is added up in more digits
+def _sum_rows(rows: Tensor, total: Tensor) -> None:
+    if rows.dtype not in (torch.float32, torch.float64):  # `torch.sum` accumulates these in float32
         torch.sum(rows, 0, out=total)
         return
-    torch.add(rows[0], rows[1], out=total)  # the same bits as a sum, in a third of its time
+    torch.add(rows[0], rows[1], out=total)  # bitwise equal to `torch.sum`, in a third of its time
     for row in rows[2:]:
         total.add_(row)
 
 
-class Room:
-    """Memory for the buckets that are filled and under way."""
+class MemoryPool:
+    """The memory of buckets that are filled or sent."""
 
     def __init__(self) -> None:
         self._held: dict[Any, Tensor] = {}
 
-    def take(self, what: Any, size: int, like: Tensor) -> Tensor:
-        """So many elements, which whoever asks next for the same gets too."""
-        key = what, like.dtype, like.device
+    def take(self, purpose: Any, size: int, like: Tensor) -> Tensor:
+        """Return memory of at least `size` elements. The next call for the same purpose gets the same memory."""
+        key = purpose, like.dtype, like.device
         if key not in self._held or self._held[key].numel() < size:
             self._held[key] = torch.empty(size, dtype=like.dtype, device=like.device)
         return self._held[key][:size]
 
 
-def cut_up(
+def sliced_buckets(
     tensors: Sequence[Tensor],
     slices: Slices,
     op: ReduceOp,
@@ -241,9 +237,9 @@ def cut_up(
     num_flags: int,
     checks_finite: bool,
 ) -> list[SlicedBucket]:
-    """Buckets for the gradients of these tensors; along with the last one some flags are sent."""
-    room = Room()
-    # The one that is full last goes last, as the others may not overtake it.
+    """Return the buckets of these tensors. The last bucket also sends the flags."""
+    pool = MemoryPool()
+    # Buckets are sent in the order in which they become full.
     buckets = sorted(slices.buckets, key=lambda bucket: min(bucket[0]), reverse=True)
     made = []
     for number, (places, pieces) in enumerate(buckets):
@@ -251,6 +247,6 @@ def cut_up(
         shapes = {i: slices.shapes[i] for i in places}
         like = tensors[places[0]]
         made.append(
-            SlicedBucket(room, number, like, places, pieces, shapes, op, rank, compression, more, checks_finite)
+            SlicedBucket(pool, number, like, places, pieces, shapes, op, rank, compression, more, checks_finite)
         )
     return made

@@ -190,7 +190,7 @@ def main(result):
     torch.autograd.set_multithreading_enabled(False)
     CallbackList._async_dispatch = lambda self, function, *args: None
     dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
-    process_group._telling = on_host(process_group._telling)
+    process_group._announce = on_host(process_group._announce)
     for module in (session, process_group, processes):
         module.gather_objects = on_host(process_group.gather_objects)
     batches.EpochIterator._pull = on_host(batches.EpochIterator._pull)

@@ -142,7 +142,7 @@ def cases(num_rounds, seed):
         size = chosen.choice([2, 3, 4])
         yield {
             "size": size,
-            # Every other time the rank that holds the store and, stopped, answers nobody.
+            # Every other time the rank that hosts the store and, stopped, answers nobody.
             "victim": 0 if number % 4 == 1 else chosen.randrange(size),
             "how": HOWS[number % 2],
             "place": PLACES[number // 2 % 4],

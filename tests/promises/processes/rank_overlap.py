@@ -824,10 +824,10 @@ def gradients_are_let_go_when_they_are_sent(scope):
             held.append(sum(v.value.grad.nbytes for v in model.trainable_variables if v.value.grad is not None))
             return super().send()
 
-    real = torch_overlap.cut_up.__globals__["SlicedBucket"]
-    torch_overlap.cut_up.__globals__["SlicedBucket"] = Watching
+    real = torch_overlap.sliced_buckets.__globals__["SlicedBucket"]
+    torch_overlap.sliced_buckets.__globals__["SlicedBucket"] = Watching
     trained(scope, {"shard_state": True, "bucket_mib": bucket / 2**20}, model, num_steps=4)
-    torch_overlap.cut_up.__globals__["SlicedBucket"] = real
+    torch_overlap.sliced_buckets.__globals__["SlicedBucket"] = real
     buckets = model.optimizer.pipeline.reducer.buckets._buckets
     assert len(buckets) >= 10 and held[len(buckets) :] and max(held[len(buckets) : -len(buckets)]) <= bucket, held
     kept = sum(b._own.nbytes for b in buckets) + sum(t.nbytes for t in buckets[0]._room._held.values())
@@ -887,7 +887,7 @@ def slices_of_gradients_meet_what_others_meet(scope):
     if scope.replica_id == 1:
         refused(lambda: model.train_on_batch(x[:size], y[:size]), ZeroDivisionError, "")
     Failing.ranks = ()
-    refused(lambda: model.train_on_batch(x[:size], y[:size]), ValueError, "gradients are gone once they are sent")
+    refused(lambda: model.train_on_batch(x[:size], y[:size]), ValueError, "gradients are freed once they are sent")
     dist.barrier()
 
 
@@ -1108,7 +1108,7 @@ def a_step_calls_few_functions_of_python(scope):
 def planted_faults_are_seen(scope):
     plain = trained(scope, {"overlap": False})
     kind = torch_overlap.Buckets
-    reals = kind._take, torch_overlap.laid_out
+    reals = kind._take, torch_overlap.flat_buckets
 
     def before_it_is_there(self, i, parameter):
         """Sends what the step before has left."""
@@ -1120,9 +1120,9 @@ def planted_faults_are_seen(scope):
         return reals[1](tensors, bucket_bytes, "sum", *rest)
 
     for faults in ((before_it_is_there, reals[1]), (reals[0], as_a_sum)):
-        kind._take, torch_overlap.laid_out = faults
+        kind._take, torch_overlap.flat_buckets = faults
         model = trained(scope, {"bucket_mib": TINY})
-        kind._take, torch_overlap.laid_out = reals
+        kind._take, torch_overlap.flat_buckets = reals
         refused(lambda: assert_same(model, plain, 1e-3), AssertionError, "")  # noqa: B023
 
 

@@ -537,7 +537,7 @@ def a_rank_that_saves_alone_and_leaves_tells_the_others(scope):
     with mock.patch.object(
         torch_group.distributed_c10d, "_get_default_store", side_effect=dist.DistNetworkError("reset by peer")
     ):
-        words = f"All ranks must save together. Received on rank {rank}: the rank that holds the connections has ended"
+        words = f"All ranks must save together. Received on rank {rank}: the rank that hosts the store has ended"
         refused(lambda: saved(optimizer), RuntimeError, words)
     torch_group._open.timeout = datetime.timedelta(seconds=1)  # as `data_parallel(timeout=1)` does
     start = time.monotonic()
