@@ -351,5 +351,5 @@ def test_what_cannot_be_right_is_refused(monkeypatch):
             ks.CrossShard("sgd", shard_state=True).build(weights)
         optimizer = ks.CrossShard("sgd", shard_state=True)
         monkeypatch.setattr(tf.distribute, "MirroredStrategy", tf.distribute.OneDeviceStrategy)
-        with pytest.raises(ValueError, match="works on TensorFlow under a `MirroredStrategy`"):
+        with pytest.raises(ValueError, match="needs a `MirroredStrategy`"):
             optimizer.build(weights)

@@ -507,7 +507,7 @@ def test_local_that_assigns_is_refused_where_the_value_would_be_lost():
     with ks.data_parallel(num_replicas=2):
         model = problem.model()
         model.compile(ks.CrossShard(problem.sgd_momentum(), stages=[Counts()]), "mse")
-        with pytest.raises(ValueError, match="`Counts.local` must not assign variables.*count.*assign in `commit`"):
+        with pytest.raises(ValueError, match="`Counts.local` must not assign variables.*count.*assign it in `commit`"):
             model.fit(x, y, batch_size=problem.BATCH_SIZE, verbose=0)
     with ks.data_parallel(num_replicas=2):
         model = problem.model()

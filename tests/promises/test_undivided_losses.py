@@ -18,7 +18,7 @@ pytestmark = pytest.mark.backends("tensorflow")
 tf = pytest.importorskip("tensorflow", reason="about TensorFlow, which is not installed")
 
 STEPS = 3
-DOUBT = "cannot be known"
+DOUBT = "cannot determine"
 
 
 class BareMean(keras.Model):
@@ -224,7 +224,7 @@ def test_what_is_said_of_gradients_holds_or_is_contradicted(gradients, kind, pre
         check(weights, one_process)
     else:
         (words,) = said
-        assert ("too small" if is_divided else "too large") in words and "Leave `gradients` out" in words
+        assert ("too small" if is_divided else "too large") in words and "Omit `gradients`" in words
         assert problem.relative_difference(weights, one_process) > 0.1  # it is worth saying
 
 
@@ -308,7 +308,7 @@ def test_a_bare_term_beside_what_keras_divides_is_said_once(kind, prepare):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             weights = fitted(model, prepare)
-        said = [w for w in caught if "All terms of a loss" in str(w.message)]
+        said = [w for w in caught if "all terms of a loss" in str(w.message)]
         assert len(said) == (0 if divided else 1)
         if divided:
             check(weights, reference)
@@ -426,7 +426,7 @@ def test_a_prepared_loss_in_a_function_of_its_own_is_refused_with_the_fix(one_pr
             model.compile(ks.CrossShard(problem.sgd_momentum()), jit_compile=False)
         return model
 
-    with pytest.raises(RuntimeError, match=r"Leave out the `@tf.function` of what the step calls"):
+    with pytest.raises(RuntimeError, match=r"Remove `@tf.function` from functions that the step calls"):
         fitted(make(), prepare=True)
     WithFunction.loss_of, kept = WithFunction.loss_of.python_function, WithFunction.loss_of
     try:

@@ -591,7 +591,7 @@ FAULTS = [
     ),
     fault(
         "backends/tensorflow/runtime.py",
-        "_cond(condition, lambda: None, put_back)",
+        "_cond(condition, lambda: None, restore)",
         "pass",
         f"{ROUNDS}::test_replicas_that_leave_out_updates_are_twins",
         backend="tensorflow",
@@ -1137,8 +1137,8 @@ FAULTS = [
     ),
     fault(
         "backends/tensorflow/communicator.py",
-        "groups = [range(len(everyone))] * len(everyone) if self._groups is None else self._members_by_id",
-        "groups = [range(len(everyone))] * len(everyone)",
+        "groups = [range(len(replicas))] * len(replicas) if self._groups is None else self._members_by_id",
+        "groups = [range(len(replicas))] * len(replicas)",
         "promises/test_equals_one_process_tensorflow.py::test_parts_go_to_the_members_of_a_group",
         backend="tensorflow",
     ),

@@ -1,4 +1,4 @@
-"""The replicas of a `keras.distribution`, or of a mapped axis."""
+"""Replicas of a `keras.distribution`, or of a mapped axis."""
 
 from keras_shardopt.backends.jax import placement, processes, runtime
 

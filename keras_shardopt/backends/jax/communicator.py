@@ -1,4 +1,4 @@
-"""Replicas of JAX programs: mapped axes (`shard_map`, `pmap`) and GSPMD under a `keras.distribution`."""
+"""Replicas on JAX: mapped axes (`shard_map`, `pmap`), and GSPMD under a `keras.distribution`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
 class MappedAxis(Communicator):
-    """The replicas along a named axis of the `shard_map` or `pmap` that is being traced."""
+    """The replicas along a named axis of the `shard_map` or `pmap` being traced."""
 
     def __init__(self, axis_name: str) -> None:
         self._axis = axis_name
@@ -35,9 +35,9 @@ class MappedAxis(Communicator):
         return jax.numpy.array(self._members_by_id)[self.world.replica_id]
 
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
-        # shard_map(check_vma=True) knows which values vary along the axis, and sums the gradients of a weight
-        # that does not. Elsewhere nothing is known to vary, not even the index along the axis.
-        if not self._knows_what_varies:
+        # shard_map(check_vma=True) tracks which values vary along the axis, and sums the gradients of weights that do
+        # not. Without it, nothing varies, not even the axis index.
+        if not self._tracks_varying:
             return GradientState.LOCAL
         varying = [self._varies(grad) for grad in grads if grad is not None]
         if all(varying):
@@ -46,18 +46,18 @@ class MappedAxis(Communicator):
             return GradientState.SUMMED
         names = [getattr(v, "path", str(v)) for g, v in zip(grads, variables) if g is not None and self._varies(g)]
         raise ValueError(
-            "Gradients must arrive alike: either all local (weights cast to varying) or all summed by `shard_map`. "
+            "Gradients must all be local (weights cast to varying), or all be summed by `shard_map`. "
             f"Received: local gradients for {names} only. "
             f"Use `jax.lax.pcast(w, {self._axis!r}, to='varying')` on all weights or on none."
         )
 
     @property
-    def _knows_what_varies(self) -> bool:
+    def _tracks_varying(self) -> bool:
         return self._varies(jax.lax.axis_index(self._axis))
 
     def varying(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The values as if they were each replica's own, so that their gradients are."""
-        if not self._knows_what_varies:
+        """Cast values to varying along the axis, so their gradients are local."""
+        if not self._tracks_varying:
             return list(values)
         return [v if self._varies(v) else jax.lax.pcast(v, (self._axis,), to="varying") for v in values]
 
@@ -70,7 +70,7 @@ class MappedAxis(Communicator):
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         if not tensors:
             return []
-        if self._groups is not None and op != "max" and self._knows_what_varies:
+        if self._groups is not None and op != "max" and self._tracks_varying:
             # shard_map(check_vma=True) has no sum within groups: NotImplementedError, up to JAX 0.10 at least.
             note("all_gather", tensors, self.world.num_replicas)
             over_members, members = {"sum": jax.numpy.sum, "mean": jax.numpy.mean}[op], self.members
@@ -96,31 +96,31 @@ class MappedAxis(Communicator):
 
 
 def _as_bits(move: Callable[[Any], Any], tensor: Tensor) -> Tensor:
-    """A tensor that is moved as it is: on CPUs XLA makes float32 of the halves that it sends."""
+    """Move the bits of a tensor: on CPUs, XLA sends float16 and bfloat16 as float32."""
     if tensor.dtype not in ("float16", "bfloat16"):
         return move(tensor)
     return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(tensor, "uint16")), tensor.dtype)
 
 
 def seed_offset(replica_id: Tensor) -> Tensor:
-    """What a replica adds to the states of seed generators, or its dropout masks would be those of the others."""
+    """Return the offset of a replica's seed states, for different dropout masks."""
     return jax.numpy.array([1, 0], "uint32") * replica_id.astype("uint32") * np.uint32(0x9E3779B1)
 
 
 def spans_processes(num_replicas: int) -> bool:
-    """Whether these are the replicas of all processes together."""
-    # One axis over the devices of this process only would have fewer.
+    """Return whether these are the replicas of all processes."""
+    # An axis over the devices of one process would be smaller.
     return jax.process_count() > 1 and num_replicas == jax.device_count()
 
 
 def divided_along(axes: Sequence[int | None], name: str) -> list[Any]:
-    """For each array along which of its dimensions the mesh axis of that name divides it, as JAX writes it."""
+    """Return the `PartitionSpec` of each array from the dimension that the named mesh axis divides."""
     spec = jax.sharding.PartitionSpec
     return [spec() if axis is None else spec(*[None] * axis, name) for axis in axes]
 
 
 def batch_size_of(distribution: Any) -> int:
-    """Into how many parts the distribution divides a batch."""
+    """Return into how many parts the distribution divides a batch."""
     if distribution is None or distribution.batch_dim_name is None:
         return 1
     mesh = distribution.device_mesh

@@ -1,4 +1,4 @@
-"""Finite checks on JAX that only read: XLA for CPUs would write a mask as large as the gradient, and read it."""
+"""Finite checks on JAX that only reduce. On CPUs, XLA would write and read a mask of the gradient's size."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from keras_shardopt.numerics import Tensor, in_float32
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """For each tensor, whether all elements are finite."""
+    """Return whether all elements of each tensor are finite."""
     found: Tensor = _are_finite(list(values))
     return found
 
 
-# Compiled where a step is not, in which each branch would be compiled in each call.
+# Compiled once for eager steps, which would compile each branch in each call.
 @functools.partial(jax.jit, inline=True)
 def _are_finite(values: list[Tensor]) -> Tensor:
     return jax.lax.platform_dependent(values, cpu=_by_squares, default=_by_elements)
@@ -29,5 +29,5 @@ def _by_elements(values: list[Tensor]) -> Tensor:
 
 def _by_squares(values: list[Tensor]) -> Tensor:
     found = jnp.stack([jnp.isfinite(jnp.sum(jnp.square(in_float32(value)))) for value in values])
-    # Squares overflow before their elements do.
+    # Squares overflow before elements do.
     return jax.lax.cond(jnp.all(found), lambda: found, lambda: _by_elements(values))

@@ -1,4 +1,4 @@
-"""Lasting changes to Keras on JAX: see `keras_shardopt.backends.patches`."""
+"""Lasting changes to Keras on JAX. See `keras_shardopt.backends.patches`."""
 
 PATCHES = {
     "batches": {

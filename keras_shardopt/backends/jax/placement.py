@@ -1,9 +1,9 @@
-"""Where variables live on JAX: in arrays laid out over the devices of a mesh.
+"""Variables on JAX: arrays laid out over the devices of a mesh.
 
 Private names of Keras touched here (a test holds each of them):
-    `Variable._layout`, `Variable._value` - the sharding of a variable and the array that has it.
-    `Variable._shape`, `Variable._ndim` - the shape of a variable, and how many dimensions that has.
-    `Variable._direct_assign` - gives a variable an array, about which a distribution asks the other processes.
+    `Variable._layout`, `Variable._value` - the sharding of a variable, and its array.
+    `Variable._shape`, `Variable._ndim` - the shape of a variable, and its number of dimensions.
+    `Variable._direct_assign` - assigns an array; under a distribution it communicates with all processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keras_shardopt.numerics import Optimizer, Variable
 
 
 def dividing_axis(shape: Sequence[int], num_replicas: int) -> int | None:
-    """The first dimension that replicas can divide equally; None if there is none."""
+    """Return the first dimension that is a multiple of the number of replicas, or None."""
     return next((axis for axis, size in enumerate(shape) if size and size % num_replicas == 0), None)
 
 
@@ -37,8 +37,8 @@ class JaxPlacement(Placement):
     state_sharding = "layout"
 
     def __init__(self) -> None:
-        # The distribution that is not to be seen just now.
-        self._set_aside: Any = None
+        # The distribution suspended by `outside_strategy`.
+        self._suspended: Any = None
 
     def before_build(
         self, variables: Sequence[Variable], optimizer: Optimizer, innermost: Sequence[Any], shards_state: bool
@@ -56,19 +56,20 @@ class JaxPlacement(Placement):
         distribution = keras.distribution.distribution()
         if distribution is None and processes._opened is not None and jax.process_count() > 1:
             raise ValueError(
-                "The distribution of `data_parallel()` must stay active, or each process would train for itself. "
-                "Received: none; `keras.backend.clear_session()` takes it away. Call that before `data_parallel()`."
+                "The distribution of `data_parallel()` must stay active, or each process would train a separate model. "
+                "Received: no distribution. `keras.backend.clear_session()` removes it: call that before "
+                "`data_parallel()`."
             )
         active = _devices_of(distribution)
-        # With one device there is nothing to be on the wrong one.
+        # With one device, no variable can be on a wrong one.
         active = active if len(active) > 1 else []
         for variable in variables:
             theirs = _devices_of(variable._layout)
             if len(theirs) > 1 and not active:
                 raise ValueError(
                     f"`{variable.path}` was made for {len(theirs)} devices, but no distribution is active, so "
-                    "each device would repeat the work of all. Train before `data_parallel()` is closed, or build the "
-                    "model anew outside it."
+                    "each device would repeat the whole computation. Train before `data_parallel()` is closed, or "
+                    "build a new model outside it."
                 )
             if active and theirs != active:
                 made = f"for {len(theirs)} other devices than" if theirs else "before"
@@ -76,7 +77,7 @@ class JaxPlacement(Placement):
                     f"`{variable.path}` was made {made} the active distribution over {len(active)} devices. "
                     "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
                 )
-        # Inside `shard_map` and `pmap` nothing is laid out, which the caller refuses.
+        # The caller raises an error inside `shard_map` and `pmap`, which have no layouts.
         if shards_state and not jax.sharding.get_abstract_mesh().manual_axes:
             _check_can_lay_out(variables)
 
@@ -111,7 +112,7 @@ class JaxPlacement(Placement):
         if jax.process_count() == 1:
             super().assign_replica_values(variable, arrays)
             return
-        (array,) = arrays  # `assign` would ask the other processes whether they agree
+        (array,) = arrays  # `assign` would compare the value on all processes
         variable._value = _on_the_devices_of(variable.value, array.astype(variable.value.dtype))
 
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
@@ -119,7 +120,7 @@ class JaxPlacement(Placement):
         copied = [i for i, value in enumerate(values) if value.sharding.is_fully_replicated]
         meshes = [getattr(values[i].sharding, "mesh", None) for i in copied]
         if not meshes or meshes[0] is None or any(mesh != meshes[0] for mesh in meshes):
-            return np.zeros((1, len(values)), "uint64")  # on one device, or each on devices of its own
+            return np.zeros((1, len(values)), "uint64")  # on one device, or on different devices
         mesh = meshes[0]
         found = _fingerprints_on(mesh)([values[i] for i in copied])
         rows = np.zeros((mesh.size, len(values)), "uint64")
@@ -130,16 +131,16 @@ class JaxPlacement(Placement):
         distribution = keras.distribution.distribution()
         if distribution is None:
             return function()
-        # Under a distribution a new variable lies on all devices, and is a question to all processes.
-        self._set_aside = distribution
+        # Under a distribution, creating a variable involves all devices and processes.
+        self._suspended = distribution
         try:
             with _under(None):
                 return function()
         finally:
-            self._set_aside = None
+            self._suspended = None
 
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._set_aside is None else _under(self._set_aside)
+        return contextlib.nullcontext() if self._suspended is None else _under(self._suspended)
 
     def broadcast_state(
         self,
@@ -150,15 +151,15 @@ class JaxPlacement(Placement):
         if jax.process_count() == 1:
             return 1.0
         for what, mine in (("model variables", variables), ("optimizer variables", optimizer_variables)):
-            everyones = processes.gather_objects([(tuple(v.shape), str(v.dtype)) for v in mine])
-            for process, theirs in enumerate(everyones):
-                if theirs != everyones[0]:
+            gathered = processes.gather_objects([(tuple(v.shape), str(v.dtype)) for v in mine])
+            for process, theirs in enumerate(gathered):
+                if theirs != gathered[0]:
                     raise ValueError(
-                        f"All processes must have the same {what}. Received on process 0: {everyones[0]}, "
+                        f"All processes must have the same {what}. Received on process 0: {gathered[0]}, "
                         f"on process {process}: {theirs}. Build the same model and optimizer in every process."
                     )
         copied = [v for v in [*variables, *optimizer_variables] if v.value.sharding.is_fully_replicated]
-        # As bytes, or the sum by which JAX broadcasts would turn a -0 into a 0.
+        # As bytes: JAX broadcasts with a sum, which turns -0 into 0.
         arrays = [np.asarray(v.value.addressable_data(0)) for v in copied]
         flat = np.concatenate([np.frombuffer(array.tobytes(), "uint8") for array in arrays])
         roots = np.asarray(multihost_utils.broadcast_one_to_all(flat)).astype("uint8").tobytes()
@@ -175,19 +176,19 @@ placement = JaxPlacement()
 
 
 def let_assign_alone(variables: Sequence[Variable]) -> None:
-    """Lets each process assign these variables by itself, as somebody compares them before they are trained.
+    """Let each process assign these variables independently. The caller compares them before training.
 
-    JAX would compare each value on all processes at once, and wait for ever, or fail, where one alone assigns.
+    JAX compares each value on all processes, and would hang or fail if only one process assigned.
     """
-    _stand_in()
+    _replace_direct_assign()
     for variable in variables:
         object.__setattr__(variable, _IS_COMPARED, True)
 
 
 @contextlib.contextmanager
 def assigning_alone() -> Iterator[None]:
-    """A block in which that holds for all variables that have a value: some get what a file has when they are made."""
-    _stand_in()
+    """Let each process assign existing variables in this block independently, such as values from a file."""
+    _replace_direct_assign()
     token = _assigns_alone.set(True)
     try:
         yield
@@ -195,7 +196,7 @@ def assigning_alone() -> Iterator[None]:
         _assigns_alone.reset(token)
 
 
-def _stand_in() -> None:
+def _replace_direct_assign() -> None:
     if keras.Variable._direct_assign is _direct_assign_in_keras:
         keras.Variable._direct_assign = _direct_assign
 
@@ -206,7 +207,7 @@ _direct_assign_in_keras = keras.Variable._direct_assign
 
 
 def _direct_assign(variable: Variable, value: Any) -> None:
-    """Stands in for Keras' method."""
+    """Replaces Keras' method."""
     is_alone = _IS_COMPARED in vars(variable) or _assigns_alone.get()
     before: Any = getattr(variable, "_value", None) if is_alone else None
     spans_processes = isinstance(before, jax.Array) and not before.is_fully_addressable
@@ -224,7 +225,7 @@ def _check_can_lay_out(variables: Sequence[Variable]) -> None:
         num_devices = _num_devices_of(variable.value)
         if num_devices > 1:
             raise ValueError(
-                "`shard_state=True` divides state among the devices of the active `keras.distribution`, and none "
+                "`shard_state=True` shards state over the devices of the active `keras.distribution`, but none "
                 f"is active. Received: `{variable.path}` on {num_devices} devices. Build model and optimizer "
                 "inside `with keras_shardopt.data_parallel():`, or after "
                 "`keras.distribution.set_distribution(keras.distribution.DataParallel())`; or use "
@@ -234,8 +235,8 @@ def _check_can_lay_out(variables: Sequence[Variable]) -> None:
 
 def _replicate(variables: Sequence[Variable], distribution: Any) -> None:
     for variable in variables:
-        # A variable made before `set_distribution` lives on one device, and a jitted step refuses to mix it
-        # with weights that live on all of them.
+        # A variable from before `set_distribution` is on one device. A jitted step cannot combine it with weights on
+        # all devices.
         if variable._layout is None:
             variable._layout = distribution.get_variable_layout(variable)
             variable._value = keras.distribution.distribute_tensor(variable._value, variable._layout)
@@ -251,11 +252,11 @@ def _shard(variables: Sequence[Variable], distribution: Any) -> None:
 
 
 def _chosen_axis(variable: Variable, distribution: Any) -> tuple[list[str | None], int | None]:
-    """The mesh axes that divide a variable's dimensions, and which dimension the replicas divide, if any."""
+    """Return the mesh axes of a variable's dimensions, and the dimension that replicas divide, if any."""
     axes = list(getattr(variable._layout, "axes", None) or [None] * len(variable.shape))
-    # What a model's own layout divides stays as it is, and is divided once more.
+    # Dimensions divided by the model's layout remain, and another one is divided.
     free = [0 if axis else size for axis, size in zip(axes, variable.shape)]
-    if distribution.batch_dim_name in axes:  # state of a padded variable, made like its stand-in
+    if distribution.batch_dim_name in axes:  # state of a padded variable, created like its stand-in
         return axes, None
     return axes, dividing_axis(free, batch_size_of(distribution))
 
@@ -287,22 +288,21 @@ def _under(distribution: Any) -> Iterator[None]:
 
 
 def _on_the_devices_of(like: Any, array: np.ndarray) -> Any:
-    """`array` on each device of this process that has a copy of `like`."""
-    # Not the devices of `like.addressable_shards`, which cannot be read where Keras has placed it on one device of each
-    # process.
+    """Put `array` on each device of this process that has a copy of `like`."""
+    # Not `like.addressable_shards`, which is unreadable if Keras placed it on one device of each process.
     copies = [jax.device_put(array, device) for device in sorted(like.sharding.addressable_devices, key=lambda d: d.id)]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, copies)
 
 
 @functools.lru_cache(maxsize=8)
 def _fingerprints_on(mesh: Any) -> Any:
-    """A function from values that are replicated over a mesh to the fingerprints of each device's copies."""
+    """Return a function that hashes each device's copies of replicated values."""
 
     def on_device(values: list[Any]) -> Any:
         mine = jax.numpy.stack([_fingerprint(value) for value in values])
         return jax.lax.all_gather(mine, mesh.axis_names)
 
-    # In `shard_map`, where each device looks at what it has: elsewhere XLA may take one copy for all.
+    # In `shard_map`, each device hashes its own copy. Elsewhere XLA may use one copy for all.
     mapped = jax.shard_map(
         on_device,
         mesh=mesh,
@@ -314,9 +314,9 @@ def _fingerprints_on(mesh: Any) -> Any:
 
 
 def _fingerprint(value: Any) -> Any:
-    # The sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32, where h (the last steps of MurmurHash3) takes
-    # no two words to the same one: another word, another sum. A linear h would not do: with it, two floats of
-    # opposite sign could change places unseen.
+    # The sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32. h, the last steps of MurmurHash3, is a
+    # bijection, so changing one word always changes the sum. With a linear h, swapping two floats of opposite sign
+    # could leave it unchanged.
     words = _words(value)
     places = jax.lax.iota("uint32", words.size) * np.uint32(0x9E3779B9)
     mixed = words + places
@@ -326,7 +326,7 @@ def _fingerprint(value: Any) -> Any:
 
 
 def _words(value: Any) -> Any:
-    """The bits of an array in unsigned integers of 32 bits, each of a whole element or a part of one."""
+    """Return the bits of an array as uint32, one per element or part of an element."""
     if jax.numpy.iscomplexobj(value):
         value = jax.numpy.stack([value.real, value.imag])
     if value.dtype == bool:
@@ -336,7 +336,7 @@ def _words(value: Any) -> Any:
 
 
 def full_value(variable: Variable) -> np.ndarray:
-    """All of a variable. All processes call it together where they hold parts."""
+    """Return the whole variable. All processes call it together if they hold shards."""
     value = variable.value
     if value.is_fully_addressable or value.is_fully_replicated:
         return keras.ops.convert_to_numpy(variable)
@@ -344,21 +344,21 @@ def full_value(variable: Variable) -> np.ndarray:
 
 
 def bytes_per_device(variable: Variable) -> list[int]:
-    """How many bytes of a variable each device holds that has some of it."""
+    """Return the bytes of a variable on each of its devices."""
     sharding = variable.value.sharding
     held = int(np.prod(sharding.shard_shape(variable.value.shape))) * variable.value.dtype.itemsize
     return [held] * len(sharding.device_set)
 
 
 def _devices_of(layout: Any) -> list[str]:
-    """The devices, as Keras names them, of a distribution, of its layouts, or of a sharding of JAX's own."""
+    """Return Keras' names of the devices of a distribution, a layout, or a JAX sharding."""
     mesh = getattr(layout, "device_mesh", None) or getattr(layout, "mesh", None)
     devices = [] if mesh is None else mesh.devices.flat
     return [d if isinstance(d, str) else f"{d.platform}:{d.id}" for d in devices]
 
 
 def _num_devices_of(value: Any) -> int:
-    """On how many devices an array is; of one that is being traced, what its type says."""
+    """Return the number of devices of an array. For a tracer, its type defines it."""
     if isinstance(value, jax.core.Tracer):
         mesh = getattr(getattr(jax.typeof(value), "sharding", None), "mesh", None)
         return max(1, getattr(mesh, "size", 1))

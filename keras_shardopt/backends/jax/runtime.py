@@ -36,13 +36,13 @@ class JaxRuntime(Runtime):
         if manual:
             raise ValueError(
                 "`axis_name` must be an axis of the `shard_map` or `pmap` around the update, or gradients would not "
-                f"be reduced. Received: axis_name={axis_name!r}, axes here: {tuple(manual)}. "
+                f"be reduced. Received: axis_name={axis_name!r}, with the axes {tuple(manual)}. "
                 f"Use `CrossShard(..., axis_name={manual[0]!r})`."
             )
         num_replicas = batch_size_of(keras.distribution.distribution())
         if num_replicas == 1:
             return SingleReplica()
-        # GSPMD: one program over the whole batch, which XLA divides among the devices.
+        # GSPMD: one program computes the whole batch, divided by XLA among the devices.
         return GlobalView(num_replicas, "under a `keras.distribution`", spans_processes(num_replicas))
 
     def value_and_grad(
@@ -84,7 +84,7 @@ class JaxRuntime(Runtime):
         if not isinstance(condition, jax.core.Tracer):
             super().cond(condition, update, grads, variables)
             return
-        # What is assigned inside a branch must not leave it in a variable: each branch returns all values instead.
+        # Assignments inside a branch must not reach variables. Each branch returns all values instead.
         before = [variable.value for variable in variables]
 
         def updated() -> list[Tensor]:
@@ -93,7 +93,7 @@ class JaxRuntime(Runtime):
             return [scope.get_current_value(variable) for variable in variables]
 
         if mostly:
-            # A branch cannot write into the memory of what it gets: temporary memory as large as the state.
+            # A branch would need temporary memory of the state's size, because it cannot update in place.
             pairs = zip(updated(), before)
             chosen = [new if new is old else jax.numpy.where(condition, new, old) for new, old in pairs]
         else:
@@ -124,7 +124,7 @@ class JaxRuntime(Runtime):
     def raise_if(
         self, condition: Any, nonfinite_source: Tensor, names: Sequence[str], rule: str, after: Sequence[Variable] = ()
     ) -> None:
-        # Nobody can stop a compiled step, on one device or several, without losing the weights that it was given.
+        # Stopping a compiled step loses the weights passed to it.
         if self.is_concrete(condition):
             super().raise_if(condition, nonfinite_source, names, rule)
 
@@ -132,7 +132,7 @@ class JaxRuntime(Runtime):
 runtime = JaxRuntime()
 
 
-OWN_GRADIENTS = "What each replica does with its own gradients"
-"""Stages and `replica_transform`, as errors name them."""
+OWN_GRADIENTS = "A stage's `local` or `replica_transform`"
+"""The code that runs on each replica's own gradients, as errors name it."""
 
 _UNNAMED_PMAP_AXIS = "_internal_pmap_axis_name"

@@ -1,4 +1,4 @@
-"""The replicas of a `tf.distribute` strategy."""
+"""Replicas of a `tf.distribute` strategy."""
 
 from keras_shardopt.backends.tensorflow import placement, processes, runtime
 

@@ -15,7 +15,7 @@ from keras_shardopt.numerics import Gradients, ReduceOp, Tensor, Variable
 
 
 class ReplicaContext(Communicator):
-    """The replicas of a strategy, seen from inside `strategy.run` (as in `model.fit`)."""
+    """The replicas of a strategy, inside `strategy.run` (as in `model.fit`)."""
 
     evidence = Evidence()
 
@@ -61,11 +61,11 @@ class ReplicaContext(Communicator):
             return [tf.reduce_max(stack, axis=0) for stack in self._stacks(tensors)]
         reduced: list[Tensor] = [None] * len(tensors)
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            # One call for all of a dtype: the strategy packs them into as few transfers as it can. It would pack those
-            # of several dtypes together too, and fail.
+            # One call per dtype: the strategy packs these tensors into as few transfers as possible. With several
+            # dtypes, it fails.
             alike = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
             note("all_reduce", [tf.convert_to_tensor(tensors[i]) for i in alike], self.num_replicas)
-            with _meeting():
+            with _explaining_merge_calls():
                 sums = self._context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in alike])
             for i, total in zip(alike, sums):
                 reduced[i] = total
@@ -75,17 +75,17 @@ class ReplicaContext(Communicator):
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         note("all_to_all", tensors, self.num_replicas)
-        return self._copied(tensors, takes_part=True)
+        return self._concatenated(tensors, takes_part=True)
 
-    def _copied(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
-        """The tensors of all members joined, or of each its part for this replica: copied from device to device."""
+    def _concatenated(self, tensors: Sequence[Tensor], takes_part: bool) -> list[Tensor]:
+        """Concatenate the tensors of all members, or this replica's slice of each, copied between devices."""
         if self.is_multi_process or self._is_on_tpu:
             raise ValueError(
-                "Coded gradients need `MirroredStrategy` on TensorFlow, in one process. Received: replicas of another "
-                'strategy. Use `compression="bfloat16"`, or leave it out.'
+                "Coded gradients on TensorFlow need `MirroredStrategy`, in one process. Received: replicas of another "
+                'strategy. Use `compression="bfloat16"`, or omit `compression`.'
             )
-        everyone = range(self.world.num_replicas)
-        groups = [range(len(everyone))] * len(everyone) if self._groups is None else self._members_by_id
+        replicas = range(self.world.num_replicas)
+        groups = [range(len(replicas))] * len(replicas) if self._groups is None else self._members_by_id
 
         def together(strategy: tf.distribute.Strategy, given: Sequence[Any]) -> Any:
             rows = [strategy.experimental_local_results(tensor) for tensor in given]
@@ -102,14 +102,14 @@ class ReplicaContext(Communicator):
 
             return strategy.extended.call_for_each_replica(on_replica)
 
-        with _meeting():
+        with _explaining_merge_calls():
             return list(self._context.merge_call(together, args=(list(tensors),)))
 
     def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor]:
-        """Every replica of one process gets the sums, times `factor`, that a binary tree over their ids adds up.
+        """Return the sums over a binary tree of replica ids, times `factor`, within one process.
 
-        Each tensor is added up on one device, and all devices add about as many bytes, so that as many travel as in a
-        ring. Devices that share their memory copy none.
+        Each tensor is summed on one device, and all devices sum about the same number of bytes. The traffic is that of
+        a ring. Devices that share memory copy nothing.
         """
         note("all_reduce", tensors, self.num_replicas)
 
@@ -126,124 +126,124 @@ class ReplicaContext(Communicator):
                     totals.append(values[0] if factor == 1 else values[0] * tf.cast(factor, values[0].dtype))
             return totals
 
-        with _meeting():
+        with _explaining_merge_calls():
             return list(self._context.merge_call(together, args=(list(tensors),)))
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if not tensors:
             return []
-        if any(tensor.dtype.size == 1 for tensor in tensors):  # which TensorFlow does not gather
+        if any(tensor.dtype.size == 1 for tensor in tensors):  # TensorFlow does not gather one-byte dtypes
             note("all_gather", tensors, self.num_replicas)
-            return self._copied(tensors, takes_part=False)
+            return self._concatenated(tensors, takes_part=False)
         if self._groups is None:
             return self._gathered(list(tensors))
         members = self.members
         return [tf.reshape(tf.gather(stack, members), [-1]) for stack in self._stacks(tensors)]
 
     def _stacks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each tensor of all replicas, stacked along a new first axis."""
+        """Stack each tensor of all replicas along a new first axis."""
         if not tensors:
             return []
         rows = [tf.convert_to_tensor(tensor)[tf.newaxis] for tensor in tensors]
         return self._gathered(rows)
 
     def _gathered(self, tensors: list[Tensor]) -> list[Tensor]:
-        # TensorFlow gathers no bfloat16, but any two bytes.
+        # TensorFlow does not gather bfloat16, but any bits of that size.
         sent = [tf.bitcast(t, tf.float16) if t.dtype == tf.bfloat16 else t for t in tensors]
         note("all_gather", sent, self.world.num_replicas)
         gathered = self._context.all_gather(sent, axis=0)
         return [tf.bitcast(g, t.dtype) if t.dtype == tf.bfloat16 else g for g, t in zip(gathered, tensors)]
 
     def _sum_on_tpu(self, tensor: Tensor) -> Tensor:
-        # The op that `tf.compat.v1.tpu.cross_replica_sum` makes. It has no kernel elsewhere.
+        # The op of `tf.compat.v1.tpu.cross_replica_sum`. It has no kernel on other devices.
         assignment = tf.constant(self._groups, tf.int32)
         return tf.raw_ops.CrossReplicaSum(input=tf.convert_to_tensor(tensor), group_assignment=assignment)
 
 
 @contextlib.contextmanager
-def _meeting() -> Iterator[None]:
-    """Says what to do where replicas cannot exchange anything."""
+def _explaining_merge_calls() -> Iterator[None]:
+    """Replace errors about `merge_call` by one with the remedy."""
     try:
         yield
     except RuntimeError as error:
         if "merge_call" not in str(error):
             raise
         raise RuntimeError(
-            "Replicas cannot exchange anything in a `tf.function`, condition or loop inside a step, and must for an "
-            "update, and in a prepared model for a loss. Received: a call from inside one. Leave out the "
-            "`@tf.function` of what the step calls (the step as a whole is compiled already), and compute losses "
-            "outside of conditions and loops."
+            "Replicas cannot communicate in a `tf.function`, condition or loop inside a step. An update "
+            "communicates, and so does a loss in a prepared model. Received: a call from inside one. Remove "
+            "`@tf.function` from functions that the step calls, because the whole step is already compiled. Compute "
+            "losses outside conditions and loops."
         ) from error
 
 
 _MIXTURE = (
-    "All losses of a step must be divided by the number of replicas, or none. Received: a loss function that "
-    "returns a scalar, which Keras does not divide, next to losses or penalties that it divides, so that the "
-    "scalar counts as many times as there are replicas. Let the loss function return one value for each row, "
-    "or call `keras_shardopt.prepare(model)`."
+    "Either all losses of a step must be divided by the number of replicas, or none. Received: a loss function that "
+    "returns a scalar. Keras does not divide it, but divides other losses or penalties, so the scalar is weighted by "
+    "the number of replicas. Return one value for each row from the loss function, or call "
+    "`keras_shardopt.prepare(model)`."
 )
 
 
 _READ = (
-    "Whether the loss of a step that reads the number of replicas is divided by it cannot be known for sure. "
-    "Received: one in which that number is not found, so that `CrossShard` averages the gradients of the replicas. Use "
-    '`CrossShard(..., gradients="local")` if that is right, and `CrossShard(..., gradients="prescaled")` if the step '
-    "divides in another place."
+    "`CrossShard` cannot determine whether this step divides its loss by the number of replicas. Received: a step that "
+    "reads this number, and a loss that does not contain it, so `CrossShard` averages the gradients of the replicas. "
+    'Use `CrossShard(..., gradients="local")` if that is right, and `CrossShard(..., gradients="prescaled")` if the '
+    "step divides elsewhere."
 )
 
 
 def evidence_of(replicas: Communicator, told: GradientState | None = None) -> Evidence:
-    """What supports the last answer of `gradient_state`, or what speaks against the state that the user `told`."""
+    """Return the evidence for the last `gradient_state`, or against the state `told` set by the user."""
     if not isinstance(replicas, ReplicaContext):
         return Evidence()
     return replicas.evidence if told is None else Evidence(doubts=_objections(told))
 
 
 def _objections(told: GradientState) -> Sequence[str]:
-    """What speaks against gradients that are said to arrive in this way."""
+    """Return the evidence against gradients that arrive in this state."""
     seen = tf_losses.noted()
     if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
         return [_MIXTURE]
     if told is GradientState.LOCAL and tf_losses.BY_NUMBER in seen:
         return [
-            'Gradients are "local" where the loss is not divided by the number of replicas. Received: '
-            '`gradients="local"`, and a step that divides it, as the losses of Keras do, so that updates are as '
-            "many times too small. Leave `gradients` out, unless the step multiplies the loss by that number again."
+            '`gradients="local"` is for losses that are not divided by the number of replicas. Received: a step that '
+            "divides its loss, as Keras' losses do, so updates are too small by that factor. Omit `gradients`, unless "
+            "the step multiplies the loss by that number again."
         ]
     if told is GradientState.LOCAL_PRESCALED and tf_losses.UNDIVIDED in seen:
         return [
-            'Gradients are "prescaled" where the loss is divided by the number of replicas. Received: '
-            '`gradients="prescaled"`, and a loss function that returns a scalar, which Keras does not divide, so '
-            "that updates are as many times too large. Leave `gradients` out."
+            '`gradients="prescaled"` is for losses that are divided by the number of replicas. Received: a loss '
+            "function that returns a scalar. Keras does not divide it, so updates are too large by that factor. Omit "
+            "`gradients`."
         ]
     return ()
 
 
 def _doubts(seen: set[str]) -> list[str]:
-    """What may be wrong with gradients of a step in which this was seen of the losses."""
+    """Return possible problems with the gradients of a step, from the notes on its losses."""
     doubts = []
     if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
         doubts.append(_MIXTURE)
     if tf_losses.BARE_TERM in seen:
         doubts.append(
-            "All terms of a loss must be divided by the number of replicas, or none. Received: a loss with a term that "
-            "is not, such as a bare mean, next to one that Keras divides, so that it counts as many times as there are "
-            "replicas. Divide it, too: `term / tf.distribute.get_strategy().num_replicas_in_sync`."
+            "Either all terms of a loss must be divided by the number of replicas, or none. Received: an undivided "
+            "term, such as a bare mean, next to one that Keras divides. The first is weighted by the number of "
+            "replicas. Divide it: `term / tf.distribute.get_strategy().num_replicas_in_sync`."
         )
     is_mean = tf_losses.IN_MODEL in seen and tf_losses.SUM not in seen
     if seen.isdisjoint({tf_losses.DIVIDED, tf_losses.UNDIVIDED}) and not is_mean:
         doubts.append(
-            "Whether the loss of a custom training step is divided by the number of replicas cannot be known. "
-            "Received: a step in which nothing was seen to divide, so that `CrossShard` averages the gradients of the "
-            'replicas. Use `CrossShard(..., gradients="local")` if the loss is the mean over the rows of one replica, '
-            'and `CrossShard(..., gradients="prescaled")` if it is divided by the number of replicas, or by the rows '
-            "of the whole batch."
+            "`CrossShard` cannot determine whether a custom training step divides its loss by the number of replicas. "
+            "Received: a step without a known division, so `CrossShard` averages the gradients of the replicas. Use "
+            '`CrossShard(..., gradients="local")` if the loss is the mean over the rows of one replica. Use '
+            '`CrossShard(..., gradients="prescaled")` if it is divided by the number of replicas, or by the rows of '
+            "the whole batch."
         )
     if tf_losses.OWN_WEIGHTS in seen:
         doubts.append(
-            'A loss with `reduction="mean_with_sample_weight"` divides by the weights of all rows. Received: a model '
-            "that is not prepared, so that each replica divides by the weights of its own rows, and the update is "
-            "another one than that of one process. Call `keras_shardopt.prepare(model)` after `compile`."
+            'A loss with `reduction="mean_with_sample_weight"` must divide by the weights of all rows. Received: an '
+            "unprepared model, in which each replica divides by the weights of its own rows, so the update differs "
+            "from that of one process. Call `keras_shardopt.prepare(model)` after `compile`."
         )
     return doubts
 
@@ -258,7 +258,7 @@ def _divided(tensor: Tensor, divisor: int) -> Tensor:
 
 
 def _process_of(resolver: Any) -> tuple[int, int]:
-    """How many tasks of the cluster train, and which of them this is."""
+    """Return the number of tasks of the cluster that train, and this task's index."""
     spec = {} if resolver is None else resolver.cluster_spec().as_dict()
     tasks = [(kind, i) for kind in ("chief", "worker") for i in range(len(spec.get(kind, [])))]
     me = None if resolver is None else (resolver.task_type, resolver.task_id)

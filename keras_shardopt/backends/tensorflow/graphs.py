@@ -1,4 +1,4 @@
-"""Which tensors can be used where: each function, condition and loop that TensorFlow traces is a graph of its own."""
+"""Which tensors can be used in the current graph. Each function, condition and loop has its own graph."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from keras_shardopt.numerics import Tensor
 
 
 def is_in_reach(tensor: Tensor) -> bool:
-    """Whether a tensor from earlier can be used here."""
+    """Return whether an earlier tensor can be used here."""
     graph = getattr(tensor, "graph", None)  # an eager tensor has none
     return bool(tf.executing_eagerly() if graph is None else graph is tf.compat.v1.get_default_graph())
 
 
 def is_further_inside(tensor: Tensor) -> bool:
-    """Whether it is out of reach because it is of a function or a loop that was traced inside this one."""
+    """Return whether a tensor is out of reach because it belongs to a graph nested in this one."""
     graph, here = getattr(tensor, "graph", None), tf.compat.v1.get_default_graph()
     while graph is not None and graph is not here:
         graph = getattr(graph, "outer_graph", None)

@@ -1,6 +1,6 @@
-"""What is not finite on TensorFlow, in one pass that only reads: in sums of squares.
+"""Finite checks on TensorFlow in one pass of sums of squares.
 
-A mask as large as a gradient would be written to memory, and read once more.
+A mask of the gradient's size would be written to memory and read again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from keras_shardopt.numerics import Tensor, in_float32
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """For each tensor, whether all elements are finite."""
+    """Return whether all elements of each tensor are finite."""
     found = tf.math.is_finite(tf.stack([tf.cast(tf.nn.l2_loss(in_float32(value)), "float32") for value in values]))
 
-    def look() -> Tensor:
-        """Squares overflow before their elements do."""
+    def by_elements() -> Tensor:
+        """Check elements, because squares overflow first."""
         return tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
 
-    return tf.cond(tf.reduce_all(found), lambda: found, look)
+    return tf.cond(tf.reduce_all(found), lambda: found, by_elements)

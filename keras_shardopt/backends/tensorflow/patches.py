@@ -1,7 +1,7 @@
-"""Lasting changes to TensorFlow, and to Keras on TensorFlow: see `keras_shardopt.backends.patches`."""
+"""Lasting changes to TensorFlow, and to Keras on TensorFlow. See `keras_shardopt.backends.patches`."""
 
 _LOSSES = "backends.tensorflow.losses"
-_WHY = "detects whether a step divides its loss by the number of replicas; until Keras says so to the optimizer"
+_WHY = "detects whether a step divides its loss by the number of replicas; until Keras reports it to the optimizer"
 _DRAWS = (
     "backends.tensorflow.random_numbers:_draw_seed",
     "replicas draw different dropout masks; until Keras adds the replica to its seeds",
@@ -11,10 +11,10 @@ PATCHES = {
     "reduction": {
         "keras.src.losses.loss.reduce_values": (f"{_LOSSES}:_reduce_values", _WHY),
         "keras.src.losses.loss.scale_loss_for_distribution": (f"{_LOSSES}:_scale_loss_for_distribution", _WHY),
-        "tensorflow:nn.compute_average_loss": (f"{_LOSSES}:dividing()", _WHY),
-        "tensorflow:nn.scale_regularization_loss": (f"{_LOSSES}:dividing()", _WHY),
-        "tensorflow:GradientTape.gradient": (f"{_LOSSES}:looking()", _WHY),
-        "tensorflow:distribute.Strategy.num_replicas_in_sync": (f"{_LOSSES}:noting_number()", _WHY),
+        "tensorflow:nn.compute_average_loss": (f"{_LOSSES}:noting_result()", _WHY),
+        "tensorflow:nn.scale_regularization_loss": (f"{_LOSSES}:noting_result()", _WHY),
+        "tensorflow:GradientTape.gradient": (f"{_LOSSES}:noting_bare_losses()", _WHY),
+        "tensorflow:distribute.Strategy.num_replicas_in_sync": (f"{_LOSSES}:noting_reads()", _WHY),
     },
     "prepare": {
         "keras.src.backend.tensorflow.trainer.TFEpochIterator": (
@@ -23,7 +23,7 @@ PATCHES = {
         ),
         "keras.src.backend.tensorflow.trainer._collective_all_reduce_multi_worker": (
             "fit.tensorflow.workers:_takes_apart",
-            "logs are equal on all workers; until Keras leaves such logs alone",
+            "logs are equal on all workers; until Keras leaves such logs unchanged",
         ),
     },
     "randomness": {

@@ -1,11 +1,11 @@
-"""Where variables live on TensorFlow: a strategy mirrors them.
+"""Variables on TensorFlow, mirrored by a strategy.
 
 Private names of Keras touched here (a test holds each of them):
-    `Optimizer._distribution_strategy` - the strategy in whose scope an optimizer was made, which its updates use.
-    `Variable._initialize` - makes TensorFlow's variable of a value, in the scope that is open.
+    `Optimizer._distribution_strategy` - the strategy in which an optimizer was created, used by its updates.
+    `Variable._initialize` - creates TensorFlow's variable in the current scope.
 
 Private names of TensorFlow touched here (tests/unit/wrapping/test_tensorflow_checkpoint.py holds them):
-    `Trackable._serialize_to_tensors`, `_restore_from_tensors` - what a checkpoint has of a variable.
+    `Trackable._serialize_to_tensors`, `_restore_from_tensors` - the tensors of a variable in a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _VALUE = "VARIABLE_VALUE"
 
 
 def num_mirrored(variable: Any) -> int:
-    """On how many replicas a variable has copies."""
+    """Return on how many replicas a variable has copies."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     strategy = value.distribute_strategy if isinstance(value, tf.distribute.DistributedValues) else None
     return 1 if strategy is None else int(strategy.num_replicas_in_sync)
 
 
 def check_mirrored(variables: Sequence[Variable], num_replicas: int) -> None:
-    """Raises ValueError if not each of the replicas has copies of these variables."""
+    """Raise ValueError unless every replica has copies of these variables."""
     for variable in variables if num_replicas > 1 else ():
-        if num_replicas > num_mirrored(variable):  # Keras would fail without a word, or train on one device
+        if num_replicas > num_mirrored(variable):  # Keras would fail without a message, or train on one device
             raise ValueError(
                 f"`{getattr(variable, 'path', variable.name)}` was made outside the strategy of the optimizer, which "
-                f"has {num_replicas} replicas. Build the model inside `with keras_shardopt.data_parallel():`, where "
-                "the optimizer is made, and load a saved one there, too."
+                f"has {num_replicas} replicas. Build or load the model, and create the optimizer, inside "
+                "`with keras_shardopt.data_parallel():`."
             )
 
 
 def bring_inside(optimizers: Sequence[Any]) -> None:
-    """Makes these optimizers, and their variables, part of the strategy in whose scope it is called.
+    """Move optimizers and their variables into the current strategy.
 
     Raises:
-        ValueError: if they are not, and a replica calls, which cannot make variables for all.
+        ValueError: if called on a replica, which cannot create variables for all replicas.
     """
     strategy = tf.distribute.get_strategy()
     for optimizer in optimizers if strategy.num_replicas_in_sync > 1 else ():
@@ -66,16 +66,15 @@ def bring_inside(optimizers: Sequence[Any]) -> None:
         if not tf.distribute.in_cross_replica_context():
             raise ValueError(
                 "An optimizer that is first used inside `strategy.run` must be made in the scope of that strategy. "
-                f"Received: {with_article(optimizer)} that was made outside it, for "
-                f"{strategy.num_replicas_in_sync} replicas. Make it inside `with strategy.scope():`, or call "
-                "its `build` there."
+                f"Received: {with_article(optimizer)} made outside it, for {strategy.num_replicas_in_sync} replicas. "
+                "Create it inside `with strategy.scope():`, or call its `build` there."
             )
         optimizer._distribution_strategy = strategy
         mirror(optimizer.variables)
 
 
 def mirror(variables: Sequence[Variable]) -> None:
-    """Gives each replica of the strategy in whose scope it is called copies of variables that were made outside."""
+    """Copy variables from outside the current strategy to each of its replicas."""
     strategy = tf.distribute.get_strategy()
     for variable in variables if strategy.num_replicas_in_sync > 1 else ():
         if not strategy.extended.variable_created_in_scope(variable.value):
@@ -83,20 +82,20 @@ def mirror(variables: Sequence[Variable]) -> None:
 
 
 def _check_trainer(model: Any) -> None:
-    """Raises ValueError where a model was compiled for what Keras' trainer cannot do with several replicas."""
+    """Raise ValueError if the model's `compile` options fail in Keras' trainer with several replicas."""
     if model is None or not getattr(model, "compiled", False) or model.run_eagerly:
         return
     if model.jit_compile:
         raise ValueError(
-            "Under a strategy with several replicas TensorFlow cannot compile the whole step with XLA. "
+            "Under a strategy with several replicas, TensorFlow cannot compile the whole step with XLA. "
             f"Received: jit_compile=True, for the model `{model.name}`. Use `model.compile(..., jit_compile=False)`; "
-            "for a model that is loaded from a file, set `model.jit_compile = False` before `fit`."
+            "for a loaded model, set `model.jit_compile = False` before `fit`."
         )
     if model.steps_per_execution > 1 and not is_prepared(model):
         raise ValueError(
-            "Under a strategy with several replicas Keras' loop of several steps fails. "
-            f"Received: steps_per_execution={model.steps_per_execution}, for the model `{model.name}`. Call "
-            "`keras_shardopt.prepare(model)` after `compile`, which makes the steps one by one, or leave it out."
+            "Under a strategy with several replicas, Keras' loop of several steps fails. "
+            f"Received: steps_per_execution={model.steps_per_execution}, for the model `{model.name}`. Omit it, or "
+            "call `keras_shardopt.prepare(model)` after `compile`, which executes steps one by one."
         )
 
 
@@ -109,7 +108,7 @@ def _check_can_divide(variables: Sequence[Variable]) -> None:
         and not isinstance(strategies[0], tf.distribute.MirroredStrategy)
     ):
         raise ValueError(
-            "`shard_state=True` works on TensorFlow under a `MirroredStrategy`. "
+            "`shard_state=True` needs a `MirroredStrategy` on TensorFlow. "
             f"Received: {with_article(strategies[0])}. Use `shard_state=False` here."
         )
 
@@ -118,15 +117,15 @@ def _warn_if_loaded_outside(variables: Sequence[Variable]) -> None:
     is_alone = not any(num_mirrored(variable) > 1 for variable in variables)
     if processes.num_replicas_of_last_scope > 1 and is_alone and processes.process()[1] == 0:
         warn_user(
-            "A model that is to train on several replicas must be loaded inside the scope. Received: a loaded "
-            "optimizer and weights that are on one device, after a scope of "
+            "To train a loaded model on several replicas, load it inside the scope. Received: a loaded "
+            "optimizer and weights on one device, after a scope of "
             f"{processes.num_replicas_of_last_scope} replicas. Load it inside `with keras_shardopt.data_parallel():`. "
             "To train on one device, load it inside `with keras_shardopt.data_parallel(1):`."
         )
 
 
 class TensorFlowPlacement(Placement):
-    """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
+    """`tf.distribute`: the strategy mirrors variables, and its devices are the replicas."""
 
     state_sharding = "copies"
 
@@ -160,19 +159,19 @@ class TensorFlowPlacement(Placement):
                 if getattr(optimizer, argument, None):
                     given = f"{argument}={getattr(optimizer, argument)}"
                     raise ValueError(
-                        f"`{argument}` of an inner optimizer cannot work under a strategy with several replicas: it "
-                        "puts a collective inside a condition, which TensorFlow forbids. "
+                        f"`{argument}` of an inner optimizer cannot work under a strategy with several replicas, "
+                        "because it needs a collective inside a condition. "
                         f"Received: {type(optimizer).__name__}({given}). "
                         + (
                             f"Use `CrossShard({type(optimizer).__name__}(...), {given})`."
                             if argument == "gradient_accumulation_steps"
-                            else f"Leave `{argument}` out."
+                            else f"Omit `{argument}`."
                         )
                     )
 
     def colocate_with(self, variable: Variable) -> contextlib.AbstractContextManager[Any]:
         strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
-        # On a replica new variables are the strategy's anyway, and its scope cannot be entered.
+        # On a replica, new variables already belong to the strategy, and its scope cannot be entered.
         if strategy is None or (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()):
             return contextlib.nullcontext()
         scope: contextlib.AbstractContextManager[Any] = strategy.scope()
@@ -193,7 +192,7 @@ class TensorFlowPlacement(Placement):
     def outside_strategy(self, function: Callable[[], Any]) -> Any:
         if not tf.distribute.has_strategy():
             return function()
-        # A strategy is known to the thread in which its scope was entered; under it, workers make variables together.
+        # A strategy belongs to the thread that entered its scope. Under it, workers create variables together.
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(function).result()
 
@@ -202,7 +201,7 @@ class TensorFlowPlacement(Placement):
         strategy = next((v.distribute_strategy for v in values if hasattr(v, "values")), None)
         if strategy is None:
             return np.zeros((1, len(values)), "uint64")
-        # The copies in this process; a variable that is not the strategy's has one, and equals itself everywhere.
+        # The copies in this process. A variable outside the strategy has one copy for all replicas.
         num_local = max(len(getattr(value, "values", [0])) for value in values)
         rows = []
         for replica in range(num_local):
@@ -217,7 +216,7 @@ placement = TensorFlowPlacement()
 
 
 def store_whole(variable: Variable, shape: Sequence[int]) -> None:
-    """Lets TensorFlow's checkpoints have the whole, of this shape, of a variable whose copies are its slices."""
+    """Make TensorFlow's checkpoints store the whole variable, of this shape, if its copies are slices."""
     copies = variable.value.values
 
     def serialize() -> dict[str, Tensor]:
@@ -234,7 +233,7 @@ def store_whole(variable: Variable, shape: Sequence[int]) -> None:
 
 
 def reading_is_collective(variables: Sequence[Variable]) -> bool:
-    """Whether all processes must read the values of these variables together."""
+    """Return whether all processes must read the values of these variables together."""
     values = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
     return any(
         value.synchronization is tf.VariableSynchronization.ON_READ
@@ -250,9 +249,9 @@ def _fingerprints(tensors: list[Tensor]) -> Tensor:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    # The sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32, where h (the last steps of MurmurHash3) takes
-    # no two words to the same one: another word, another sum. A linear h would not do: with it, two floats of
-    # opposite sign could change places unseen.
+    # The sum of h(w_i + i * c) over the 32-bit words w_i, modulo 2**32. h, the last steps of MurmurHash3, is a
+    # bijection, so changing one word always changes the sum. With a linear h, swapping two floats of opposite sign
+    # could leave it unchanged.
     words = _words(tensor)
     mixed = words + tf.cast(tf.range(tf.size(words)), tf.uint32) * tf.constant(0x9E3779B9, tf.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
@@ -262,7 +261,7 @@ def _fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor in unsigned integers of 32 bits, each of a whole element or a part of one."""
+    """Return the bits of a tensor as uint32, one per element or part of an element."""
     if tensor.dtype.is_complex:
         tensor = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)])
     if tensor.dtype != tf.bool:

@@ -1,12 +1,12 @@
-"""Random numbers that differ between the replicas of a strategy, drawn from seeds that are equal on all of them.
+"""Random numbers that differ between the replicas of a strategy, drawn from equal seeds.
 
-Each replica has a copy of a seed generator's state, and all copies are equal, so that replicas would draw the same
-dropout mask and the same noise for the first row of each. So inside a replica a multiple of its number is added to
-every seed that is drawn from a generator. States stay as they are: files hold what one device would have. Replica 0
-draws what a single device draws. A seed that is a number is left unchanged.
+All replicas have equal copies of a seed generator's state, and would draw the same dropout mask and noise for their own
+rows. On a replica, a multiple of its id is therefore added to every seed drawn from a generator. States remain equal,
+so files hold the states of a single device. Replica 0 draws the numbers of a single device. Integer seeds are
+unchanged.
 
 Private names of Keras touched here (a test holds each of them):
-    `draw_seed` in `keras.src.backend.tensorflow.random` and `.image` - gives them the seed of what they draw.
+    `draw_seed` in `keras.src.backend.tensorflow.random` and `.image` - returns the seed for each draw.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _draw_seed_in_keras = tf_random.draw_seed
 
 @contextlib.contextmanager
 def as_part(number: Any) -> Iterator[None]:
-    """For the time of the block, what is drawn depends on this number, a scalar, in place of the replica's."""
+    """Make numbers drawn in the block depend on this scalar instead of the replica id."""
     token = _part.set(number)
     try:
         yield
@@ -37,7 +37,7 @@ def as_part(number: Any) -> Iterator[None]:
 
 
 def _draw_seed(seed: Any) -> Any:
-    """Stands in for Keras' function of that name."""
+    """Replaces Keras' function of that name."""
     drawn = _draw_seed_in_keras(seed)
     number = _part.get()
     if number is None:

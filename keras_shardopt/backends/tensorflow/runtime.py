@@ -1,7 +1,7 @@
 """Tracing and control flow on TensorFlow.
 
 Private names of Keras touched here (a test holds each of them):
-    `Optimizer._all_reduce_sum_gradients` - the reduction that Keras' TensorFlow optimizers make by themselves.
+    `Optimizer._all_reduce_sum_gradients` - the built-in reduction of Keras' TensorFlow optimizers.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ def _cond(condition: Any, action: Callable[[], Any], otherwise: Callable[[], Any
     tf.cond(condition, functools.partial(acting, action), functools.partial(acting, otherwise))
 
 
-def _put_back_unless(condition: Any, update: Callable[[], None], variables: Sequence[Variable]) -> None:
-    """Updates, and where this replica's condition is false gives its copies their values again.
+def _restore_unless(condition: Any, update: Callable[[], None], variables: Sequence[Variable]) -> None:
+    """Update, then restore this replica's copies if its condition is false.
 
-    Replicas assign the weights together, which none of them can do inside a condition.
+    Replicas assign weights together, so no replica can do it inside its own condition.
     """
     before = [tf.identity(keras.ops.convert_to_tensor(variable)) for variable in variables]
     update()
-    # What Keras' optimizers count becomes that of the first replica on all of them.
+    # Counters of Keras' optimizers copy the first replica's value to all replicas.
     is_own = [getattr(variable, "aggregation", "none") == "none" for variable in variables]
-    own = [pair for pair, alone in zip(zip(variables, before), is_own) if alone]
-    common = [pair for pair, alone in zip(zip(variables, before), is_own) if not alone]
+    own = [pair for pair, own_value in zip(zip(variables, before), is_own) if own_value]
+    common = [pair for pair, own_value in zip(zip(variables, before), is_own) if not own_value]
 
-    def put_back() -> None:
+    def restore() -> None:
         for variable, value in own:
             variable.assign(value)
 
-    _cond(condition, lambda: None, put_back)
+    _cond(condition, lambda: None, restore)
 
     def together(strategy: tf.distribute.Strategy, condition: Any, before: Any) -> None:
         def count(copy: Any, value: Any, condition: Any, change: Any) -> Any:
@@ -71,28 +71,28 @@ _SCOPES = "_keras_shardopt_scopes"
 
 
 def _reduce_unless_reduced(optimizer: Any, grads_and_vars: Any) -> Any:
-    """Stands in for an optimizer's own `_all_reduce_sum_gradients`."""
+    """Replaces an optimizer's `_all_reduce_sum_gradients`."""
     if any(scope.is_reduced for scope in optimizer.__dict__[_SCOPES]):
         return list(grads_and_vars)
     return type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars)
 
 
 def keep_reduction_off(optimizers: Sequence[Any], scope: GradientScope) -> None:
-    """Makes these innermost optimizers reduce nothing by themselves where gradients in this scope are reduced."""
+    """Disable the built-in reduction of these innermost optimizers while gradients in this scope are reduced."""
     for optimizer in optimizers:
         optimizer.__dict__[_SCOPES] = (*optimizer.__dict__.get(_SCOPES, ()), scope)
-        # On the instance, past Keras' attribute tracking: a subclass would change the name that is serialised.
+        # On the instance, bypassing Keras' attribute tracking: a subclass would change the serialized name.
         override = types.MethodType(_reduce_unless_reduced, optimizer)
         object.__setattr__(optimizer, "_all_reduce_sum_gradients", override)
 
 
 def num_summed() -> int:
-    """Over how many replicas Keras' own optimizers add up gradients that nobody has reduced before."""
+    """Return over how many replicas Keras' optimizers sum gradients that were not reduced before."""
     return int(runtime.communicator("").num_replicas)
 
 
 class TensorFlowRuntime(Runtime):
-    """`tf.distribute`: the strategy mirrors the variables, the replicas are its devices."""
+    """`tf.distribute`: the strategy mirrors variables, and its devices are the replicas."""
 
     def no_autograph(self, function: FunctionT) -> FunctionT:
         plain: FunctionT = tf.autograph.experimental.do_not_convert(function)
@@ -137,18 +137,18 @@ class TensorFlowRuntime(Runtime):
     ) -> None:
         grads = tuple(grads)
         if apart and not isinstance(condition, bool):
-            _put_back_unless(condition, lambda: update(grads), variables)
+            _restore_unless(condition, lambda: update(grads), variables)
             return
         if not communicates or tf.__internal__.distribute.strategy_supports_no_merge_call():
             _cond(condition, lambda: update(grads))
             return
 
-        # Replicas cannot communicate inside a condition, as the update of a variable does. So they communicate first,
-        # decide together, and part again for the update.
-        note_again = tf_losses.carried()
+        # Replicas cannot communicate inside a condition, and updating a variable communicates. So they synchronize,
+        # evaluate the condition together, and update in a new replica context.
+        copy_loss_notes = tf_losses.carried()
 
         def update_on_replica(grads: Sequence[Any]) -> None:
-            note_again()
+            copy_loss_notes()
             update(grads)
 
         def together(strategy: tf.distribute.Strategy, condition: Any, grads: Any) -> None:
@@ -158,17 +158,17 @@ class TensorFlowRuntime(Runtime):
         tf.distribute.get_replica_context().merge_call(together, args=(condition, grads))
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:
-        # In place, which reads and writes half of what a choice between two tensors does.
+        # In place: half the memory traffic of a choice between two tensors.
         def begin() -> None:
             for variable, value in zip(variables, values):
                 variable.assign(tf.zeros_like(variable) if value is None else value)
 
-        def go_on() -> None:
+        def add() -> None:
             for variable, value in zip(variables, values):
                 if value is not None:
                     getattr(variable, "value", variable).assign_add(value)
 
-        _cond(starts, begin, go_on)
+        _cond(starts, begin, add)
 
     def is_concrete(self, value: Any) -> bool:
         return tf.executing_eagerly()
@@ -179,19 +179,17 @@ class TensorFlowRuntime(Runtime):
         if tf.executing_eagerly():
             super().raise_if(condition, nonfinite_source, names, rule)
             return
-        name = tf.gather(
-            tf.constant([*names, "a variable that cannot be told"]), nonfinite_source[1] % (len(names) + 1)
-        )
-        said = [
+        name = tf.gather(tf.constant([*names, "an unidentified variable"]), nonfinite_source[1] % (len(names) + 1))
+        message = [
             rule,
             "Received: NaN or infinity on replica",
             nonfinite_source[0],
-            "(-1: unknown), first in that of",
+            "(-1: unknown), first in the gradient of",
             name,
         ]
-        # Nothing else orders them: the assignments are not of what the condition is made of.
+        # Needed for the order: the condition does not depend on the assignments.
         with tf.control_dependencies([tf.identity(keras.ops.convert_to_tensor(variable)) for variable in after]):
-            tf.debugging.Assert(tf.logical_not(condition), said)
+            tf.debugging.Assert(tf.logical_not(condition), message)
 
     def init_scope(self) -> contextlib.AbstractContextManager[Any]:
         scope: contextlib.AbstractContextManager[Any] = tf.init_scope()

@@ -1,4 +1,4 @@
-"""Towers on TensorFlow: parts of one step on several devices, and batches of which a trace does not know the size."""
+"""Towers on TensorFlow: one step on several devices, with batches of a size unknown to the trace."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from keras_shardopt.numerics import Tensor
 
 
 def on_device(device: str) -> contextlib.AbstractContextManager[Any]:
-    """A scope in which what is computed runs on this device, with weights that stay on theirs."""
+    """Return a scope that computes on this device. Weights stay on theirs."""
     scope: contextlib.AbstractContextManager[Any] = tf.device(device)
     return scope
 
 
 def divide_rows(tensor: Tensor, num_parts: int) -> list[Tensor] | None:
-    """The parts of a tensor along its first dimension, where slices are not enough; None where they are."""
+    """Split a tensor along its first dimension. None if plain slices suffice."""
     if isinstance(tensor, tf.SparseTensor):
         return list(tf.sparse.split(sp_input=tensor, num_split=num_parts, axis=0))
     if tensor.shape[0] is not None:
@@ -26,15 +26,15 @@ def divide_rows(tensor: Tensor, num_parts: int) -> list[Tensor] | None:
     if isinstance(tensor, tf.RaggedTensor):
         size = tensor.nrows() // num_parts
         return [tensor[k * size : (k + 1) * size] for k in range(num_parts)]
-    # XLA drops assertions, but fails with the name of the operation before anything runs.
+    # XLA drops assertions, but a failing split names its operation before anything runs.
     return list(tf.split(tensor, num_parts, name="num_towers_must_divide_the_batch"))
 
 
 @contextlib.contextmanager
 def running_if_divisible(tensors: Sequence[Tensor], divisor: int, rule: str, remedy: str) -> Iterator[None]:
-    """A scope in which nothing runs if `divisor` does not divide the first dimension of each tensor.
+    """Run nothing in this block if `divisor` does not divide the first dimension of each tensor.
 
-    For tensors of a size that a trace does not know. The error has `rule`, the size and `remedy`.
+    For sizes unknown to the trace. The error contains `rule`, the size and `remedy`.
     """
     sizes = [_num_rows(tensor) for tensor in tensors]
     assertions = [tf.debugging.Assert(tf.equal(size % divisor, 0), [rule, size, remedy]) for size in sizes]
@@ -43,7 +43,7 @@ def running_if_divisible(tensors: Sequence[Tensor], divisor: int, rule: str, rem
 
 
 def _created_anyway(create: Callable[..., Any], **arguments: Any) -> Any:
-    # An initial value that waits for an assertion cannot be computed outside the function, which XLA needs.
+    # XLA computes initial values outside the function, so they must not wait for an assertion.
     with tf.control_dependencies(None):
         return create(**arguments)
 

@@ -1,4 +1,4 @@
-"""The ranks of `torch.distributed`."""
+"""Replicas as ranks of `torch.distributed`."""
 
 from keras_shardopt.backends.torch import placement, processes, runtime
 

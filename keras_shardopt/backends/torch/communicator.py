@@ -1,7 +1,7 @@
-"""Replicas of PyTorch programs: the processes of `torch.distributed`, one replica each.
+"""Replicas on PyTorch: the ranks of `torch.distributed`.
 
 Private names of Keras touched here (a test holds each of them):
-    `keras.src.backend.common.global_state` - holds "global_seed_generator", the seed of layers without their own.
+    `keras.src.backend.common.global_state` - holds "global_seed_generator", the seed of layers without one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from keras_shardopt.backends.traffic import Kind, note
 from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variable
 
 BUCKET_BYTES = 25 * 2**20
-"""Tensors travel in flat buckets of about this size, as in PyTorch's own DDP."""
+"""The size limit of a flat bucket, as in PyTorch's DDP."""
 
 
-# The names since PyTorch 2.13, which warns about the older ones.
+# Renamed in PyTorch 2.13, which warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TorchProcessGroup(Communicator):
-    """The ranks of the default process group, or of a group of them."""
+    """The ranks of the default process group, or of one of its groups."""
 
     is_spmd = False
     is_multi_process = True
@@ -48,11 +48,11 @@ class TorchProcessGroup(Communicator):
     def __init__(self) -> None:
         self.num_replicas = dist.get_world_size()
         self.replica_id = dist.get_rank()
-        # Weakly: a group that outlives `destroy_process_group` takes the interpreter down when it exits.
+        # A weak reference: a group that outlives `destroy_process_group` crashes the interpreter at exit.
         self._default_group = weakref.ref(dist.group.WORLD)
         self._process_group: Any = None
-        self._parts: dict[tuple[tuple[int, ...], ...], TorchProcessGroup] = {}
-        # Variables whose DDP owner has been looked for. By identity: tensors compare element by element.
+        self._groups_by_ranks: dict[tuple[tuple[int, ...], ...], TorchProcessGroup] = {}
+        # Variables already searched for in DDPs, by id because tensors compare element by element.
         self._ddp_of: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None]] = {}
         self._num_failures = 0
         self._failures_taken: set[str] = set()
@@ -62,22 +62,22 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def split(self, groups: Groups) -> Communicator:
-        """See `Communicator.split`. Process groups are made once, by all ranks together."""
+        """See `Communicator.split`. All ranks together create each process group once."""
         key = tuple(tuple(sorted(ranks)) for ranks in groups)
         if len(key) == 1:
             return self
-        if key not in self._parts:
+        if key not in self._groups_by_ranks:
             with explaining_failures():
                 made = [dist.new_group(list(ranks)) for ranks in key]
             number = next(i for i, ranks in enumerate(key) if self.replica_id in ranks)
             part: Any = super().split(groups)
             part.replica_id, part._process_group = key[number].index(self.replica_id), made[number]
-            self._parts[key] = part
-        return self._parts[key]
+            self._groups_by_ranks[key] = part
+        return self._groups_by_ranks[key]
 
     @torch.compiler.disable
     def say_failure(self, words: str, first_member: int) -> None:
-        # Without a collective: the other groups are somewhere else. Members of one count alike.
+        # Not a collective, because other groups are elsewhere in their programs. Members of a group count equally.
         self._num_failures += 1
         self._failures_taken.add(f"{first_member}/{self._num_failures}")
         say_failure(f"{first_member}/{self._num_failures}", words)
@@ -94,20 +94,20 @@ class TorchProcessGroup(Communicator):
         return words
 
     def are_current(self) -> bool:
-        """Whether this object still speaks of the process group that runs."""
+        """Return whether this object's process group is still the default one."""
         group = self._default_group()
         return group is not None and group is dist.group.WORLD
 
     def forget_groups(self) -> None:
-        """Lets go of the groups, which are destroyed together with that of all ranks."""
-        self._parts.clear()
+        """Release the groups, which are destroyed with the default one."""
+        self._groups_by_ranks.clear()
 
     @torch.compiler.disable
     def gradient_state(self, grads: Gradients, variables: Sequence[Variable]) -> GradientState:
         ddp = self._ddp_owner(_tensor(variables[0]))
         if ddp is None:
             return GradientState.LOCAL
-        # DDP reduces what went forward through it, and nothing else.
+        # DDP only reduces gradients of its own forward passes.
         reduced = ddp.__dict__.pop(_REDUCED_BY_DDP, False)
         return GradientState.GLOBAL if reduced else GradientState.LOCAL
 
@@ -143,15 +143,15 @@ class TorchProcessGroup(Communicator):
         return result
 
     def _scattered(self, tensor: Tensor) -> Tensor:
-        """This rank's slice of the sum."""
+        """Return this rank's slice of the sum."""
         group, size = self._process_group, self.num_replicas
         if dist.get_backend(group) == "gloo":
-            # Whose own reduce-scatter is an all-reduce of which a part is kept: twice the bytes (PyTorch 2.13).
-            everyones = torch.empty_like(tensor)
+            # gloo's reduce-scatter is an all-reduce, with twice the bytes (PyTorch 2.13).
+            gathered = torch.empty_like(tensor)
             note("all_to_all", [tensor], size)
             with explaining_failures():
-                wait_for(dist.all_to_all_single(everyones, tensor, group=group, async_op=True))
-            return everyones.view(size, -1).sum(0)
+                wait_for(dist.all_to_all_single(gathered, tensor, group=group, async_op=True))
+            return gathered.view(size, -1).sum(0)
         part = tensor.new_empty(tensor.numel() // size)
         note("reduce_scatter", [tensor], size)
         with explaining_failures():
@@ -161,29 +161,29 @@ class TorchProcessGroup(Communicator):
     @torch.compiler.disable
     @torch.no_grad()
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self._exchanged("all_to_all", tensors)
+        return self._run("all_to_all", tensors)
 
     @torch.compiler.disable
     @torch.no_grad()
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self._exchanged("all_gather", tensors)
+        return self._run("all_gather", tensors)
 
-    def _exchanged(self, kind: Kind, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _run(self, kind: Kind, tensors: Sequence[Tensor]) -> list[Tensor]:
         note(kind, tensors, self.num_replicas)
         under_way: list[Any] = []
         with explaining_failures(under_way):
-            work, come = self.begin(kind, tensors)
+            work, result = self.begin(kind, tensors)
             under_way.append(work)
-            del work  # a frame that goes on would hold it
+            del work  # or this frame would hold it after a failure
             wait_for(under_way[0])
-        return come()
+        return result()
 
     @torch.no_grad()
     def begin(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Begins an exchange, a gathering or a sum, of which nothing is noted.
+        """Begin an all-to-all, all-gather or all-reduce sum, without recording its bytes.
 
         Returns:
-            What to wait for, by `wait_for`; and a function that returns what has come of it by then.
+            The pending collective, for `wait_for`, and a function that then returns the result.
         """
         group, size = self._process_group, self.num_replicas
         if kind == "all_reduce":
@@ -191,7 +191,7 @@ class TorchProcessGroup(Communicator):
             work = dist.all_reduce(flat, dist.ReduceOp.SUM, group=group, async_op=True)
             parts = flat.split([tensor.numel() for tensor in tensors])
             return work, (lambda: [part.view(t.shape) for part, t in zip(parts, tensors)])
-        # As bytes, all tensors at once: in an exchange first what goes to rank 0, of all of them.
+        # As bytes, all tensors at once. In an all-to-all, the bytes for rank 0 come first.
         rows = [_bytes(tensor).view(size if kind == "all_to_all" else 1, -1) for tensor in tensors]
         sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         received = sent.new_empty(size, sent.shape[1])
@@ -204,7 +204,7 @@ class TorchProcessGroup(Communicator):
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         result: list[Tensor] = [None] * len(tensors)
         for indices in alike_in_buckets(tensors, range(len(tensors)), BUCKET_BYTES):
-            # As bytes: every dtype travels, and bits stay what they are.
+            # As bytes, for all dtypes and bitwise equality.
             flat = torch.cat([_bytes(tensors[i]) for i in indices])
             with explaining_failures():
                 wait_for(dist.broadcast(flat, self.members[root], group=self._process_group, async_op=True))
@@ -214,7 +214,7 @@ class TorchProcessGroup(Communicator):
         return result
 
     def broadcast_object(self, thing: Any, root: int) -> Any:
-        """Every rank gets rank `root`'s `thing`, whatever it is."""
+        """Return rank `root`'s picklable object on every rank."""
         things = [thing]
         with explaining_failures():
             dist.broadcast_object_list(things, root)
@@ -222,7 +222,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def broadcast_from_rank_0(self, variables: Sequence[Variable], optimizer_variables: Sequence[Variable]) -> float:
-        """See `Placement.broadcast_state`, of the ranks of this group."""
+        """See `Placement.broadcast_state`, for the ranks of this group."""
         weights = [_tensor(v) for v in variables]
         state = [_tensor(v) for v in optimizer_variables]
         others = self.model_and_seed_state(weights)
@@ -237,17 +237,17 @@ class TorchProcessGroup(Communicator):
                     )
         equal = self._take_from_root(weights)
         self._take_from_root(state)
-        # Which other models are alive is each rank's own affair, so these follow only where all ranks agree.
+        # Ranks may differ in which other models are alive. Copy these only if all ranks agree.
         if all(signature[2] == theirs[0][2] for signature in theirs):
             self._take_from_root(others)
-        draw_apart(self.world, [])  # also where a program has seeded PyTorch's generator since it was last said
+        draw_apart(self.world, [])  # again, because the program may have seeded PyTorch's generator since
         num_equal = torch.tensor(float(equal), device=weights[0].device)
         with explaining_failures():
             dist.all_reduce(num_equal, group=self._process_group)
         return self.num_replicas / float(num_equal) if equal else 0.0
 
     def _take_from_root(self, tensors: Sequence[Tensor]) -> bool:
-        """Overwrites `tensors` with the first rank's values. Returns whether they had been equal, bit for bit."""
+        """Assign the first rank's values. Return whether they were bitwise equal before."""
         equal = True
         with torch.no_grad():
             for mine, roots in zip(tensors, self.broadcast(tensors)):
@@ -257,7 +257,7 @@ class TorchProcessGroup(Communicator):
         return equal
 
     def model_and_seed_state(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """What belongs to the same model as `weights` but is not trained, and Keras' global seed."""
+        """Return the non-trainable state of the model with these weights, and Keras' global seed."""
         seed = global_state.get_global_attribute("global_seed_generator")
         state = [] if seed is None else [_tensor(seed.state)]
         trained = {id(w) for w in weights}
@@ -274,11 +274,11 @@ class TorchProcessGroup(Communicator):
         return state
 
     def is_reduced_by_ddp(self, variable: Variable) -> bool:
-        """Whether a DDP owns it."""
+        """Return whether a DDP owns the variable."""
         return self._ddp_owner(_tensor(variable)) is not None
 
     def is_reduced_elsewhere(self, model: Any) -> bool:
-        """Whether Keras, or a DDP, averages the gradients of a model that has no `CrossShard`."""
+        """Return whether Keras or a DDP averages the gradients of a model without a `CrossShard`."""
         if isinstance(keras.distribution.distribution(), keras.distribution.ModelParallel):
             return True
         if _INITIALIZE_DDP is not None and has_built_in_step(model):
@@ -286,7 +286,7 @@ class TorchProcessGroup(Communicator):
         return bool(model.trainable_variables) and all(map(self.is_reduced_by_ddp, model.trainable_variables))
 
     def has_found_no_ddp(self, variable: Variable) -> bool:
-        """Whether a DDP that owns it has been looked for in vain, so that nobody looks again."""
+        """Return whether a search has found no DDP of this variable."""
         tensor = _tensor(variable)
         known = self._ddp_of.get(id(tensor))
         return known is not None and known[0]() is tensor and known[1] is None
@@ -294,7 +294,7 @@ class TorchProcessGroup(Communicator):
     def _ddp_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
         known = self._ddp_of.get(id(parameter))
         if known is None or known[0]() is not parameter:
-            # A parameter does not show that DDP owns it, and Keras may wrap the model out of our sight.
+            # A parameter has no reference to its DDP, and Keras may wrap the model elsewhere.
             owner = next((ddp for ddp in _ddps if _owns(ddp, parameter)), None)
             known = (weakref.ref(parameter), None if owner is None else weakref.ref(owner))
             self._ddp_of[id(parameter)] = known
@@ -310,12 +310,12 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # A tensor without elements that comes from NumPy has a stride of 0, and PyTorch makes no bytes of it as it is.
+    # An empty tensor from NumPy has a stride of 0, and PyTorch cannot view that as bytes.
     return tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8).reshape(-1)
 
 
 def _joined(received: Tensor, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors whose bytes each rank has sent one after another."""
+    """Concatenate the bytes of each tensor from all ranks."""
     parts = received.split([row.shape[1] for row in rows], 1)
     return [part.reshape(-1).view(tensor.dtype) for part, tensor in zip(parts, tensors)]
 
@@ -325,7 +325,7 @@ def _signature(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
 
 
 def alike_in_buckets(tensors: Sequence[Tensor], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
-    """Positions of tensors that travel together, of one dtype and device: see `in_buckets`."""
+    """Group positions of tensors with equal dtype and device as `in_buckets` does."""
     alike: dict[Any, list[int]] = {}
     for i in order:
         alike.setdefault((tensors[i].dtype, tensors[i].device), []).append(i)

@@ -1,7 +1,7 @@
-"""PyTorch's DDP: which gradients it has reduced, and where Keras would make one.
+"""PyTorch's DDP: which gradients it has reduced, and when Keras creates one.
 
 Private names of Keras touched here (a test holds each of them):
-    `Model._initialize_ddp` (Keras 3.16 and later) - hands the model's gradients to PyTorch's DDP.
+    `Model._initialize_ddp` (Keras 3.16 and later) - wraps the model in a DDP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ddps = Living(DistributedDataParallel)
 
 
 def noticing(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of DDPs whose forward passes are noted. Those of existing DDPs are noted from now on."""
+    """Wrap DDP's constructor to record forward passes. `scan` adds the existing DDPs."""
     noting = _ddps.noting(init)
 
     def scan() -> None:
@@ -54,7 +54,7 @@ _INITIALIZE_DDP = getattr(keras.Model, "_initialize_ddp", None)
 
 
 def _initialize_ddp(model: Any, ranks: Any) -> None:
-    """Stands in for Keras' method, and makes no DDP of weights whose gradients are reduced here already."""
+    """Replaces Keras' method, and creates no DDP for weights with gradients reduced here."""
     assert _INITIALIZE_DDP is not None
     if ranks is None or not any(ranks.has_found_no_ddp(variable) for variable in model.trainable_variables):
         _INITIALIZE_DDP(model)

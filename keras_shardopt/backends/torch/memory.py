@@ -1,4 +1,4 @@
-"""Slices of weights in the memory of the weights, so that an update of a slice copies nothing."""
+"""Slices of weights as views, so updating a slice copies nothing."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from keras_shardopt.numerics import Tensor, Variable
 
 @torch.no_grad()
 def alias_slices(parts: Sequence[tuple[Variable, Variable, int, int]]) -> None:
-    """Gives stand-ins for slices of flattened variables the values that these have now.
+    """Assign the current values of variables to stand-ins for their flat slices.
 
     Args:
-        parts: the stand-ins, their variables, and where slices start and stop in them.
+        parts: for each stand-in: the stand-in, its variable, and the start and end of its slice.
     """
     own, wholes = values_of([part[0] for part in parts]), values_of([part[1] for part in parts])
     for part, whole, (_, _, start, stop) in zip(own, wholes, parts):
         if whole.is_contiguous():
-            # The same memory: an update of the slice is one of the weights. Each time anew, as a module may have
-            # got other memory in between.
+            # Share memory, so updating the slice updates the weights. Repeat each time, because a module may have moved
+            # to other memory.
             part.data = whole.data.view(-1)[start:stop]
         else:
             part.copy_(whole.reshape(-1)[start:stop])
@@ -35,7 +35,7 @@ def alias_slices(parts: Sequence[tuple[Variable, Variable, int, int]]) -> None:
 
 @torch.no_grad()
 def assign_slices(variable: Variable, slices: Sequence[Tensor]) -> None:
-    """Assigns flat slices that, joined, are the whole variable."""
+    """Assign flat slices that make up the whole variable."""
     whole = _tensor(variable)
     if not whole.is_contiguous():
         whole.copy_(torch.cat(list(slices)).view(whole.shape))
@@ -47,11 +47,11 @@ def assign_slices(variable: Variable, slices: Sequence[Tensor]) -> None:
 
 
 class Together:
-    """Weights that lie in one memory, one after another, so that slices of all of them are gathered where they belong.
+    """Weights in one contiguous block of memory, so gathered slices are written in place.
 
     Args:
-        variables: whose.
-        size: how many elements that memory has, at least as many as they have together.
+        variables: the weights.
+        size: the number of elements of the memory, at least their total.
     """
 
     def __init__(self, variables: Sequence[Variable], size: int) -> None:
@@ -61,11 +61,11 @@ class Together:
 
     @torch.no_grad()
     def flat(self) -> Tensor | None:
-        """The memory, into which they are moved when they lie elsewhere; None where they share theirs with others."""
+        """Return the memory, after moving weights into it if needed. None if weights share other memory."""
         tensors = values_of(self._variables)
         if self._flat is not None and _lie_in(self._flat, tensors):
             return self._flat
-        if not all(t.is_contiguous() and _is_apart(t) for t in tensors):
+        if not all(t.is_contiguous() and _has_own_memory(t) for t in tensors):
             return None
         self._flat = tensors[0].detach().new_zeros(self._size)
         start = 0
@@ -79,7 +79,7 @@ class Together:
 
     @torch.no_grad()
     def room(self, row: int, own: Tensor) -> Tensor:
-        """As large a memory by itself, with something in one of the rows that it is made of."""
+        """Return a separate zero tensor of this size, with `own` in the given row."""
         made = own.detach().new_zeros(self._size)
         made.view(-1, own.numel())[row].copy_(own)
         return made
@@ -88,14 +88,14 @@ class Together:
 _MOVED_TO = "_keras_shardopt_moved_to"
 
 
-def _is_apart(tensor: Tensor) -> bool:
-    """Whether nobody but another optimizer's `Together` has something in its memory."""
+def _has_own_memory(tensor: Tensor) -> bool:
+    """Return whether the tensor shares memory with nothing, or only through another optimizer's `Together`."""
     memory = tensor.untyped_storage()
     return memory.nbytes() == tensor.nbytes or getattr(tensor, _MOVED_TO, None) == memory.data_ptr()
 
 
 def together(replicas: Any, variables: Sequence[Variable], size: int) -> Together | None:
-    """The weights of these variables in one memory; None where replicas cannot gather there."""
+    """Return a `Together` of these variables, or None if the replicas cannot gather into it."""
     return Together(variables, size) if isinstance(replicas, TorchProcessGroup) else None
 
 
@@ -109,10 +109,10 @@ def _lie_in(flat: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 
 class Gathering:
-    """Exchanges of slices that are under way.
+    """Pending all-gathers of slices.
 
     Args:
-        replicas: whose.
+        replicas: the replicas.
     """
 
     def __init__(self, replicas: TorchProcessGroup) -> None:
@@ -122,13 +122,13 @@ class Gathering:
     @torch.compiler.disable
     @torch.no_grad()
     def begin(self, flat: Tensor) -> None:
-        """Begins to fill a tensor, of which each rank has its part, with those of the others."""
+        """Begin an in-place all-gather of a tensor in which each rank has filled its own slice."""
         rows = flat.view(self._replicas.num_replicas, -1)
         own, group = rows[self._replicas.replica_id], self._replicas._process_group
         note("all_gather", [own], self._replicas.num_replicas)
         if dist.get_backend(group) == "gloo":
-            # Whose all-gather makes an array as large as `flat` first, and copies twice (PyTorch 2.13): 2.5 times the
-            # time of the CPU of as many broadcasts, which write where they are to.
+            # gloo's all-gather allocates an array of this size and copies twice (PyTorch 2.13). It takes 2.5 times the
+            # CPU time of one broadcast per rank, which writes in place.
             for rank, row in zip(self._replicas.members, rows):
                 with explaining_failures(self._under_way):
                     self._under_way.append(dist.broadcast(row, rank, group=group, async_op=True))
@@ -138,7 +138,7 @@ class Gathering:
 
     @torch.compiler.disable
     def finish(self) -> None:
-        """Waits for all."""
+        """Wait for all of them."""
         for number in range(len(self._under_way)):
             with explaining_failures(self._under_way):
                 wait_for(self._under_way[number])

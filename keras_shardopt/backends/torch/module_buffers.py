@@ -1,7 +1,7 @@
-"""Buffers of PyTorch modules, in which `torch.nn.BatchNorm1d` and others keep what Keras has variables for.
+"""Buffers of PyTorch modules, the state of `torch.nn.BatchNorm1d` and others, as Keras variables.
 
 Private names of Keras touched here (a test holds each of them):
-    `Variable._value`, `_initialize`, `_path` - the tensor of a variable, what makes it, and the path.
+    `Variable._value`, `_initialize`, `_path` - the tensor of a variable, its creation, and the path.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from keras_shardopt.numerics import Tensor
 
 
 class Buffer(keras.Variable):
-    """A buffer of a module as a variable that is not trained. It is in no layer's list of variables.
+    """A buffer of a module as a non-trainable variable. No layer lists it.
 
     Args:
-        module: the module that holds the buffer, also where another tensor takes its place.
+        module: the module with the buffer, also after another tensor replaces it.
         name: the name of the buffer there.
         path: the path of the variable.
     """
@@ -32,7 +32,7 @@ class Buffer(keras.Variable):
         self._path = path
 
     def _initialize(self, value: Tensor) -> None:
-        """Leaves the buffer as it is."""
+        """Keep the buffer's value."""
 
     @property
     def _value(self) -> Tensor:
@@ -43,20 +43,20 @@ _made: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Buffer]] = weakref.W
 
 
 def buffers_of(layer: Any) -> list[Buffer]:
-    """Those of a layer and of the modules that it wraps, but not of layers inside it."""
+    """Return the buffers of a layer and of the modules it wraps, without those of nested layers."""
     found = []
     for place, tensor in layer.named_buffers(recurse=isinstance(layer, keras.layers.TorchModuleWrapper)):
         where, _, name = place.rpartition(".")
         module = layer.get_submodule(where)
         made = _made.setdefault(module, {})
-        if name not in made and not tensor.is_complex():  # Keras has no such variables; these are constants
+        if name not in made and not tensor.is_complex():  # Keras has no complex variables; these are constants
             made[name] = Buffer(module, name, f"{layer.name}/{place}")
         found += [made[name]] if name in made else []
     return found
 
 
 def batch_normalizations_in(layers: Sequence[Any]) -> list[str]:
-    """Which modules inside layers normalize with the rows of one rank, in words."""
+    """Describe the modules in these layers that normalize with the rows of one rank."""
     kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
     wrappers = [layer for layer in layers if isinstance(layer, keras.layers.TorchModuleWrapper)]
     return [

@@ -1,6 +1,6 @@
-"""Norms on PyTorch, in few calls and passes that only read.
+"""Norms on PyTorch, in few calls that only reduce.
 
-Through `keras.ops` each of them takes longer than the arithmetic of a small tensor.
+Each `keras.ops` call takes longer than the arithmetic of a small tensor.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from keras_shardopt.backends.torch import held
 from keras_shardopt.numerics import Tensor
 
 _SMALL = 2**12
-"""With how many elements it does not matter where squares lie."""
+"""With at most this number of elements, the memory of squares does not matter."""
 
 _WHOLE = 2**20
-"""How many elements are squared before they are added up, on a CPU: as many as stay in its cache."""
+"""The number of elements squared at a time on a CPU, to stay in its cache."""
 
 
 def are_plain(values: Sequence[Any]) -> bool:
-    """Whether all are tensors of PyTorch that hold each element."""
+    """Return whether all are dense PyTorch tensors."""
     return all(torch.is_tensor(value) and value.layout == torch.strided for value in values)
 
 
 def values_of(things: Sequence[Any]) -> list[Any]:
-    """The values of variables, and everything else as it is."""
+    """Replace variables by their tensors."""
     variables = [thing for thing in things if isinstance(thing, keras.Variable)]
     values = iter(held.values_of(variables))
     return [next(values) if isinstance(thing, keras.Variable) else thing for thing in things]
 
 
 def sum_of_squares(value: Tensor) -> Tensor:
-    """Of all elements, in float32 (float64 of float64)."""
-    # Not `torch.linalg.vector_norm` or `torch.dot`, which add up one by one: wrong by 7e-4 with 16.8 million elements.
+    """Return the sum of squares in float32, or float64 for float64."""
+    # Not `torch.linalg.vector_norm` or `torch.dot`: they sum sequentially, with an error of 7e-4 for 16.8 million
+    # elements.
     value = value.detach()
     if value.numel() <= _SMALL and value.dtype == torch.float32:
         return torch.square(value).sum()
@@ -48,25 +49,25 @@ def sum_of_squares(value: Tensor) -> Tensor:
     return torch.stack([_sum_of_squares(_wide(part)) for part in flat.split(_WHOLE)]).sum()
 
 
-class _Rooms(threading.local):
-    """Where squares lie on a CPU, whose system gives out memory slowly."""
+class _Buffers(threading.local):
+    """Reused memory for squares on a CPU, because allocation is slow there."""
 
     def __init__(self) -> None:
         self._by_dtype: dict[torch.dtype, Tensor] = {}
 
     def get(self, dtype: torch.dtype, size: int) -> Tensor:
-        room = self._by_dtype.get(dtype)
-        if room is None or room.numel() < size or room.is_inference():
-            room = self._by_dtype[dtype] = torch.empty(size, dtype=dtype, device="cpu")
-        return room[:size]
+        buffer = self._by_dtype.get(dtype)
+        if buffer is None or buffer.numel() < size or buffer.is_inference():
+            buffer = self._by_dtype[dtype] = torch.empty(size, dtype=dtype, device="cpu")
+        return buffer[:size]
 
 
-_rooms = _Rooms()
+_buffers = _Buffers()
 
 
 def _sum_of_squares(value: Tensor) -> Tensor:
-    room = _rooms.get(value.dtype, value.numel())
-    return torch.mul(value, value, out=room).sum()
+    buffer = _buffers.get(value.dtype, value.numel())
+    return torch.mul(value, value, out=buffer).sum()
 
 
 def global_norm(values: Sequence[Tensor]) -> Tensor:
@@ -78,7 +79,7 @@ def global_norm(values: Sequence[Tensor]) -> Tensor:
 
 
 def norms(values: Sequence[Tensor], dtype: str) -> Tensor:
-    """That of each tensor, in one vector."""
+    """Return the norm of each tensor, in one vector."""
     wanted = getattr(torch, dtype)
     squares = [sum_of_squares(value) for value in values]
     if all(square.dtype == wanted for square in squares):

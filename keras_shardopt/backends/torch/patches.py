@@ -1,4 +1,4 @@
-"""Lasting changes to PyTorch, and to Keras on PyTorch: see `keras_shardopt.backends.patches`."""
+"""Lasting changes to PyTorch, and to Keras on PyTorch. See `keras_shardopt.backends.patches`."""
 
 _DRAWS = (
     "backends.torch.random_numbers:_draw_seed",

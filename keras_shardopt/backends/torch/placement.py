@@ -1,4 +1,4 @@
-"""Where variables live on PyTorch: each rank has its own."""
+"""Variables on PyTorch: each rank has its own."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class TorchPlacement(Placement):
     def fingerprints(self, variables: Sequence[Variable]) -> np.ndarray:
         mine = fingerprints([_tensor(v).detach() for v in variables])
         is_open = dist.is_available() and dist.is_initialized()
-        everyones = gather_objects(mine, "compares all variables") if is_open else [mine]
-        counts = [len(row) for row in everyones]
+        gathered = gather_objects(mine, "compares all variables") if is_open else [mine]
+        counts = [len(row) for row in gathered]
         if len(set(counts)) > 1:
             raise ValueError(
-                f"All replicas must have the same variables. Received: by rank, {counts} of them. "
+                f"All replicas must have the same variables. Received: by rank, {counts} variables. "
                 "Build the same model and optimizer on every rank."
             )
-        return np.stack(everyones)
+        return np.stack(gathered)
 
     def broadcast_state(
         self,
@@ -68,39 +68,39 @@ placement = TorchPlacement()
 
 
 def _check_whole(variables: Sequence[Variable], models: Sequence[Any]) -> None:
-    """Raises ValueError if FSDP or Keras divides the weights among ranks."""
-    kept = "Every rank must hold whole weights for a `CrossShard`, which averages their gradients."
+    """Raise ValueError if FSDP or Keras shards the weights."""
+    kept = "Every rank must hold whole weights for a `CrossShard`, because it averages their gradients."
     if isinstance(keras.distribution.distribution(), keras.distribution.ModelParallel):
         raise ValueError(
-            f"{kept} Received: {variables[0].path!r} under a `ModelParallel`, for which Keras reduces gradients. Train "
-            "with the optimizer that is inside the `CrossShard`, or under `data_parallel()` instead."
+            f"{kept} Received: {variables[0].path!r} under a `ModelParallel`, with gradients reduced by Keras. Train "
+            "with the inner optimizer, without `CrossShard`, or use `data_parallel()` instead."
         )
-    # Both modules are slow to import, and nothing is divided before.
+    # Both modules are slow to import. Until they are imported, nothing is sharded.
     kinds = [("fsdp", "FSDPModule"), ("tensor", "DTensor")]
     module_kind, tensor_kind = (getattr(sys.modules.get(f"torch.distributed.{file}"), name, ()) for file, name in kinds)
     divided = [v for v in variables if isinstance(_tensor(v), tensor_kind)]
     layers = [layer for model in models for layer in layers_of(model)]
     if divided or any(isinstance(module, module_kind) for layer in layers for module in layer.modules()):
         raise ValueError(
-            f"{kept} Received: {(divided or variables)[0].path!r} under `fully_shard`. A Keras layer computes with the "
-            "weights that it had before, so FSDP trains nothing. Leave `fully_shard` out; "
-            "`CrossShard(..., shard_state=True)` divides the optimizer state among ranks."
+            f"{kept} Received: {(divided or variables)[0].path!r} under `fully_shard`. FSDP replaces the weights, but "
+            "Keras layers still compute with the old ones, so nothing is trained. Remove `fully_shard`; use "
+            "`CrossShard(..., shard_state=True)` to shard the optimizer state."
         )
 
 
 _CHUNK = 2**16
-"""How many 32-bit words are summed up at a time, so that they stay in the CPU's cache."""
+"""The number of 32-bit words summed at a time, so they stay in the CPU's cache."""
 
 _CHUNKS_ON_DEVICE = 64
-"""How many chunks another device sums up at a time."""
+"""The number of chunks that an accelerator sums at a time."""
 
 _JOINED_BYTES = 2**20
-"""Smaller tensors are joined to arrays of this size, of which a number is taken sooner than of each."""
+"""Smaller tensors are concatenated to arrays of this size: hashing each one takes longer."""
 
 
 @torch.no_grad()
 def joint_fingerprint(tensors: Sequence[Tensor]) -> int:
-    """One number of 32 bits for all these tensors of this rank together, in their order."""
+    """Return one 32-bit hash of all these tensors of this rank, in order."""
     joined = [
         torch.cat([tensors[i].reshape(-1) for i in indices]) if len(indices) > 1 else tensors[indices[0]]
         for indices in alike_in_buckets(tensors, range(len(tensors)), _JOINED_BYTES)
@@ -109,12 +109,12 @@ def joint_fingerprint(tensors: Sequence[Tensor]) -> int:
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> np.ndarray:
-    """A number for each tensor of this rank, as `Placement.fingerprints` says."""
-    # The sum of all 32-bit words w_i times factors c_i, modulo 2**64. The factors are odd, so a change of w_i by
-    # 2**k is never lost. They are 64 bits long although the words are not: two words that change places add
-    # (c_i - c_j) * (w_j - w_i), which would be 0 for any two floats of opposite sign if 32 bits were all.
+    """Return a hash of each tensor of this rank, as in `Placement.fingerprints`."""
+    # The sum of all 32-bit words w_i times factors c_i, modulo 2**64. The factors are odd, so changing w_i by 2**k
+    # always changes the sum. Factors have 64 bits although words have 32: swapping two words adds (c_i - c_j) * (w_j -
+    # w_i). With 32-bit factors, that is 0 for any two floats of opposite sign.
     found = [_on_host(tensor) if tensor.device.type == "cpu" else _on_device(tensor) for tensor in tensors]
-    # Together, because each number that is read would wait for the device.
+    # Read them together, because each read waits for the device.
     devices = {total.device for total in found if isinstance(total, torch.Tensor)}
     by_device = {
         device: iter(torch.stack([t for t in found if isinstance(t, torch.Tensor) and t.device == device]).tolist())
@@ -125,8 +125,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def _on_host(tensor: Tensor) -> int:
-    # Two words at a time, by products of 64-bit integers, which need no arrays in between: once from the first word on,
-    # once from the second on. So the words (2i, 2i + 1) have the factors (a_i + 2**32 * b_{i-1}, b_i + 2**32 * a_i).
+    # Products of 64-bit integers handle two words at a time and need no temporary arrays. One pass starts at the first
+    # word, one at the second. The words (2i, 2i + 1) thus have the factors (a_i + 2**32 * b_{i-1}, b_i + 2**32 * a_i).
     first, second, over_chunks = _factors()
     data = _bytes(tensor).numpy()
     total = 0
@@ -154,7 +154,7 @@ def _on_device(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _factors() -> list[np.ndarray]:
-    """Of the first and of the second word of each pair in a chunk, and of chunks. Odd, as is the product of two."""
+    """Return odd factors of the first and second word of each pair in a chunk, and of chunks."""
     random = np.random.default_rng(1)
     return [
         (random.integers(0, 2**64, size, dtype="uint64") | np.uint64(1)).view("int64")

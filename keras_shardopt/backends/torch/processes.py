@@ -1,4 +1,4 @@
-"""The ranks of PyTorch programs, as the host sees them.
+"""The ranks of PyTorch jobs.
 
 Private names of Keras touched here (a test holds each of them):
     `keras.src.utils.rng_utils.get_random_seed` - the seed given to `keras.utils.set_random_seed`, or None.
@@ -40,7 +40,7 @@ class TorchProcesses(Processes):
     needs_initial_broadcast = True
 
     def versions(self) -> dict[str, str]:
-        # Without the suffix: builds for other devices are the same version.
+        # Without the suffix, because builds for different devices are the same version.
         return {"PyTorch": str(torch.__version__).partition("+")[0]}
 
     def process(self) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class TorchProcesses(Processes):
 
     @contextlib.contextmanager
     def open(self, num_replicas: int | None, timeout: datetime.timedelta | None = None) -> Iterator[World]:
-        # As of now: fewer ranks may join the second time.
+        # Read now, because fewer ranks may join a second time.
         size, rank = self.process()
         if num_replicas not in (None, size):
             raise ValueError(
@@ -75,8 +75,8 @@ class TorchProcesses(Processes):
         running = dist.is_available() and dist.is_initialized()
         if running and timeout is not None:
             raise ValueError(
-                "`timeout` is that of the process group, and must be given where it is opened. "
-                f"Received: timeout={timeout.total_seconds():g} s, and a group that is open already. "
+                "`timeout` must be set when the process group is opened. "
+                f"Received: timeout={timeout.total_seconds():g} s, and a group that is already open. "
                 "Use `torch.distributed.init_process_group(..., timeout=...)`, or let `data_parallel` open the group."
             )
         device = None
@@ -103,7 +103,7 @@ class TorchProcesses(Processes):
 
 
 processes = TorchProcesses()
-_CALLS = {  # of functions that ask for objects
+_CALLS = {  # announcements, by the function that gathers objects
     "largest_difference": "compares weights",
     "check_agreement": "compares what it trains before its first update",
     "_is_everyones": "compares what it trains before its first update",
@@ -129,7 +129,7 @@ def _device() -> str:
 
 
 def _agree_on_seed() -> None:
-    """Lets models built from here on start equal: all ranks take rank 0's Keras seed unless they agree already."""
+    """Make models built from now on equal: unless seeds agree, all ranks take rank 0's Keras seed."""
     seeds = gather_objects(rng_utils.get_random_seed(), "enters `data_parallel()`")
     if seeds[0] is None or any(seed != seeds[0] for seed in seeds):
         chosen = [random.randint(1, 10**9) if seeds[0] is None else seeds[0]]

@@ -1,4 +1,4 @@
-"""Tracing and control flow on PyTorch, where most runs as it is written."""
+"""Tracing and control flow on PyTorch, mostly the defaults."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class TorchRuntime(Runtime):
     _ranks: TorchProcessGroup | None = None
 
     def communicator(self, axis_name: str) -> Communicator:
-        if self._ranks is not None and self._ranks.are_current():  # asked several times in each step
+        if self._ranks is not None and self._ranks.are_current():  # called several times in each step
             return self._ranks
         if not (dist.is_available() and dist.is_initialized()):
             size, _ = job_of_environment() if "WORLD_SIZE" in os.environ else (1, 0)  # in each step
             if size > 1:
                 raise ValueError(
-                    "Several processes were started, but no process group is open, so each would train a model of its "
-                    f"own. Received: WORLD_SIZE={size}. Build and compile the model inside "
-                    "`with keras_shardopt.data_parallel():`, with a `CrossShard`. Close that after training only."
+                    "Several processes were started, but no process group is open, so each would train a separate "
+                    f"model. Received: WORLD_SIZE={size}. Build, compile (with a `CrossShard`) and train the model "
+                    "inside `with keras_shardopt.data_parallel():`."
                 )
             return SingleReplica()
         if dist.get_world_size() == 1:
@@ -55,7 +55,7 @@ class TorchRuntime(Runtime):
                 parameter.requires_grad_()
             with torch.enable_grad():
                 value, more = loss()
-            # Not `torch.autograd.grad`: a DDP that owns the parameters reduces in `backward` only.
+            # Not `torch.autograd.grad`: a DDP that owns the parameters only reduces in `backward`.
             if value.requires_grad:
                 value.backward(inputs=parameters)
             return [p.grad for p in parameters], more if more is None else more.detach()

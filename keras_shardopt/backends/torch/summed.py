@@ -1,4 +1,4 @@
-"""Sums over ranks that gradients go through, as those of layers that normalise with the rows of all ranks."""
+"""Differentiable sums over ranks, for layers that normalize with the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_shardopt.numerics import Tensor
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over all ranks. Its gradient is the sum of theirs, as their losses add up to that of the whole batch."""
+    """The sum over ranks. Its gradient is the sum of their gradients, because their losses sum to the batch's."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, counts: bool) -> Tensor:
@@ -20,23 +20,23 @@ class _Summed(torch.autograd.Function):
         total = mine.contiguous().clone()
         statistics_group()
         with explaining_failures(call="exchanges the statistics of a batch"):
-            # Not by names: the frame would hold the connections open when they fail.
+            # No local names: this frame would keep connections open after a failure.
             wait_for(dist.all_reduce(total, group=statistics_group(), async_op=True))
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        # Not times zero: what comes from rows that do not count may be anything, also NaN.
+        # Not a product with zero: gradients of rows that do not count may be NaN.
         return _Summed.apply(grad if ctx.counts else torch.zeros_like(grad), True), None
 
 
 def summed(mine: Tensor, counts: bool) -> Tensor:
-    """The sum of the ranks' tensors of one shape. All ranks call it together, and so they do in their backward passes.
+    """Return the sum of the ranks' equal-shaped tensors. All ranks call it and run its backward pass together.
 
     Args:
-        mine: of this rank.
-        counts: whether the loss of this rank counts; else its gradient is taken for zero.
+        mine: this rank's tensor.
+        counts: whether this rank's loss counts. If not, its gradient is zero.
     """
     total: Tensor = _Summed.apply(mine, counts)
     return total

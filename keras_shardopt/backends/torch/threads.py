@@ -1,4 +1,4 @@
-"""Arithmetic with one thread on a CPU, as ranks of `torchrun` have: kernels round otherwise with others."""
+"""One-threaded arithmetic on a CPU, as `torchrun` sets it for ranks. Kernels round differently with more threads."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Within it PyTorch works with one thread."""
-    before = torch.get_num_threads()
-    if before == 1:
+    """Run PyTorch with one thread in this block."""
+    num_before = torch.get_num_threads()
+    if num_before == 1:
         yield
         return
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_before)
 
 
 @contextlib.contextmanager
 def equal_initial_weights() -> Iterator[None]:
-    """Within it initial weights have the same bits for any number of threads.
+    """Make initial weights in this block bitwise equal for any number of threads.
 
-    Of Keras' initializers only `Orthogonal` has others, which recurrent layers begin with: it decomposes a matrix.
+    Of Keras' initializers, only `Orthogonal`, the default of recurrent layers, differs: it decomposes a matrix.
     """
     initializer = keras.initializers.Orthogonal
     real = initializer.__call__

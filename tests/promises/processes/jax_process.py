@@ -202,7 +202,7 @@ def main():
     keras.distribution.set_distribution(distribution)
 
     # `predict` would gather outputs from devices that other processes have; a local copy of the model predicts.
-    refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` must be that of a prepared model")
+    refused(lambda: model.predict(x[:8], **mine), RuntimeError, "`predict` needs a prepared model")
     weights = model.get_weights()
     scope.close()
     copy = keras.models.clone_model(model)

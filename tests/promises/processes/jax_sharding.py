@@ -123,7 +123,7 @@ def main():
         history = model.fit(x, y, batch_size=8, verbose=0, **more).history
         assert processes.gather_objects(history)[0] == history
     for call in (lambda: model.predict(x, verbose=0), lambda: ks.prepare(model, gather=False).predict(X, verbose=0)):
-        refused(call, RuntimeError, "`predict` must be that of a prepared model")
+        refused(call, RuntimeError, "`predict` needs a prepared model")
     ks.prepare(model, auto_shard=False, gather=True)
     assert warned(lambda: fit(X[odd::2], Y[odd::2])) == []
     said = processes.gather_objects(warned(lambda: fit(X, Y)))

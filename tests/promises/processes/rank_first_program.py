@@ -520,14 +520,12 @@ def weights_that_fsdp_divides_are_refused(scope):
     for layer in model.layers[1:]:
         fully_shard(layer)
     model.compile(ks.CrossShard("sgd"), "mse")
-    refused(
-        lambda: model.fit(X, Y, verbose=0), ValueError, "under `fully_shard`. A Keras layer computes with the weights"
-    )
+    refused(lambda: model.fit(X, Y, verbose=0), ValueError, "under `fully_shard`. FSDP replaces the weights, but")
     # As a layer holds weights that were divided before it was made.
     variable = keras.Variable(np.ones((6, 2), "float32"))
     mesh = torch.distributed.init_device_mesh("cpu", (scope.num_replicas,))
     variable._value = torch.nn.Parameter(distribute_tensor(variable.value.detach(), mesh))
-    refused(lambda: ks.CrossShard("sgd").build([variable]), ValueError, "Leave `fully_shard` out")
+    refused(lambda: ks.CrossShard("sgd").build([variable]), ValueError, "Remove `fully_shard`")
 
 
 def compiled_after_the_block(scope):

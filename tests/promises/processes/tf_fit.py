@@ -168,7 +168,7 @@ def main():
     refused(
         lambda: sharded.fit(x, y, **fit),
         ValueError,
-        "`shard_state=True` works on TensorFlow under a `MirroredStrategy`",
+        "`shard_state=True` needs a `MirroredStrategy`",
     )
     with ks.data_parallel():
         grouped = problem.model()
@@ -176,7 +176,11 @@ def main():
         grouped.compile(optimizer, "mse")
     refused(lambda: grouped.fit(x, y, **fit), ValueError, "with `group_assignment` needs a custom training loop")
     refused(lambda: ks.prepare(grouped), ValueError, "groups train apart")
-    refused(lambda: ks.data_parallel(2).__enter__(), ValueError, "`num_replicas` must be that of all workers")
+    refused(
+        lambda: ks.data_parallel(2).__enter__(),
+        ValueError,
+        "`num_replicas` must be the number of devices of all workers",
+    )
 
     # Backups of this package: worker 0 writes, the others have no folder.
     with ks.data_parallel():

@@ -106,7 +106,7 @@ def main():
     refused(
         lambda: strategy.run(lambda: coded.apply([tf.constant([1.0])], [weight])),
         ValueError,
-        "Coded gradients need `MirroredStrategy` on TensorFlow",
+        "Coded gradients on TensorFlow need `MirroredStrategy`",
     )
     with strategy.scope():
         count = Count()

@@ -1,4 +1,4 @@
-"""Which optimizers a model holds, and which models hold a variable."""
+"""Finds the optimizers of a model, and the models of a variable."""
 
 import copy
 import gc

@@ -168,7 +168,7 @@ def test_jax_layouts_of_a_model_are_not_replaced(num_replicas):
     mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], keras.distribution.list_devices()[:4])
     mine = keras.distribution.ModelParallel(layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="batch")
     keras.distribution.set_distribution(mine)
-    with pytest.raises(ValueError, match=r"Received: <ModelParallel.*Leave `data_parallel\(\)` out"):
+    with pytest.raises(ValueError, match=r"Received: <ModelParallel.*Omit `data_parallel\(\)`"):
         ks.data_parallel(num_replicas).__enter__()
     assert keras.distribution.distribution() is mine
 

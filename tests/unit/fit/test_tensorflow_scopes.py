@@ -169,7 +169,7 @@ def test_training_a_model_loaded_after_the_scope_is_warned_of(tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     loaded.predict(problem.data(1)[0], verbose=0)  # warnings are errors here
-    with pytest.warns(UserWarning, match=r"loaded inside the scope.* after a scope of 2 replicas\. Load it") as caught:
+    with pytest.warns(UserWarning, match=r"load it inside the scope.* after a scope of 2 replicas\. Load it") as caught:
         fit(loaded)
         fit(loaded)
     assert len(caught) == 1
