@@ -63,7 +63,7 @@ class Communicator(abc.ABC):
     """Whether one traced program serves all replicas. A `None` gradient is then `None` on all of them."""
 
     is_multi_process: bool = False
-    """Whether some replicas run in other processes, which make the same calls."""
+    """Whether some replicas run in other processes, and make the same calls there."""
 
     _world: Communicator | None = None
     _groups: Groups | None = None
@@ -96,11 +96,8 @@ class Communicator(abc.ABC):
         """Return the communicator of this replica's group, as `MPI_Comm_split` does.
 
         Its `num_replicas` and `replica_id` count the group's members, and its collectives stay inside the group.
-        `gradient_state` remains the state over all replicas.
-
-        Args:
-            groups: equal-length lists of replica ids that cover every replica once. All replicas pass the same groups
-                and call this together. A single group returns this communicator.
+        `gradient_state` remains the state over all replicas. All replicas call this together with the same `groups`:
+        equal-length lists of ids that cover every replica once. A single group returns this communicator.
         """
         if len(groups) == 1:
             return self
@@ -124,7 +121,7 @@ class Communicator(abc.ABC):
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
         """Like `all_reduce` with sum or mean, but return only this replica's slice.
 
-        Slices divide the first dimension, which must be a multiple of the number of replicas.
+        The number of replicas must divide the first dimension.
         """
         reduced = self.all_reduce(tensors, op)
         rows = [ops.reshape(tensor, (self.num_replicas, -1, *tensor.shape[1:])) for tensor in reduced]
@@ -133,7 +130,7 @@ class Communicator(abc.ABC):
     def all_to_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send slice `r` of each flat tensor to replica `r`, and concatenate the received slices by replica id.
 
-        Each length must be a multiple of the number of replicas.
+        The number of replicas must divide each length.
         """
         size = self.num_replicas
         joined = [ops.reshape(all_, (size, size, -1)) for all_ in self.all_gather(tensors)]
@@ -162,10 +159,7 @@ class SingleReplica(Communicator):
 
 
 class GlobalView(Communicator):
-    """Several replicas run by one program, with gradients that are already global.
-
-    Collectives raise ValueError, because there is no other replica to communicate with.
-    """
+    """Several replicas run by one program, with global gradients. There is no replica to communicate with."""
 
     replica_id = 0
 
@@ -188,24 +182,18 @@ class GlobalView(Communicator):
 
 
 _MIN_BUCKETS = 4
-"""Gradients are split into at least this number of buckets,"""
-
 _SMALL_BYTES = 2**20
-"""unless buckets would become smaller than this."""
 
 
 def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
-    """Return the size limit of a bucket in bytes. The last of several buckets is never sent early."""
+    """Return the size limit of a bucket for `num_bytes`, so all but the last of several can be sent early."""
     return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _SMALL_BYTES))
 
 
 def in_buckets(num_bytes: Sequence[int], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:
-    """Group consecutive positions into buckets that are sent together.
+    """Group consecutive positions of `order` into buckets of at most `bucket_bytes`.
 
-    Args:
-        num_bytes: the size of each tensor.
-        order: at least one position, in the order of sending.
-        bucket_bytes: the size limit of a bucket. A larger tensor has its own bucket.
+    A larger tensor has its own bucket. `num_bytes` has the size of each tensor, and `order` at least one position.
     """
     bucket: list[int] = []
     size = 0

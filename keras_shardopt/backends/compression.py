@@ -12,13 +12,9 @@ from keras_shardopt.numerics import Gradients, Groups, ReduceOp, Tensor, Variabl
 
 
 class Compressed(Communicator):
-    """The same replicas, but float32 and float64 are sent and summed in half precision.
+    """The same replicas, but float32 and float64 are sent and summed as `dtype`, "float16" or "bfloat16".
 
-    Args:
-        replicas: the replicas.
-        dtype: "float16" or "bfloat16".
-        divides: whether to divide each addend by the number of replicas first, so the sum overflows only if the mean
-            does. False if addends are already divided.
+    With `divides`, each addend is divided by the number of replicas first, so the sum overflows only if the mean does.
     """
 
     def __init__(self, replicas: Communicator, dtype: str, divides: bool) -> None:

@@ -53,8 +53,8 @@ class GradientScope:
     def reduced(self) -> Iterator[None]:
         """Mark gradients in this scope as reduced during the block.
 
-        A count, not a flag per thread: MirroredStrategy runs each replica in its own thread, switches between them
-        during an update, and continues parts of it in further threads. Replicas enter and leave together.
+        A count, because MirroredStrategy switches between replica threads during an update and adds threads. Replicas
+        enter and leave together.
         """
         self._enter(1)
         try:
@@ -63,11 +63,7 @@ class GradientScope:
             self._enter(-1)
 
     def give_to(self, optimizers: Sequence[Any]) -> None:
-        """Assign this scope to the wrappers inside, up to the next `CrossShard`, which has its own.
-
-        Args:
-            optimizers: ordered from the outside in.
-        """
+        """Assign this scope to wrappers, from the outside in, up to a `CrossShard` with its own scope."""
         for optimizer in optimizers:
             if hasattr(optimizer, "_scope"):
                 optimizer._scope = self

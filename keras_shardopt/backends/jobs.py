@@ -16,7 +16,7 @@ _BACKENDS = {
 """For each variable with the number of connected processes, the backend that reads it."""
 
 _TASKS = (
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),  # not SLURM_NTASKS, which a batch script of one task also has
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),  # a batch script of one task also has SLURM_NTASKS
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun"),  # Open MPI
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "mpirun"),  # MVAPICH
     ("PMI_SIZE", "PMI_RANK", "mpiexec"),  # MPICH, Intel MPI
@@ -26,16 +26,9 @@ _TASKS = (
 
 
 def check_joined(num_processes: int, framework: str) -> None:
-    """Check that `data_parallel()` has connected this process to the others of its job.
+    """Raise RuntimeError unless `data_parallel()` has connected this process to the others of its job.
 
     Copies started by `srun` or `mpirun` may be independent, so the first one only warns.
-
-    Args:
-        num_processes: the number of connected processes.
-        framework: the name of the current backend's framework.
-
-    Raises:
-        RuntimeError: if the environment describes a job of several processes.
     """
     if num_processes > 1:
         return

@@ -27,9 +27,7 @@ def caller_function() -> str:
 def caller_instance(further_out: int = 0, code: types.CodeType | None = None) -> Any:
     """Return the `self` of the method that called the caller, or None.
 
-    Args:
-        further_out: 1 for one frame further out.
-        code: the code of the expected method. None for any.
+    `further_out` skips frames. With `code`, the method must have this code.
     """
     frame = sys._getframe(2 + further_out)
     return frame.f_locals.get("self") if code is None or frame.f_code is code else None
@@ -38,13 +36,7 @@ def caller_instance(further_out: int = 0, code: types.CodeType | None = None) ->
 def running_instance(
     kind: Any, method: str | None = None, condition: Callable[[Any], bool] = lambda instance: True
 ) -> Any:
-    """Return the innermost instance of `kind` with a running method, or None.
-
-    Args:
-        kind: a class, or a tuple of classes.
-        method: the name of the method. None for any.
-        condition: a predicate on the instance.
-    """
+    """Return the innermost instance of `kind` that satisfies `condition` and runs `method`, or any method."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if method is None or frame.f_code.co_name == method:
@@ -76,7 +68,7 @@ def running_local(function: str, name: str) -> Any:
 def warn_user(words: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the user's program that led here.
 
-    `stacklevel` does not work: Keras and the frameworks add a varying number of frames.
+    A `stacklevel` does not work: Keras and the frameworks add a varying number of frames.
     """
     frame = _user_frame()
     where = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "")

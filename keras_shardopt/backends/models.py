@@ -1,7 +1,7 @@
 """Finds the optimizers of a model, and the models of a variable.
 
-Keras knows only `model.optimizer`. The models of its GAN guide hold two optimizers as attributes, and an optimizer has
-no reference to the models of its variables.
+Keras knows only `model.optimizer`, but a GAN may hold two optimizers as attributes. An optimizer has no reference to
+the models of its variables.
 
 Private names of Keras touched here (a test holds each of them):
     `Layer._flatten_layers` - all layers of a model.
@@ -139,7 +139,6 @@ class Living:
         return noting
 
     def scan(self) -> None:
-        """Record the existing instances."""
         kinds = [self._kind]
         for kind in kinds:
             kinds += type.__subclasses__(kind)
@@ -155,7 +154,7 @@ noting_models = noting_compiled = living_models.noting
 
 
 class Prepared:
-    """The base class of prepared models, which `fit` trains on all replicas together."""
+    """The base class of prepared models. Their `fit` trains on all replicas together."""
 
 
 def is_prepared(model: Any) -> bool:

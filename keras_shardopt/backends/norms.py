@@ -13,7 +13,7 @@ from keras_shardopt.numerics import Tensor, cast, in_float32
 # On PyTorch, a call through Keras takes longer than the arithmetic of a small tensor.
 _direct = for_backend({"torch": "keras_shardopt.backends.torch.norms"})
 # Masks of a gradient's size are slow to create.
-_finite_checks = for_backend(
+_finite = for_backend(
     {
         "torch": "keras_shardopt.backends.torch.nonfinite",
         "jax": "keras_shardopt.backends.jax.nonfinite",
@@ -68,25 +68,22 @@ def unstacked(vector: Tensor, length: int) -> list[Tensor]:
 def are_finite(values: Sequence[Tensor]) -> Tensor:
     """Return a vector of bools: whether all elements of each tensor are finite."""
     is_plain = _direct is None or (_direct.are_plain(values) and not any(0 in value.shape for value in values))
-    if _finite_checks is None or not is_plain:
+    if _finite is None or not is_plain:
         return ops.stack([ops.all(ops.isfinite(value)) for value in values])
-    found: Tensor = _finite_checks.are_finite(values)
+    found: Tensor = _finite.are_finite(values)
     return found
 
 
 def are_surely_finite(values: Sequence[Tensor]) -> bool:
     """Return whether one pass shows that all elements are finite. False if it cannot show that."""
     return (
-        _finite_checks is not None
-        and _direct is not None
-        and _direct.are_plain(values)
-        and _finite_checks.are_surely_finite(values)
+        _finite is not None and _direct is not None and _direct.are_plain(values) and _finite.are_surely_finite(values)
     )
 
 
 def any_not_finite(values: Sequence[Tensor]) -> Tensor | None:
     """Return a scalar bool: whether any element is not finite. None if `largest` is as fast."""
-    return ops.logical_not(ops.all(are_finite(values))) if _direct is None and _finite_checks is not None else None
+    return ops.logical_not(ops.all(are_finite(values))) if _direct is None and _finite is not None else None
 
 
 def largest(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -94,8 +91,8 @@ def largest(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
     Every tensor must have elements.
     """
-    if _direct is not None and _finite_checks is not None and _direct.are_plain(values):
-        found: tuple[Tensor, Tensor] = _finite_checks.largest(values)
+    if _direct is not None and _finite is not None and _direct.are_plain(values):
+        found: tuple[Tensor, Tensor] = _finite.largest(values)
         return found
     # Reductions only: `isnan` and `abs` allocate a second gradient. A norm is NaN exactly if an element is NaN.
     # Frameworks differ in the maximum of elements with a NaN.

@@ -95,7 +95,6 @@ def install(use: str) -> None:
 
 
 def _found(use: str) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the owner, name and new value of each change of a use."""
     for table in (PATCHES, getattr(for_backend(_TABLES), "PATCHES", {})):
         for target, (stand_in, _) in table.get(use, {}).items():
             path, _, name = target.rpartition(".")

@@ -1,4 +1,4 @@
-"""Where variables are stored, and how replicas' copies and shards are read and assigned."""
+"""The storage of variables: how replicas' copies and shards are placed, read and assigned."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Layout = Literal["replicated", "sharded", "per_replica"]
 
 
 class Placement:
-    """Where variables are stored, and how copies and shards are read and assigned. The defaults fit one replica.
+    """How variables are placed, and how copies and shards are read and assigned. The defaults fit one replica.
 
-    A new backend with several replicas sets `state_sharding`. It implements `fingerprints`, and `before_build` and
-    `check`, which reject setups that would silently train wrongly. Copies in one program need `replica_values` and
+    A new backend with several replicas sets `state_sharding`. It implements `fingerprints`, and rejects setups that
+    would silently train wrongly in `before_build` and `check`. Copies in one program need `replica_values` and
     `assign_replica_values`, and copies in processes `broadcast_state`. Variables created in a scope need
     `colocate_with` and `outside_strategy`, and arrays over devices `place`. `dividing_axes` only affects speed.
     """
@@ -75,8 +75,7 @@ class Placement:
 
         Args:
             variables: the variables.
-            how: "replicated"; "sharded", as far as shapes allow; or "per_replica": with a first dimension of one entry,
-                zero, per replica.
+            how: "replicated", "sharded" (as far as shapes allow), or "per_replica" (a new first dimension of zeros).
 
         Returns:
             The name of the replica axis. None with one replica.
@@ -119,8 +118,8 @@ class Placement:
         process, and also makes seeds equal.
 
         Returns:
-            The factor for this replica's first gradients. It is 1 if all weights were equal. Otherwise it is 0 on
-            replicas with other weights than the first, and more than 1 on the rest, so the mean is exact.
+            The factor for this replica's first gradients: 1 if all weights were equal. Otherwise 0 on replicas with
+            other weights than the first, and more than 1 on the rest, so the mean is exact.
 
         Raises:
             ValueError: on every process, if shapes or dtypes differ.

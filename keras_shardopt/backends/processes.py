@@ -26,8 +26,6 @@ class World:
     """The replicas and processes of this job."""
 
     num_replicas: int = 1
-    """The number of replicas that train together."""
-
     replica_id: int = 0
     """The first replica that this process runs. On PyTorch, the only one."""
 
@@ -35,11 +33,7 @@ class World:
     """Whether this process prints and writes files."""
 
     num_processes: int = 1
-    """The number of processes that load data."""
-
     process_id: int = 0
-    """The index of this process among them."""
-
     devices: Sequence[str] = ()
     """The devices of this process, one per replica, such as "cuda:0"."""
 
@@ -80,13 +74,10 @@ def plural(noun: str) -> str:
 def check_same_calls(
     kinds: Iterable[int], call: str, gather_letters: Callable[[list[int]], list[list[int]]], noun: str
 ) -> None:
-    """Raise ValueError on all processes if they are about to make different calls.
+    """Raise ValueError on all processes if `kinds`, a number for each process's call, differ.
 
-    Args:
-        kinds: a number per process or rank that identifies its call.
-        call: a description of this one's call, to follow "rank 0".
-        gather_letters: gathers equal-length lists of character codes, to describe different calls.
-        noun: "process" or "rank".
+    They first exchange descriptions: `gather_letters` gathers equal-length lists of character codes. `call` follows
+    "rank 0".
     """
     if len(set(kinds)) > 1:
         letters = gather_letters(list(call.encode()[:_NUM_LETTERS].ljust(_NUM_LETTERS)))
@@ -102,13 +93,7 @@ def gather_pickled(
 ) -> list[Any]:
     """Gather picklable objects from all processes through a gather of equal-shaped arrays.
 
-    Args:
-        value: a picklable object.
-        gather: gathers an array from all processes.
-        gather_length: gathers one int from all processes, and is called first. None to use `gather`.
-
-    Returns:
-        The objects of all processes.
+    `gather_length` gathers one int, and is called first; `gather` by default.
     """
 
     def gathered() -> list[Any]:
@@ -138,13 +123,8 @@ class MissingCallError(RuntimeError):
 def wait_in(store: Any, process: tuple[int, int], noun: str, purpose: str, seconds: float, advice: str) -> None:
     """Wait as `Processes.barrier` does, without a collective that other processes could mismatch.
 
-    Args:
-        store: the store of all processes, with `set`, `check` and `delete_key` as in `torch.distributed.Store`.
-        process: the number of processes, and this process's index.
-        noun: "process" or "rank".
-        purpose: the name of the barrier.
-        seconds: the time limit.
-        advice: the remedy for the error message.
+    `store` has `set`, `check` and `delete_key` as in `torch.distributed.Store`. `process` is the number of processes
+    and this one's index, and `noun` "process" or "rank".
 
     Raises:
         MissingCallError: if some processes do not arrive in time. This process may call again.

@@ -37,8 +37,7 @@ class Runtime:
         Args:
             loss: returns the scalar, and an auxiliary tensor or None.
             variables: to differentiate with respect to.
-            axis_name: the axis of replicas, each of which gets the gradients of its own loss. None for a loss equal on
-                all replicas; `variables` may then be non-trainable.
+            axis_name: the axis of replicas, if each has its own loss. If None, `variables` may be non-trainable.
             before_assign: called before each assignment that is deferred until after the loss.
 
         Returns:
@@ -64,12 +63,12 @@ class Runtime:
         """Call `update(grads)` if `condition`, a bool or a scalar bool tensor, is true.
 
         `update` assigns only `variables`. If it `communicates`, it may reduce over replicas. The condition is then
-        equal on all replicas, and `update` reads no per-replica tensors but `grads`. With `apart`, the condition is
-        this replica's own, and `update` reduces nothing. With `mostly`, the condition is usually true: a compiled
-        program may always compute the update and select values afterwards.
+        equal on all replicas, and `update` reads no per-replica tensors but `grads`. With `apart`, the condition is per
+        replica, and `update` reduces nothing. A condition that is `mostly` true permits a compiled program to compute
+        the update always.
         """
         del variables, communicates, apart, mostly
-        # Not `bool(condition)`, which costs torch.compile one more break of its graph.
+        # `bool(condition)` would add a graph break in torch.compile.
         if condition:
             update(grads)
 
@@ -106,11 +105,11 @@ class Runtime:
     """Whether steps are traced as pure functions, so inner optimizers run in `stateless_apply`."""
 
     def init_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a scope in which assignments happen immediately, even during a trace."""
+        """Return a scope for immediate assignments, even during a trace."""
         return contextlib.nullcontext()
 
     def no_autograph(self, function: FunctionT) -> FunctionT:
-        """Decorate a function so that tracing does not rewrite it."""
+        """Decorate a function to exempt it from rewriting by the tracer."""
         return function
 
     def no_compile(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -123,10 +122,7 @@ class Runtime:
         return True
 
     def version(self, variable: Variable) -> int | None:
-        """Return a number that each assignment changes, without waiting for a device.
-
-        None if Python does not run in each step.
-        """
+        """Return a number that each assignment changes, without a device sync. None if steps do not run Python."""
         return None
 
     def add_n(self, variables: Sequence[Variable], values: Sequence[Tensor | None], starts: Any) -> None:

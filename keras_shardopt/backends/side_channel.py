@@ -1,7 +1,7 @@
 """Flags that replicas with separate programs send with their gradients, as numbers that a reduction can sum.
 
 Replicas must reduce the same tensors, or the wrong ones are paired or a collective hangs. So a replica sends zeros in
-place of None, and flags: which gradients it has, which variables it trains, and whether it still trains.
+place of None. Its flags state which gradients it has, which variables it trains, and whether it still trains.
 
 A replica that froze a layer would lack its gradients in the mean, and keep weights that other replicas change. Each
 replica therefore marks the set of variables it trains with 10 of 20 flags. Two different sets get different marks,

@@ -17,7 +17,7 @@ def are_finite(values: Sequence[Tensor]) -> Tensor:
     return found
 
 
-# Compiled once for eager steps, which would compile each branch in each call.
+# Compiled, or each eager step would compile each branch again.
 @functools.partial(jax.jit, inline=True)
 def _are_finite(values: list[Tensor]) -> Tensor:
     return jax.lax.platform_dependent(values, cpu=_by_squares, default=_by_elements)

@@ -77,7 +77,7 @@ class JaxPlacement(Placement):
                     f"`{variable.path}` was made {made} the active distribution over {len(active)} devices. "
                     "Build the model inside `with keras_shardopt.data_parallel():`, after `set_distribution`."
                 )
-        # The caller raises an error inside `shard_map` and `pmap`, which have no layouts.
+        # `shard_map` and `pmap` have no layouts; the caller raises an error there.
         if shards_state and not jax.sharding.get_abstract_mesh().manual_axes:
             _check_can_lay_out(variables)
 
@@ -159,7 +159,7 @@ class JaxPlacement(Placement):
                         f"on process {process}: {theirs}. Build the same model and optimizer in every process."
                     )
         copied = [v for v in [*variables, *optimizer_variables] if v.value.sharding.is_fully_replicated]
-        # As bytes: JAX broadcasts with a sum, which turns -0 into 0.
+        # Bytes, because JAX broadcasts with a sum, and that turns -0 into 0.
         arrays = [np.asarray(v.value.addressable_data(0)) for v in copied]
         flat = np.concatenate([np.frombuffer(array.tobytes(), "uint8") for array in arrays])
         roots = np.asarray(multihost_utils.broadcast_one_to_all(flat)).astype("uint8").tobytes()
@@ -289,7 +289,7 @@ def _under(distribution: Any) -> Iterator[None]:
 
 def _on_the_devices_of(like: Any, array: np.ndarray) -> Any:
     """Put `array` on each device of this process that has a copy of `like`."""
-    # Not `like.addressable_shards`, which is unreadable if Keras placed it on one device of each process.
+    # `like.addressable_shards` is unreadable if Keras placed it on one device of each process.
     copies = [jax.device_put(array, device) for device in sorted(like.sharding.addressable_devices, key=lambda d: d.id)]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, copies)
 

@@ -108,7 +108,7 @@ processes = JaxProcesses()
 
 
 def is_first() -> bool:
-    """Return whether this is process 0, without `jax.process_index`, which creates the devices."""
+    """Return whether this is process 0. `jax.process_index` would create the devices."""
     if jax.distributed.is_initialized():
         return bool(distributed.global_state.process_id == 0)
     return os.environ.get("KERAS_DISTRIBUTION_PROCESS_ID", "0") == "0"
@@ -120,7 +120,7 @@ def _name(device: jax.Device) -> str:
 
 
 def _check_can_open(before: Any, timeout: datetime.timedelta | None) -> None:
-    # Not `process_count`, which creates the devices.
+    # `process_count` alone would create the devices.
     if timeout is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
         raise ValueError(
             "`timeout` cannot be set here for several processes, because JAX has started them. "
@@ -196,18 +196,13 @@ def _leave_at_once_on_errors() -> None:
             os._exit(statuses[0])
 
     sys.excepthook = hook
-    atexit.register(leave)  # runs before JAX's handler, which was registered earlier
+    atexit.register(leave)  # runs before JAX's handler, because that is registered earlier
 
 
 def tell(call: str, number: int = 0) -> list[int]:
-    """Announce to all processes the call that they are about to make together, with a number.
+    """Announce to all processes the call that they are about to make together. Return an int32 of each.
 
-    Args:
-        call: a description, equal on all processes for the same call, to follow "process 0".
-        number: int of 32 bits.
-
-    Returns:
-        The number of each process.
+    `call` is a description, equal on all processes for the same call, to follow "process 0".
 
     Raises:
         ValueError: on every process, if processes announce different calls.
@@ -229,7 +224,6 @@ def gather_objects(value: Any, call: str = "exchanges values") -> list[Any]:
 
 
 def _gather(array: np.ndarray) -> np.ndarray:
-    """Stack an array of each process along a new first dimension."""
     with naming_lost_processes():
         return np.asarray(multihost_utils.process_allgather(array)).reshape(-1, *array.shape)
 

@@ -108,8 +108,7 @@ class ReplicaContext(Communicator):
     def all_reduce_in_tree(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor]:
         """Return the sums over a binary tree of replica ids, times `factor`, within one process.
 
-        Each tensor is summed on one device, and all devices sum about the same number of bytes. The traffic is that of
-        a ring. Devices that share memory copy nothing.
+        Each tensor is summed on one device, with about equal bytes per device. The traffic is that of a ring.
         """
         note("all_reduce", tensors, self.num_replicas)
 

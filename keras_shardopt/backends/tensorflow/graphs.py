@@ -1,4 +1,4 @@
-"""Which tensors can be used in the current graph. Each function, condition and loop has its own graph."""
+"""Whether a tensor can be used in the current graph. Each function, condition and loop has its own graph."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _NOTES = "_keras_shardopt_losses"
 _TENSORS = "_keras_shardopt_divided_losses"
 _BARE = "_keras_shardopt_sources_of_bare_losses"
 
-# Operations in which each input is a term, that pass one term through, and that multiply or select.
+# Operations that add their inputs, that pass one input through, and that multiply or select.
 _ADDING = {"Add", "AddN", "AddV2", "Pack", "Sub"}
 _PASSING = {"Cast", "ExpandDims", "Identity", "Neg", "Reshape", "Squeeze", "Sum"}
 _MULTIPLYING = {"DivNoNan", "Mul", "MulNoNan", "RealDiv", "SelectV2"}
@@ -122,7 +122,7 @@ def is_bare(variables: Sequence[Any], grads: Sequence[Any]) -> bool:
 
 
 def carried() -> Callable[[], None]:
-    """Return a function that copies the current notes to the replica context in which it is called."""
+    """Return a function that copies the current notes to the replica context of its caller."""
     context = tf.distribute.get_replica_context()
     seen, bare = noted(), {} if context is None else vars(context).get(_BARE, {})
 
@@ -218,7 +218,6 @@ def _graph_of(tensor: Any) -> Any:
 
 
 def _terms(loss: Any, divided: set[str], num_replicas: int) -> set[str]:
-    """Return the kinds of the terms of a scalar in a graph."""
     found: set[str] = set()
     pending, names = [loss], set()
     while pending:  # no recursion, because a model may have a penalty for each of a thousand weights

@@ -1,7 +1,7 @@
 """Variables on TensorFlow, mirrored by a strategy.
 
 Private names of Keras touched here (a test holds each of them):
-    `Optimizer._distribution_strategy` - the strategy in which an optimizer was created, used by its updates.
+    `Optimizer._distribution_strategy` - the strategy of an optimizer, used by its updates.
     `Variable._initialize` - creates TensorFlow's variable in the current scope.
 
 Private names of TensorFlow touched here (tests/unit/wrapping/test_tensorflow_checkpoint.py holds them):
@@ -57,7 +57,7 @@ def bring_inside(optimizers: Sequence[Any]) -> None:
     """Move optimizers and their variables into the current strategy.
 
     Raises:
-        ValueError: if called on a replica, which cannot create variables for all replicas.
+        ValueError: if called on a replica. One replica cannot create variables for all.
     """
     strategy = tf.distribute.get_strategy()
     for optimizer in optimizers if strategy.num_replicas_in_sync > 1 else ():

@@ -103,7 +103,7 @@ processes = TensorFlowProcesses()
 
 
 def tell(call: str, number: int = 0) -> list[int]:
-    """As JAX's `tell`: announce a call that all workers make together, with a 32-bit number."""
+    """JAX's `tell` for workers: announce a call that all workers make together, with a 32-bit number."""
     strategy = tf.distribute.get_strategy()
     gathered = _gathered(strategy, np.array([zlib.crc32(call.encode()) >> 1, number])).tolist()
     gather_letters = lambda letters: _gathered(strategy, np.array(letters)).tolist()  # noqa: E731
@@ -146,14 +146,13 @@ def naming_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def _gathered(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray:
-    """Stack the arrays of all workers along a new first dimension."""
     _, num_local = local_replicas(strategy)
     with strategy.scope():
         return gather(strategy, np.stack([array] * num_local))[0][::num_local]
 
 
 def num_workers(strategy: tf.distribute.Strategy) -> int:
-    """Return the number of processes in which a strategy trains."""
+    """Return the number of processes of a strategy."""
     return _process_of(strategy.cluster_resolver)[0]
 
 
@@ -169,7 +168,7 @@ def optimizer_made(optimizer: Optimizer) -> None:
 
 
 def num_replicas_when_made(optimizer: Optimizer) -> int:
-    """Return the number of replicas of the scope in which an optimizer was created."""
+    """Return the number of replicas of an optimizer's scope."""
     return _num_replicas_when_made.get(optimizer, 1)
 
 
@@ -177,11 +176,11 @@ _KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
 
 
 def _make_trainer_raise(strategy: tf.distribute.Strategy) -> None:
-    """Make Keras' trainer raise an error with a remedy where it would fail."""
+    """Make Keras' trainer raise an error with a remedy instead of failing."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or "reduce" in vars(strategy):
         return
-    # `strategy.reduce` is the only call before Keras fails. Keras passes it per-replica batches (`fit`, `evaluate`) and
-    # scalars (`train_on_batch`), which this strategy cannot reduce. Other callers reduce as usual.
+    # `strategy.reduce` is the only call before Keras fails. This strategy cannot reduce the per-replica batches (`fit`,
+    # `evaluate`) and scalars (`train_on_batch`) of Keras. Other callers reduce as usual.
     strategy.reduce = types.MethodType(_reduce_except_for_trainer, strategy)
 
 
@@ -355,7 +354,7 @@ def _exchange(strategy: tf.distribute.Strategy, length: int) -> Any:
     def on_replica(vector: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         is_mine = tf.range(strategy.num_replicas_in_sync) == context.replica_id_in_sync_group
-        # A sum in which each replica fills its own row: one collective, while a gather needs two.
+        # A sum of rows, one per replica: one collective, while a gather needs two.
         placed = tf.where(is_mine[:, tf.newaxis], vector[tf.newaxis], tf.zeros_like(vector)[tf.newaxis])
         return context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
 

@@ -34,7 +34,7 @@ BUCKET_BYTES = 25 * 2**20
 """The size limit of a flat bucket, as in PyTorch's DDP."""
 
 
-# Renamed in PyTorch 2.13, which warns about the old names.
+# Renamed in PyTorch 2.13; the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -48,7 +48,7 @@ class TorchProcessGroup(Communicator):
     def __init__(self) -> None:
         self.num_replicas = dist.get_world_size()
         self.replica_id = dist.get_rank()
-        # A weak reference: a group that outlives `destroy_process_group` crashes the interpreter at exit.
+        # Weak, because a group that outlives `destroy_process_group` crashes the interpreter at exit.
         self._default_group = weakref.ref(dist.group.WORLD)
         self._process_group: Any = None
         self._groups_by_ranks: dict[tuple[tuple[int, ...], ...], TorchProcessGroup] = {}
@@ -77,7 +77,7 @@ class TorchProcessGroup(Communicator):
 
     @torch.compiler.disable
     def say_failure(self, words: str, first_member: int) -> None:
-        # Not a collective, because other groups are elsewhere in their programs. Members of a group count equally.
+        # No collective, because other groups are elsewhere in their programs. Members of a group count equally.
         self._num_failures += 1
         self._failures_taken.add(f"{first_member}/{self._num_failures}")
         say_failure(f"{first_member}/{self._num_failures}", words)
@@ -99,7 +99,7 @@ class TorchProcessGroup(Communicator):
         return group is not None and group is dist.group.WORLD
 
     def forget_groups(self) -> None:
-        """Release the groups, which are destroyed with the default one."""
+        """Release the groups: they are destroyed with the default one."""
         self._groups_by_ranks.clear()
 
     @torch.compiler.disable
@@ -143,7 +143,6 @@ class TorchProcessGroup(Communicator):
         return result
 
     def _scattered(self, tensor: Tensor) -> Tensor:
-        """Return this rank's slice of the sum."""
         group, size = self._process_group, self.num_replicas
         if dist.get_backend(group) == "gloo":
             # gloo's reduce-scatter is an all-reduce, with twice the bytes (PyTorch 2.13).
@@ -191,7 +190,7 @@ class TorchProcessGroup(Communicator):
             work = dist.all_reduce(flat, dist.ReduceOp.SUM, group=group, async_op=True)
             parts = flat.split([tensor.numel() for tensor in tensors])
             return work, (lambda: [part.view(t.shape) for part, t in zip(parts, tensors)])
-        # As bytes, all tensors at once. In an all-to-all, the bytes for rank 0 come first.
+        # Send bytes, all tensors at once. In an all-to-all, the bytes for rank 0 come first.
         rows = [_bytes(tensor).view(size if kind == "all_to_all" else 1, -1) for tensor in tensors]
         sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         received = sent.new_empty(size, sent.shape[1])
@@ -204,7 +203,7 @@ class TorchProcessGroup(Communicator):
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
         result: list[Tensor] = [None] * len(tensors)
         for indices in alike_in_buckets(tensors, range(len(tensors)), BUCKET_BYTES):
-            # As bytes, for all dtypes and bitwise equality.
+            # Bytes work for all dtypes, and preserve all bits.
             flat = torch.cat([_bytes(tensors[i]) for i in indices])
             with explaining_failures():
                 wait_for(dist.broadcast(flat, self.members[root], group=self._process_group, async_op=True))
@@ -237,7 +236,7 @@ class TorchProcessGroup(Communicator):
                     )
         equal = self._take_from_root(weights)
         self._take_from_root(state)
-        # Ranks may differ in which other models are alive. Copy these only if all ranks agree.
+        # Ranks may have different other models alive. Copy these only if all ranks agree.
         if all(signature[2] == theirs[0][2] for signature in theirs):
             self._take_from_root(others)
         draw_apart(self.world, [])  # again, because the program may have seeded PyTorch's generator since
@@ -274,7 +273,6 @@ class TorchProcessGroup(Communicator):
         return state
 
     def is_reduced_by_ddp(self, variable: Variable) -> bool:
-        """Return whether a DDP owns the variable."""
         return self._ddp_owner(_tensor(variable)) is not None
 
     def is_reduced_elsewhere(self, model: Any) -> bool:
@@ -315,7 +313,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _joined(received: Tensor, rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Concatenate the bytes of each tensor from all ranks."""
+    """Join the bytes of each tensor from all ranks."""
     parts = received.split([row.shape[1] for row in rows], 1)
     return [part.reshape(-1).view(tensor.dtype) for part, tensor in zip(parts, tensors)]
 

@@ -1,4 +1,4 @@
-"""Buckets: memory in which gradients are sent together, in the order in which a backward pass computes them."""
+"""Buckets: memory for gradients that are sent together, ordered as a backward pass computes them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,6 @@ class FlatBucket:
         """Nothing to do: gradients are sent as they are."""
 
     def send(self) -> Any:
-        """Begin the reduction, and return the pending collective."""
         return dist.all_reduce(self.flat, dist.ReduceOp.SUM, async_op=True)
 
     def receive(self, adds: bool = False) -> None:
@@ -111,7 +110,6 @@ class FlatBucket:
         """Nothing to do: the next reduction uses the memory again."""
 
     def is_finite(self) -> Tensor:
-        """Return whether the sum of squares of `results` is finite, a scalar bool tensor."""
         return is_sum_finite(self.wide)
 
 
@@ -125,7 +123,7 @@ def flat_buckets(
 ) -> list[FlatBucket]:
     """Return the buckets of these tensors. The last bucket has space for the flags at its end."""
     bucket_bytes = largest_bucket(sum(tensor.nbytes for tensor in tensors), bucket_bytes)
-    # Buckets are sent in the order in which they become full.
+    # Buckets are sent in the order of becoming full.
     groups = sorted(alike_in_buckets(tensors, reversed(range(len(tensors))), bucket_bytes), key=min, reverse=True)
     buckets = []
     for number, places in enumerate(groups):

@@ -17,12 +17,9 @@ from keras_shardopt.numerics import Tensor
 
 
 class Buffer(keras.Variable):
-    """A buffer of a module as a non-trainable variable. No layer lists it.
+    """A buffer of a module as a non-trainable variable, also after another tensor replaces it.
 
-    Args:
-        module: the module with the buffer, also after another tensor replaces it.
-        name: the name of the buffer there.
-        path: the path of the variable.
+    No layer lists it.
     """
 
     def __init__(self, module: torch.nn.Module, name: str, path: str) -> None:

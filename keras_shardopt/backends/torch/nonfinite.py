@@ -1,7 +1,7 @@
 """Finite checks on PyTorch, in few calls that only reduce.
 
-Masks of a gradient's size are slow to create. A NaN or infinity shows in the smallest and largest element, which are
-NaN if any element is, and in sums.
+Masks of a gradient's size are slow to create. Instead, check the smallest and largest element, which are NaN if any
+element is, or a sum.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ def values_of(things: Sequence[Any]) -> list[Any]:
 
 def sum_of_squares(value: Tensor) -> Tensor:
     """Return the sum of squares in float32, or float64 for float64."""
-    # Not `torch.linalg.vector_norm` or `torch.dot`: they sum sequentially, with an error of 7e-4 for 16.8 million
-    # elements.
+    # `torch.linalg.vector_norm` and `torch.dot` sum sequentially: an error of 7e-4 for 16.8 million elements.
     value = value.detach()
     if value.numel() <= _SMALL and value.dtype == torch.float32:
         return torch.square(value).sum()

@@ -49,14 +49,14 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Buckets:
-    """Reduces the gradients of some variables over all ranks, which make the same calls with the same arguments.
+    """Reduces gradients over all ranks. All ranks make the same calls with the same arguments.
 
     Args:
         ranks: the ranks of the default process group (`TorchProcessGroup`).
         variables: all trainable variables that may have gradients.
         takes_mean: whether sums are divided by the number of ranks.
         bucket_bytes: the size limit of a bucket. A larger gradient has its own bucket.
-        compression: None, "float16" or "bfloat16", the dtype in which float32 and float64 are sent and summed.
+        compression: None, "float16" or "bfloat16", the dtype of float32 and float64 when sent and summed.
         checks_finite: whether to find non-finite gradients.
         slices: the slices of each rank, or None.
         made: a function that creates other buckets or None, and one that begins a `Transfer` for each reduction.
@@ -131,7 +131,7 @@ class Buckets:
         self._returned: list[Tensor | None] = []
         self._window: Window | None = None
 
-    # Not `weakref.finalize`, whose registry `torch.compile` would guard on.
+    # `torch.compile` would guard on the registry of `weakref.finalize`.
     def __del__(self) -> None:
         _remove_hooks(getattr(self, "_hooks", []))
 
@@ -143,11 +143,8 @@ class Buckets:
     def follow(self, loss: Any, optimizer: Optimizer, counts: bool, window: Window | None = None) -> None:
         """Send gradients during the backward pass of `loss`, if Keras' `train_step` called this `scale_loss`.
 
-        Args:
-            loss: the result of `scale_loss`.
-            optimizer: the optimizer with this `scale_loss`.
-            counts: whether this rank has rows. Without rows it sends zeros.
-            window: for the last of several micro-batches, a function from a gradient, or None, to that of all of them.
+        `counts` is false if this rank has no rows and sends zeros. In the last of several micro-batches, `window` maps
+        a gradient, or None, to the gradient of all of them.
         """
         if not self._overlaps or torch.compiler.is_compiling():
             return
@@ -219,7 +216,6 @@ class Buckets:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Send the gradients that are left at the end of the backward pass."""
         if not self._is_running:
             return
         self._is_running = False
@@ -245,7 +241,7 @@ class Buckets:
             else:
                 found = self._reduced_at_the_end(left, self._counts, self._trainable, present=present, adds=True)
         self._taken = {}
-        # Not the buckets' own views, which move elsewhere if `Module.to` or the like replaces `.grad`.
+        # The buckets' own views may move, because `Module.to` or the like replaces `.grad`.
         found = [None if grad is None else grad.detach() for grad in found]
         self._returned = found if self._can_resend else [*map(_freed, self._parameters, found)]
         for parameter, grad in zip(self._parameters, self._returned):
@@ -275,13 +271,8 @@ class Buckets:
     def reduce(self, grads: Gradients, variables: Sequence[Variable], counts: bool, weight: float = 1.0) -> Gradients:
         """Return the global gradients: those already reduced, if `grads` are theirs, or reduced now.
 
-        Their memory is overwritten by the next call.
-
-        Args:
-            grads: this rank's gradients, one tensor or None per variable.
-            variables: their variables.
-            counts: whether this rank has rows. Without rows it sends zeros.
-            weight: a factor for this rank's gradients.
+        The next call overwrites their memory. A rank without rows (`counts`) sends zeros, other ranks `weight` times
+        their gradients.
 
         Raises:
             ValueError: on all ranks, if they differ in updates or trained variables, or if `grads` are other gradients
@@ -335,7 +326,7 @@ class Buckets:
         """Whether `.grad` of the weights is global. `reduce` then only returns it."""
         return self._finished is not None
 
-    # -- what both do ----------------------------------------------------------------------------------------------
+    # -- both -----------------------------------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
         if not self._counts:  # given zeros, a codec sends its residuals; given None, it does not
@@ -454,7 +445,6 @@ class Buckets:
     # -- what is not finite ----------------------------------------------------------------------------------------
 
     def _not_finite(self, found: Gradients, own: Gradients | Callable[[], Gradients]) -> tuple[int, int, int]:
-        """Return `Step.found_inf` of the global gradients."""
         # The sum is non-finite if an element is, or if it overflows. Ranks sum equal bits in different orders, so only
         # a check of elements is equal on all ranks and may lead to a collective.
         device = self._flags.device

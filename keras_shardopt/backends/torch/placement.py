@@ -68,7 +68,6 @@ placement = TorchPlacement()
 
 
 def _check_whole(variables: Sequence[Variable], models: Sequence[Any]) -> None:
-    """Raise ValueError if FSDP or Keras shards the weights."""
     kept = "Every rank must hold whole weights for a `CrossShard`, because it averages their gradients."
     if isinstance(keras.distribution.distribution(), keras.distribution.ModelParallel):
         raise ValueError(

@@ -37,7 +37,7 @@ from torch.distributed.rendezvous import rendezvous
 from keras_shardopt.backends.processes import MissingCallError, check_same_calls, num_barriers, unlike_calls, wait_in
 
 ANSWER_SECONDS = 1.0
-"""The minimum time for which a rank reads signs after a failed collective."""
+"""The minimum time for reading signs after a failed collective."""
 
 GRACE_SECONDS = 2.0
 """The additional time if a collective fails before its timeout, because other ranks may be busy."""
@@ -46,10 +46,7 @@ POLL_SECONDS = 1.0
 """How often a rank that waits in a step reads the notes of other ranks."""
 
 AWAY_SECONDS = 4.0
-"""For how long a note must exist before it counts.
-
-Its rank may have left the same step, still running here. An error on all ranks reaches some of them later.
-"""
+"""How long a note must exist: its rank may have left the same step, which is still running here."""
 
 
 class _Group:
@@ -84,11 +81,8 @@ _statistics: weakref.ref[Any] | None = None
 def job_of_environment(needs_address: bool = False) -> tuple[int, int]:
     """Return the number of ranks that the launcher started, and this rank.
 
-    Args:
-        needs_address: whether the address of rank 0 is needed, to connect the ranks.
-
     Raises:
-        ValueError: if the launcher's variables are invalid or incomplete.
+        ValueError: if the launcher's variables are invalid, or incomplete although `needs_address`.
     """
     received = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     size, rank = (received.get(name, default) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
@@ -106,13 +100,9 @@ _VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta | None) -> None:
-    """Open the default process group of the ranks that torchrun started.
+    """Open the default process group ("gloo" or "nccl") of the ranks that torchrun started.
 
-    Args:
-        backend: "gloo" or "nccl".
-        rank: this rank.
-        size: the number of ranks. A second group may have fewer.
-        timeout: the time limit of a collective. None for PyTorch's default.
+    A second group may have fewer ranks. `timeout` limits each collective; None is PyTorch's default.
 
     Raises:
         ValueError: if the launcher did not set the address of rank 0.
@@ -164,11 +154,7 @@ def exchanges_statistics() -> bool:
 
 
 def close_group(has_failed: bool = False) -> None:
-    """Close the default process group if it is open.
-
-    Args:
-        has_failed: whether collectives may be pending that never complete.
-    """
+    """Close the default process group if it is open. After a failure, collectives may never complete."""
     global _open, _announcements, _statistics
     is_open = dist.is_initialized()
     held = [dist.group.WORLD, _announcements, _statistics and _statistics()] if has_failed and is_open else []
@@ -188,7 +174,7 @@ def close_group(has_failed: bool = False) -> None:
 
 
 def meet(purpose: str, seconds: float, advice: str) -> None:
-    """`Processes.barrier` with the group's time limit. Ranks with later failures also report the missing rank.
+    """`Processes.barrier` with the group's time limit. Ranks that fail later also report the missing rank.
 
     Raises:
         RuntimeError: as there, or if the store is gone.
@@ -241,19 +227,14 @@ def failure() -> tuple[str, str] | None:
 _FAILURE = "keras_shardopt/failure"
 
 
-# Renamed in PyTorch 2.13, which warns about the old name.
+# Renamed in PyTorch 2.13; the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def tell(call: str, *numbers: int) -> list[list[int]]:
-    """Announce to all ranks the call that they are about to make together, with up to two ints.
+    """Announce to all ranks the call that they are about to make together. Return up to two ints of each.
 
-    Args:
-        call: a description, equal on all ranks for the same call, to follow "rank 0".
-        numbers: ints.
-
-    Returns:
-        The ints of each rank, padded with zeros.
+    `call` is a description, equal on all ranks for the same call, to follow "rank 0". Missing ints are 0.
 
     Raises:
         ValueError: on every rank, if ranks announce different calls.
@@ -306,9 +287,7 @@ def note_error(words: str) -> None:
 def wait_for(work: Any, told: int = 0) -> None:
     """Wait for a collective that other ranks may never start, although they promised to.
 
-    Args:
-        work: the collective.
-        told: the number of its announcement. 0 for a collective of a step.
+    `told` is the number of the announcement, or 0 for a collective of a step.
 
     Raises:
         RuntimeError: if the collective fails, or an error has taken another rank out of `fit`.
@@ -340,8 +319,6 @@ _AWAY, _ERROR = "away", "error"
 
 
 def _write_note(group: _Group, key: str, num_announced: int, words: str = "") -> None:
-    """Write a note for all ranks, unless a note with a larger number exists."""
-
     def leave() -> None:
         if _read_note(group, key)[0] < num_announced:
             group.store.set(key, f"{num_announced} {words}")
@@ -373,7 +350,7 @@ def _error_elsewhere(group: _Group, told: int) -> str | None:
 
 
 def _use_store(group: _Group, function: Callable[[], None]) -> None:
-    """Run a function that uses the store, unless the previous one is still waiting for it."""
+    """Run a function that may wait for the store, unless the previous one still does."""
     if group.store_thread is not None and group.store_thread.is_alive():
         return
 
@@ -389,7 +366,7 @@ def _use_store(group: _Group, function: Callable[[], None]) -> None:
 
 def gather_objects(value: Any, call: str) -> list[Any]:
     """Return the values of all ranks, of any pickled length. `call` is as in `tell`."""
-    # Not `dist.all_gather_object`, which gathers the lengths again.
+    # `dist.all_gather_object` would gather the lengths again.
     mine = np.frombuffer(pickle.dumps(value), "uint8")
     lengths = [length for length, _ in tell(call, len(mine))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -430,15 +407,13 @@ def _announce(numbers: list[int], call: str) -> Callable[[], list[list[int]]]:
 class explaining_failures:
     """Wraps exactly one collective, because any failure inside is due to another rank.
 
-    Args:
-        under_way: the caller's list of pending collectives, cleared on failure.
-        call: their purpose, to follow "rank 0".
+    `under_way` is the caller's list of pending collectives, cleared on failure, and `call` their purpose.
 
     Raises:
         RuntimeError: if the collective fails. Names the missing ranks if possible.
     """
 
-    # Not `contextlib.contextmanager`: it makes twice the calls, and some steps enter this ten times.
+    # `contextlib.contextmanager` makes twice the calls, and some steps enter this ten times.
     def __init__(self, under_way: list[Any] | None = None, call: str = "exchanges tensors") -> None:
         self._under_way, self._call = under_way, call
         self._start = time.monotonic()
@@ -480,10 +455,7 @@ def _explained(error: RuntimeError, waited: float, call: str) -> str:
 
 
 def _answers(group: _Group, seconds: float, call: str, words: list[str]) -> tuple[dict[int, str], str]:
-    """Return the calls of all ranks if all answer within `seconds`, and a description of missing ranks.
-
-    Appends to `words` the message that a leaving rank left.
-    """
+    """Return the ranks' calls if all answer in time, and a description. Appends the last message to `words`."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # Also close connections: ranks further along a ring wait for this one, and would read signs too late.
         close_group(has_failed=True)

@@ -58,18 +58,13 @@ _part: contextvars.ContextVar[int | None] = contextvars.ContextVar("part", defau
 
 
 def draw_apart(ranks: Any, models: Sequence[Any]) -> None:
-    """Draw different numbers on each rank in training steps. Idempotent.
-
-    Args:
-        ranks: the ranks that train together (`TorchProcessGroup`).
-        models: the models with these steps.
-    """
+    """Draw different numbers on each of `ranks` in training steps of `models`. Idempotent."""
     global _ranks
     _ranks = ranks
     install("randomness")
     for model in models:
         mix_in(model, _DrawsPerRank)
-    # Not on rank 0, which continues its sequence, nor if already seeded for this rank, here or before a restart.
+    # Rank 0 continues its sequence. Other ranks are seeded once, here or before a restart.
     if ranks.replica_id and torch.initial_seed() != _seeded_with:
         torch.manual_seed((torch.initial_seed() + ranks.replica_id * _BETWEEN_RANKS) % 2**63)
         note_seed()
@@ -114,7 +109,7 @@ def as_parts() -> Iterator[Callable[[int, Sequence[int]], None]]:
     def begin(part: int, batch: Sequence[int]) -> None:
         _part.set(part)
         (own,) = np.random.SeedSequence([seed, *batch, part]).generate_state(1, np.uint64).tolist()
-        # Not `torch.manual_seed`, which inspects the stack for each kind of device: 1 ms.
+        # `torch.manual_seed` inspects the stack for each kind of device: 1 ms.
         torch.default_generator.manual_seed(own % 2**63)
         if torch.cuda.is_available():
             torch.cuda.manual_seed_all(own % 2**63)
@@ -134,7 +129,7 @@ def global_seed_state() -> Any:
 def in_step(function: FunctionT) -> FunctionT:
     """Wrap a function as a training step."""
 
-    # Not compiled, but its callees are.
+    # The wrapper is not compiled, but its callees are.
     @functools.wraps(function)
     @torch.compiler.disable(recursive=False)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +140,7 @@ def in_step(function: FunctionT) -> FunctionT:
 
 
 class _DrawsPerRank(keras.Model):
-    """A model with a `train_step` in which ranks draw different numbers."""
+    """A model that draws different numbers on each rank in `train_step`."""
 
     @torch.compiler.disable(recursive=False)
     def train_step(self, data: Any) -> Any:

@@ -55,7 +55,7 @@ class TorchRuntime(Runtime):
                 parameter.requires_grad_()
             with torch.enable_grad():
                 value, more = loss()
-            # Not `torch.autograd.grad`: a DDP that owns the parameters only reduces in `backward`.
+            # `torch.autograd.grad` would bypass a DDP that owns the parameters and reduces in `backward`.
             if value.requires_grad:
                 value.backward(inputs=parameters)
             return [p.grad for p in parameters], more if more is None else more.detach()

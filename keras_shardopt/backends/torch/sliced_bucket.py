@@ -25,17 +25,14 @@ Pieces = Sequence[Sequence[tuple[int, int, int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """How gradients are sliced."""
+    """Each bucket's variables with the pieces of each rank, and the shape of this rank's slice of each variable."""
 
     buckets: Sequence[tuple[Sequence[int], Pieces]]
-    """The variables of each bucket, and the pieces of each rank."""
-
     shapes: dict[int, Any]
-    """The shape of this rank's slice of each variable."""
 
 
 class SlicedBucket:
-    """Gradients that are reduced together.
+    """Gradients that are reduced together, with the interface of `FlatBucket`.
 
     Args:
         pool: the memory shared by all buckets.
@@ -83,7 +80,7 @@ class SlicedBucket:
         self.wide = self._own[:chunk]
         if sent != like.dtype:
             self.wide = torch.zeros(chunk, dtype=like.dtype, device=like.device)
-        # Divide sums, which have fewer elements. Divide gradients instead if the dtype sent might overflow.
+        # Divide sums: they have fewer elements. Divide gradients instead if the dtype sent might overflow.
         self._divisor, self._factor = factors(op, self._num_ranks, divides=sent != like.dtype)
         self.num_missing = 0
         # The parts of each gradient: first element in the memory sent, first element and end in the gradient.
@@ -107,13 +104,11 @@ class SlicedBucket:
 
     @property
     def sent(self) -> list[tuple[Kind, Sequence[Tensor]]]:
-        """The collective that sends it, and a tensor of the same size."""
         kind: Kind = "all_to_all" if dist.get_backend() == "gloo" else "reduce_scatter"
         return [(kind, [self._own.expand(self._num_ranks, -1)])]
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """The memory of the results."""
         return self._own, self.wide
 
     def open(self) -> None:
@@ -155,7 +150,6 @@ class SlicedBucket:
         """Nothing to do: gradients are sent as they are."""
 
     def send(self) -> Any:
-        """Begin the reduction, and return the pending collective."""
         flat = self._flat
         assert flat is not None
         for i, targets in self._targets.items():
@@ -197,11 +191,9 @@ class SlicedBucket:
         """Nothing to do: the next reduction uses the memory again."""
 
     def is_finite(self) -> Tensor:
-        """Return whether the sum of squares of `results` is finite, a scalar bool tensor."""
         return is_sum_finite(self.wide)
 
     def own_not_finite(self) -> list[int]:
-        """Return the variables for which this rank's own gradient was not finite."""
         return [i for i, extremes in self._extremes.items() if not bool(extremes.isfinite().all())]
 
 
@@ -239,7 +231,7 @@ def sliced_buckets(
 ) -> list[SlicedBucket]:
     """Return the buckets of these tensors. The last bucket also sends the flags."""
     pool = MemoryPool()
-    # Buckets are sent in the order in which they become full.
+    # Buckets are sent in the order of becoming full.
     buckets = sorted(slices.buckets, key=lambda bucket: min(bucket[0]), reverse=True)
     made = []
     for number, (places, pieces) in enumerate(buckets):

@@ -27,16 +27,14 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        # Not a product with zero: gradients of rows that do not count may be NaN.
+        # A product with zero would keep NaN gradients of rows that do not count.
         return _Summed.apply(grad if ctx.counts else torch.zeros_like(grad), True), None
 
 
 def summed(mine: Tensor, counts: bool) -> Tensor:
     """Return the sum of the ranks' equal-shaped tensors. All ranks call it and run its backward pass together.
 
-    Args:
-        mine: this rank's tensor.
-        counts: whether this rank's loss counts. If not, its gradient is zero.
+    If this rank's loss does not count (`counts`), its gradient is zero.
     """
     total: Tensor = _Summed.apply(mine, counts)
     return total
