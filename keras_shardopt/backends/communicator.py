@@ -182,12 +182,12 @@ class GlobalView(Communicator):
 
 
 _MIN_BUCKETS = 4
-_SMALL_BYTES = 2**20
+_MIN_BUCKET_BYTES = 2**20
 
 
 def largest_bucket(num_bytes: int, bucket_bytes: float) -> float:
     """Return the size limit of a bucket for `num_bytes`, so all but the last of several can be sent early."""
-    return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _SMALL_BYTES))
+    return min(bucket_bytes, max(num_bytes / _MIN_BUCKETS, _MIN_BUCKET_BYTES))
 
 
 def in_buckets(num_bytes: Sequence[int], order: Iterable[int], bucket_bytes: float) -> Iterator[list[int]]:

@@ -1,7 +1,7 @@
 """Finds the caller if Keras does not pass it. Only this file inspects frames of the call stack.
 
-"The caller" is the function that calls the function here; `warn_user` is an exception. Results depend on the call
-structure of Keras and the frameworks, and a test next to each use checks them.
+In these docstrings, "the caller" is the function that calls the helper. Results depend on the call structure of Keras
+and the frameworks, and a test next to each use checks them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def caller_instance(further_out: int = 0, code: types.CodeType | None = None) ->
 def running_instance(
     kind: Any, method: str | None = None, condition: Callable[[Any], bool] = lambda instance: True
 ) -> Any:
-    """Return the innermost instance of `kind` that satisfies `condition` and runs `method`, or any method."""
+    """Return the innermost instance of `kind` that runs `method` (None for any) and meets `condition`, or None."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if method is None or frame.f_code.co_name == method:

@@ -64,8 +64,8 @@ class Runtime:
 
         `update` assigns only `variables`. If it `communicates`, it may reduce over replicas. The condition is then
         equal on all replicas, and `update` reads no per-replica tensors but `grads`. With `apart`, the condition is per
-        replica, and `update` reduces nothing. A condition that is `mostly` true permits a compiled program to compute
-        the update always.
+        replica, and `update` reduces nothing. With `mostly`, the condition is usually true, so a compiled program may
+        always compute the update.
         """
         del variables, communicates, apart, mostly
         # `bool(condition)` would add a graph break in torch.compile.
@@ -99,7 +99,7 @@ class Runtime:
         full tensor.
         """
         del function, stacked, axes
-        raise NotImplementedError("Nothing is stacked on this Keras backend.")
+        raise NotImplementedError("This Keras backend does not stack per-replica tensors.")
 
     updates_are_stateless: bool = False
     """Whether steps are traced as pure functions, so inner optimizers run in `stateless_apply`."""

@@ -55,8 +55,8 @@ class SideChannel:
 
     def flags_on_host(self) -> np.ndarray:
         """Return the flags on the host, as float32."""
-        flags_on_host = [*self.present, *marks(self.trained), self.trains, not self.trains, *self.more]
-        return np.array(flags_on_host, "float32")  # not `convert_to_tensor`: Keras checks each element of a list
+        flags = [*self.present, *marks(self.trained), self.trains, not self.trains, *self.more]
+        return np.array(flags, "float32")  # not `convert_to_tensor`: Keras checks each element of a list
 
     def pack(self, dtype: str, numbers: Tensor | None = None) -> Tensor:
         """Return a flat tensor to be summed over replicas: the flags, then any other numbers."""

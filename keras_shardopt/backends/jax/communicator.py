@@ -120,7 +120,7 @@ def divided_along(axes: Sequence[int | None], name: str) -> list[Any]:
 
 
 def batch_size_of(distribution: Any) -> int:
-    """Return into how many parts the distribution divides a batch."""
+    """Return the number of parts of a batch under this distribution."""
     if distribution is None or distribution.batch_dim_name is None:
         return 1
     mesh = distribution.device_mesh

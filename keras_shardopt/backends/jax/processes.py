@@ -123,8 +123,8 @@ def _check_can_open(before: Any, timeout: datetime.timedelta | None) -> None:
     # `process_count` alone would create the devices.
     if timeout is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
         raise ValueError(
-            "`timeout` cannot be set here for several processes, because JAX has started them. "
-            f"Received: timeout={timeout.total_seconds():g} s. Give it to JAX before: "
+            "`timeout` cannot be set here for several processes, because JAX has connected them. "
+            f"Received: timeout={timeout.total_seconds():g} s. Set it in JAX: "
             "`jax.distributed.initialize(..., heartbeat_timeout_seconds=...)`."
         )
     if before is not None and not isinstance(before, keras.distribution.DataParallel):

@@ -191,25 +191,25 @@ _READ = (
 )
 
 
-def evidence_of(replicas: Communicator, told: GradientState | None = None) -> Evidence:
-    """Return the evidence for the last `gradient_state`, or against the state `told` set by the user."""
+def evidence_of(replicas: Communicator, state: GradientState | None = None) -> Evidence:
+    """Return the evidence for the last `gradient_state`, or against the `state` that the user set."""
     if not isinstance(replicas, ReplicaContext):
         return Evidence()
-    return replicas.evidence if told is None else Evidence(doubts=_objections(told))
+    return replicas.evidence if state is None else Evidence(doubts=_objections(state))
 
 
-def _objections(told: GradientState) -> Sequence[str]:
+def _objections(state: GradientState) -> Sequence[str]:
     """Return the evidence against gradients that arrive in this state."""
     seen = tf_losses.noted()
     if {tf_losses.DIVIDED, tf_losses.UNDIVIDED} <= seen:
         return [_MIXTURE]
-    if told is GradientState.LOCAL and tf_losses.BY_NUMBER in seen:
+    if state is GradientState.LOCAL and tf_losses.BY_NUMBER in seen:
         return [
             '`gradients="local"` is for losses that are not divided by the number of replicas. Received: a step that '
             "divides its loss, as Keras' losses do, so updates are too small by that factor. Omit `gradients`, unless "
             "the step multiplies the loss by that number again."
         ]
-    if told is GradientState.LOCAL_PRESCALED and tf_losses.UNDIVIDED in seen:
+    if state is GradientState.LOCAL_PRESCALED and tf_losses.UNDIVIDED in seen:
         return [
             '`gradients="prescaled"` is for losses that are divided by the number of replicas. Received: a loss '
             "function that returns a scalar. Keras does not divide it, so updates are too large by that factor. Omit "

@@ -79,17 +79,17 @@ def note_divided(loss: Any, adds_up: bool = False) -> Any:
 
 
 def undivided(loss: Any) -> Any:
-    """Return a loss that Keras divided by the number of replicas, multiplied by it."""
+    """Undo Keras' division of a loss by the number of replicas."""
     return loss * _num_replicas.fget(tf.distribute.get_strategy())
 
 
 def divided(loss: Any) -> Any:
-    """Return a loss that Keras multiplied by the number of replicas, divided by it."""
+    """Undo Keras' multiplication of a loss by the number of replicas."""
     return loss * (1 / _num_replicas.fget(tf.distribute.get_strategy()))
 
 
 def logged(loss: Any) -> Any:
-    """Return the value of a loss for a metric: sums of losses that Keras divided are multiplied back."""
+    """Return a loss for a metric: undo the division of its terms if Keras divided all of them."""
     context = tf.distribute.get_replica_context()
     if context is None or not tf.is_symbolic_tensor(loss) or loss.shape.rank != 0 or BY_HAND in noted():
         return loss

@@ -87,7 +87,7 @@ def keep_reduction_off(optimizers: Sequence[Any], scope: GradientScope) -> None:
 
 
 def num_summed() -> int:
-    """Return over how many replicas Keras' optimizers sum gradients that were not reduced before."""
+    """Return over how many replicas Keras' optimizers sum unreduced gradients."""
     return int(runtime.communicator("").num_replicas)
 
 

@@ -28,7 +28,7 @@ def _note_forward(ddp: DistributedDataParallel, inputs: Any) -> None:
 _ddps = Living(DistributedDataParallel)
 
 
-def noticing(init: Callable[..., None]) -> Callable[..., None]:
+def noting_forward(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap DDP's constructor to record forward passes. `scan` adds the existing DDPs."""
     noting = _ddps.noting(init)
 
@@ -38,12 +38,12 @@ def noticing(init: Callable[..., None]) -> Callable[..., None]:
             ddp.register_forward_pre_hook(_note_forward)
 
     @functools.wraps(init)
-    def noticing(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def noting_forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         noting(ddp, *args, **kwargs)
         ddp.register_forward_pre_hook(_note_forward)
 
-    vars(noticing)["scan"] = scan
-    return noticing
+    vars(noting_forward)["scan"] = scan
+    return noting_forward
 
 
 def _owns(ddp: DistributedDataParallel, parameter: Tensor) -> bool:

@@ -115,7 +115,7 @@ class Gathering:
         note("all_gather", [own], self._replicas.num_replicas)
         if dist.get_backend(group) == "gloo":
             # gloo's all-gather allocates an array of this size and copies twice (PyTorch 2.13). Broadcasts write in
-            # place, and together take 1 / 2.5 of its CPU time.
+            # place and need 2.5 times less CPU time.
             for rank, row in zip(self._replicas.members, rows):
                 with explaining_failures(self._under_way):
                     self._under_way.append(dist.broadcast(row, rank, group=group, async_op=True))

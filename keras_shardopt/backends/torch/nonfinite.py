@@ -25,7 +25,7 @@ def is_sum_finite(value: Tensor) -> Tensor:
 
 
 def are_surely_finite(values: Sequence[Tensor]) -> bool:
-    """Return whether all elements are known to be finite, without waiting for a device."""
+    """Return whether all elements are known to be finite, without waiting for a device. False if unknown."""
     is_readable = all(value.device.type == "cpu" and value.dtype == torch.float32 for value in values)
     if not values or not is_readable or torch.compiler.is_compiling():
         return False

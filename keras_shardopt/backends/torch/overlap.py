@@ -101,7 +101,7 @@ class Buckets:
         self._parameters: list[Tensor] = []
         self._trainable: list[bool] = []
         self._hooks: list[tuple[dict[int, Any], int]] = []
-        # The number of updates made from these gradients. Unequal ranks have skipped an update.
+        # The number of updates from these gradients. If it differs between ranks, a rank has skipped an update.
         self._num_taken = 0
         self._num_sent: int = 0
         self._forget()
@@ -138,7 +138,7 @@ class Buckets:
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied optimizer creates its own buckets
 
-    # -- early -----------------------------------------------------------------------------------------------------
+    # -- during the backward pass ------------------------------------------------------------------------------------
 
     def follow(self, loss: Any, optimizer: Optimizer, counts: bool, window: Window | None = None) -> None:
         """Send gradients during the backward pass of `loss`, if Keras' `train_step` called this `scale_loss`.
@@ -234,7 +234,7 @@ class Buckets:
 
         found = self._reduced(present, given, self._trainable)
         if found is None:  # on some rank, a gradient arrived after it was sent
-            # Repeat everything, and from now on send at the end: on this rank if it was late.
+            # Repeat everything. If this rank was late, it sends at the end from now on.
             self._overlaps = not self._was_late
             if self._can_resend:
                 found = self._reduced_at_the_end(given(), self._counts, self._trainable)
@@ -326,7 +326,7 @@ class Buckets:
         """Whether `.grad` of the weights is global. `reduce` then only returns it."""
         return self._finished is not None
 
-    # -- both -----------------------------------------------------------------------------------------------------
+    # -- both ------------------------------------------------------------------------------------------------------
 
     def _put(self, i: int, grad: Tensor | None, weight: float = 1.0) -> None:
         if not self._counts:  # given zeros, a codec sends its residuals; given None, it does not
@@ -442,7 +442,7 @@ class Buckets:
             self.found_inf = self._not_finite(found, own)
         return found
 
-    # -- what is not finite ----------------------------------------------------------------------------------------
+    # -- finite checks ---------------------------------------------------------------------------------------------
 
     def _not_finite(self, found: Gradients, own: Gradients | Callable[[], Gradients]) -> tuple[int, int, int]:
         # The sum is non-finite if an element is, or if it overflows. Ranks sum equal bits in different orders, so only

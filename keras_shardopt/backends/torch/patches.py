@@ -8,7 +8,7 @@ _DRAWS = (
 PATCHES = {
     "optimizers": {
         "torch.nn.parallel.DistributedDataParallel.__init__": (
-            "backends.torch.ddp:noticing()",
+            "backends.torch.ddp:noting_forward()",
             "detects gradients that DDP has averaged; until a parameter names its DDP",
         ),
     },

@@ -135,8 +135,7 @@ def open_group(backend: str, rank: int, size: int, timeout: datetime.timedelta |
 def statistics_group() -> Any:
     """Return the group of all ranks for layers' statistics. All ranks make the first call together.
 
-    In a separate group, the order of statistics and gradients may differ between ranks, unless a gradient waits for
-    another.
+    In this group, ranks may order statistics and gradients differently, unless a gradient waits for another.
     """
     global _statistics
     group = None if _statistics is None else _statistics()
@@ -177,7 +176,7 @@ def meet(purpose: str, seconds: float, advice: str) -> None:
     """`Processes.barrier` with the group's time limit. Ranks that fail later also report the missing rank.
 
     Raises:
-        RuntimeError: as there, or if the store is gone.
+        RuntimeError: as `Processes.barrier`, or if the store is gone.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     if _open is not None and _open.timeout is not None:
@@ -244,10 +243,10 @@ def tell(call: str, *numbers: int) -> list[list[int]]:
 
 def tell_soon(call: str, *numbers: int) -> Callable[[], list[list[int]]]:
     """Like `tell`, but return a function that waits for the other ranks and returns or raises the same."""
-    told = _announce([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
+    wait_for_all = _announce([zlib.crc32(call.encode()), *numbers, 0, 0][:3], call)
 
     def wait() -> list[list[int]]:
-        rows = told()
+        rows = wait_for_all()
         kinds = [kind for kind, *_ in rows]
         try:
             check_same_calls(kinds, call, lambda letters: _announce(letters, call)(), "rank")
@@ -284,26 +283,26 @@ def note_error(words: str) -> None:
         _write_note(_open, _ERROR, _open.num_announced, f"rank {_open.rank} has left with {words}")
 
 
-def wait_for(work: Any, told: int = 0) -> None:
+def wait_for(work: Any, announcement: int = 0) -> None:
     """Wait for a collective that other ranks may never start, although they promised to.
 
-    `told` is the number of the announcement, or 0 for a collective of a step.
+    `announcement` is its number if it is one, or 0 for a collective of a step.
 
     Raises:
         RuntimeError: if the collective fails, or an error has taken another rank out of `fit`.
         ValueError: on every rank, if ranks make different calls. The group is then closed.
     """
     away_since = None
-    while can_promise() if not told else _open is not None:
+    while can_promise() if not announcement else _open is not None:
         with contextlib.suppress(RuntimeError):
             work.wait(datetime.timedelta(seconds=POLL_SECONDS))
             return
         if work.is_completed():
             break  # or failed
         assert _open is not None
-        if told:
-            _write_note(_open, _AWAY, told)
-        found = _error_elsewhere(_open, told)
+        if announcement:
+            _write_note(_open, _AWAY, announcement)
+        found = _error_elsewhere(_open, announcement)
         if found is None:
             away_since = None
         elif away_since is None:
@@ -332,17 +331,17 @@ def _read_note(group: _Group, key: str) -> tuple[int, str]:
     return int(number), words
 
 
-def _error_elsewhere(group: _Group, told: int) -> str | None:
+def _error_elsewhere(group: _Group, announcement: int) -> str | None:
     """Return the error that took another rank out of `fit`, "" for a later announcement, or None."""
     found: list[str] = []
 
     def read_notes() -> None:
         # Only in a step of all ranks: while one group of ranks trains, another may announce a call.
-        if not told and group.num_due and _read_note(group, _AWAY)[0] > group.num_announced:
+        if not announcement and group.num_due and _read_note(group, _AWAY)[0] > group.num_announced:
             found.append("")
         number, words = _read_note(group, _ERROR)
         # Ignore errors that this rank also had, or that all ranks have recovered from.
-        if number > max(group.announced_at_error, group.num_announced - (2 if told else 1)):
+        if number > max(group.announced_at_error, group.num_announced - (2 if announcement else 1)):
             found.append(words)
 
     _use_store(group, read_notes)

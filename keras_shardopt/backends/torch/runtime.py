@@ -25,7 +25,7 @@ class TorchRuntime(Runtime):
         if self._ranks is not None and self._ranks.are_current():  # called several times in each step
             return self._ranks
         if not (dist.is_available() and dist.is_initialized()):
-            size, _ = job_of_environment() if "WORLD_SIZE" in os.environ else (1, 0)  # in each step
+            size, _ = job_of_environment() if "WORLD_SIZE" in os.environ else (1, 0)  # avoids work in each step
             if size > 1:
                 raise ValueError(
                     "Several processes were started, but no process group is open, so each would train a separate "

@@ -164,7 +164,7 @@ class SlicedBucket:
         if dist.get_backend() != "gloo":
             return communicator._reduce_scatter(self._own, flat, dist.ReduceOp.SUM, async_op=True)
         # gloo's reduce-scatter is an all-reduce, with twice the bytes (PyTorch 2.13).
-        return dist.all_to_all_single(self._pool.take("come", flat.numel(), flat), flat, async_op=True)
+        return dist.all_to_all_single(self._pool.take("received", flat.numel(), flat), flat, async_op=True)
 
     def receive(self, adds: bool = False) -> None:
         """Fill `results` and `flags` after the reduction. With `adds`, add to earlier results."""
@@ -173,7 +173,7 @@ class SlicedBucket:
         before = self.wide.clone() if adds else None
         if dist.get_backend() == "gloo":
             size = self._num_ranks * self._own.numel()
-            _sum_rows(self._pool.take("come", size, self._own).view(self._num_ranks, -1), self._own)
+            _sum_rows(self._pool.take("received", size, self._own).view(self._num_ranks, -1), self._own)
         self.flags.copy_(self._own[num_elements:])
         if self._own.dtype != self.wide.dtype:
             self.wide.copy_(self._own[:num_elements])

@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 def equal_initial_weights() -> Iterator[None]:
     """Make initial weights in this block bitwise equal for any number of threads.
 
-    Of Keras' initializers, only `Orthogonal`, the default of recurrent layers, differs: it decomposes a matrix.
+    Only one of Keras' initializers needs this: `Orthogonal`, used by recurrent layers, decomposes a matrix.
     """
     initializer = keras.initializers.Orthogonal
     real = initializer.__call__
