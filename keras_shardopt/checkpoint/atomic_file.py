@@ -1,9 +1,8 @@
-"""Files that are whole at any moment: the one before until the new one is complete, and nothing in between.
+"""Atomic files: until the new file is complete, readers find the old one.
 
-Hides how: what is written goes into a separate folder next to the file, is brought to the disk, and takes the file's
-name, mode and owner in one step. What a killed program leaves of that is found by its name and removed by the next one
-that writes. Who writes holds a lock in its folder, which the kernel releases when the program dies, whatever process
-number or host name a container shows.
+A new file is written in a separate folder next to the old one, flushed to disk, and renamed with the old file's mode
+and owner. The writer holds a lock in that folder. The kernel releases it when the program dies, in a container as well
+(process numbers and host names are not reliable there). The next writer removes folders that killed programs left.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ import sys
 import time
 
 ABANDONED_SECONDS = 3600
-"""After how long without a change a folder is taken for left behind, where its lock does not say so."""
+"""Without a lock that proves it, a folder counts as abandoned if nothing in it changed for this time, in seconds."""
 
 _LOCK = ".lock"
 
 
 def _kernel() -> str:
-    """Names the kernel that this program runs on, for which locks hold even where a file system has none of its own.
+    """Returns a name for the running kernel. Locks are valid within one kernel, even if the file system has none.
 
-    A host name will not do: containers on several machines may share it.
+    Containers on several machines may share a host name.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             name = file.read()
-    except OSError:  # on Linux a sandbox, of which there may be several; elsewhere there are no containers
+    except OSError:  # on Linux one of perhaps several sandboxes; other systems have no containers
         name = secrets.token_hex(8) if sys.platform == "linux" else socket.gethostname()
     return re.sub(r"[^A-Za-z0-9.]", "", name)
 
@@ -42,13 +41,14 @@ _PATTERN = re.compile(r"\.keras_shardopt-(?P<kernel>.+)-[0-9a-f]{8}\.unfinished"
 
 
 class Unfinished:
-    """A file that takes the place of another when it is finished, with the mode and owner of that one.
+    """A file that replaces another when it is finished, and takes its mode and owner.
 
     Args:
-        path: the file to replace; it need not be there yet, but its folder must. Of a link, what it points to.
+        path: the file to replace. It may be missing, but its folder must exist. A link stays a link: its target is
+            replaced.
 
     Raises:
-        OSError: if the folder cannot be written to, or something that is no file is there.
+        OSError: if the folder is not writable, or if `path` is not a file.
     """
 
     def __init__(self, path: str) -> None:
@@ -57,14 +57,14 @@ class Unfinished:
         if os.path.exists(self._target) and not os.path.isfile(self._target):
             is_folder = os.path.isdir(self._target)
             raise (IsADirectoryError if is_folder else OSError)(
-                f"There must be a file, or nothing. Received: {path!r}, "
+                f"The path must be that of a file. Received: {path!r}, "
                 f"which is {'a folder' if is_folder else 'a device or pipe'}."
             )
         _remove_abandoned(folder)
         self._scratch = os.path.join(folder, f".keras_shardopt-{_KERNEL}-{secrets.token_hex(4)}.unfinished")
         try:
-            # A folder, so that what others write next to the file goes with it, and the file has its own name and mode.
-            # For nobody else: the file that is replaced may be private, and gives its mode to the new one at the end.
+            # A folder also holds files that Keras writes next to this file, and leaves name and mode of the file free.
+            # It is private, because the replaced file may be: its mode is copied only at the end.
             os.mkdir(self._scratch, 0o700)
         except OSError as error:
             why = "there is no such folder" if isinstance(error, FileNotFoundError) else error.strerror
@@ -73,11 +73,11 @@ class Unfinished:
         self.path = os.path.join(self._scratch, name)
 
     def finish(self, keep_as: str | None = None) -> None:
-        """Gives what was written to `self.path` the name of the file, and what had that name the name `keep_as`."""
+        """Renames the new file to its final name, and the old file to `keep_as` if given."""
         try:
             with open(self.path, "rb+") as file:
                 _take_mode_and_owner(self.path, self._target)
-                # Before the name: else a crash of the machine may leave the name and not what is in it.
+                # Before the rename: after a crash of the machine, the new name could have incomplete content.
                 os.fsync(file.fileno())
             if keep_as is not None and os.path.exists(self._target):
                 os.replace(self._target, keep_as)
@@ -87,7 +87,7 @@ class Unfinished:
             self.discard()
 
     def discard(self) -> None:
-        """Removes what was written, unless it is finished."""
+        """Removes the new file unless it is finished."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -95,7 +95,7 @@ class Unfinished:
 
 
 def _take_mode_and_owner(path: str, target: str) -> None:
-    """Gives the file at `path` the mode of the one that it will replace, and its owner where that is permitted."""
+    """Copies the mode of the file that will be replaced, and its owner if permitted."""
     try:
         before = os.stat(target)
     except FileNotFoundError:
@@ -104,16 +104,16 @@ def _take_mode_and_owner(path: str, target: str) -> None:
     if hasattr(os, "chown"):
         with contextlib.suppress(OSError):
             os.chown(path, -1, before.st_gid)
-        with contextlib.suppress(OSError):  # of another user, which only root can give
+        with contextlib.suppress(OSError):  # only root can change the owner to another user
             os.chown(path, before.st_uid, -1)
         if os.stat(path).st_gid != before.st_gid:
-            # Another group gets no more than everybody had.
+            # The new file has another group: grant it no more than the old file granted to all users.
             mode = mode & ~0o070 | (mode & 0o007) << 3 & mode
-    with contextlib.suppress(OSError):  # no file system of Unix
-        os.chmod(path, mode)  # after the owner, whose change takes bits away
+    with contextlib.suppress(OSError):  # not a Unix file system
+        os.chmod(path, mode)  # after `chown`, because that clears bits
 
 
-# -- what is left behind ---------------------------------------------------------------------------------------------
+# -- abandoned folders -----------------------------------------------------------------------------------------------
 
 
 def _remove_abandoned(folder: str) -> None:
@@ -121,7 +121,7 @@ def _remove_abandoned(folder: str) -> None:
         for name in os.listdir(folder or "."):
             found = _PATTERN.fullmatch(name)
             path = os.path.join(folder, name)
-            with contextlib.suppress(OSError):  # another program removes it, too
+            with contextlib.suppress(OSError):  # another program may remove it at the same time
                 if found is not None and _is_abandoned(path, found["kernel"]):
                     shutil.rmtree(path, ignore_errors=True)
 
@@ -130,19 +130,18 @@ def _is_abandoned(path: str, kernel: str) -> bool:
     held = _is_held(path)
     if held is not None and (held or kernel == _KERNEL):
         return not held
-    # Written on another machine, where a network file system may keep the lock to itself, or without a lock: what is
-    # being written changes.
+    # Another machine wrote it (a network file system may not share locks), or without a lock: go by the last change.
     changed = [os.lstat(path).st_mtime, *(entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path))]
     return time.time() - max(changed) > ABANDONED_SECONDS
 
 
 def _take_lock(scratch: str) -> int | None:
-    """Holds a lock in the folder until the result is closed, or this process ends; None where there are no locks."""
+    """Takes a lock in the folder until the descriptor is closed or this process ends; None without lock support."""
     path = os.path.join(scratch, _LOCK)
     with contextlib.suppress(OSError):
         descriptor = os.open(path + ".new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if _try_lock(descriptor):
-            # It has its name only once it is held: nobody finds one that is not yet.
+            # Renamed only after it is locked, so other programs never find an unlocked one.
             os.rename(path + ".new", path)
             return descriptor
         os.close(descriptor)
@@ -150,7 +149,7 @@ def _take_lock(scratch: str) -> int | None:
 
 
 def _is_held(scratch: str) -> bool | None:
-    """Whether somebody holds the lock in the folder; None where that is not known."""
+    """Whether a program holds the lock in the folder; None if unknown."""
     try:
         descriptor = os.open(os.path.join(scratch, _LOCK), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -163,7 +162,7 @@ def _is_held(scratch: str) -> bool | None:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Takes the lock, or says that another one has it (False), or that there are no locks here (None)."""
+    """Takes the lock. Returns False if another program holds it, and None without lock support."""
     if sys.platform == "win32":
         return None
     import fcntl
@@ -178,7 +177,7 @@ def _try_lock(descriptor: int) -> bool | None:
 
 
 def _sync_folder(path: str) -> None:
-    # Or the new name may be lost although the file is not. Not every system can open a folder.
+    # Makes the rename durable. Some systems cannot open a folder.
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,11 +1,11 @@
-"""`BackupAndRestore`: resumes interrupted training, on all processes.
+"""`BackupAndRestore`: resumes interrupted training on all processes.
 
 Private names of Keras touched here (a test holds each of them):
-    `Trainer._initial_epoch` - the epoch with which a running `fit` begins.
-    `epoch_iterator` and `initial_epoch` in `Trainer.fit` - where batches come from; the epoch that the caller gives.
-    `ArrayDataAdapter._epoch` (Keras 3.16 and later) - how many epochs it has seen, by which it shuffles.
-    `keras.src.random.seed_generator.global_seed_generator` - makes the seed of layers without their own.
-    `keras.src.backend.common.global_state` - holds that as "global_seed_generator", once there is one.
+    `Trainer._initial_epoch` - the first epoch of the running `fit`.
+    `epoch_iterator` and `initial_epoch` in `Trainer.fit` - the source of batches; the caller's first epoch.
+    `ArrayDataAdapter._epoch` (Keras 3.16 and later) - the number of past epochs, part of the seed that shuffles.
+    `keras.src.random.seed_generator.global_seed_generator` - creates the seed of layers without their own.
+    `keras.src.backend.common.global_state` - holds that seed as "global_seed_generator" once it exists.
 """
 
 from __future__ import annotations
@@ -44,25 +44,35 @@ from keras_shardopt.wrapping.chain import kind_of, shared_variables
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Lets training that was killed go on where it was, bit for bit, on one process or several.
+    """Resumes interrupted training with bitwise the same result, on one process or several.
 
-    At the end of each epoch rank 0 writes what training needs to continue: the model's variables (weights, moving
-    statistics, seeds of `Dropout` layers), those of the optimizer, the number of epochs, Keras' global seed, and the
-    state of the random numbers of Python, NumPy and PyTorch on each process (on another number of processes those of
-    rank 0 go on). It writes one file, atomically: after a
-    crash at any moment there is a whole backup, the new one or the one before. When a `fit` with the same directory
-    begins, rank 0 reads it, and all processes continue with the same values from the next epoch. So a job that is
-    started again (`torchrun --max-restarts 3 train.py`) ends with the weights of one that was never interrupted.
+    At the end of each epoch, rank 0 writes one file, atomically. It holds:
 
-    `keras.callbacks.BackupAndRestore` has the same arguments and lets every process write the same files.
+    - the model's variables: weights, moving statistics, seeds of `Dropout` layers;
+    - the optimizer's variables, the number of epochs, and Keras' global seed;
+    - the random number states of Python, NumPy and PyTorch, for each process. With another number of processes, all
+      continue with those of rank 0.
 
-    Everything that is made anew in a restarted program has to come out the same: model, optimizer, data and arguments
-    of `fit`. Data that `fit` shuffles has the same order again on PyTorch and JAX (from arrays); on TensorFlow use
-    `shuffle=False` or a data set seeded by epoch. Other callbacks begin anew, as they do in Keras. What each replica
-    keeps for itself, such as moving statistics without `prepare`, becomes that of rank 0. And a window of
-    micro-batches (`CrossShard(gradient_accumulation_steps=k)`) that an epoch leaves unfinished begins anew, of which a
-    warning says: have a multiple of k steps per epoch. With `CrossShard(shard_state=True)` a backup fits any number of
-    replicas, also one.
+    The next `fit` with this directory restores them on all processes and continues with the next epoch. A restarted
+    job (`torchrun --max-restarts 3 train.py`) ends with the weights of an uninterrupted one if it uses the same model,
+    optimizer, data and arguments of `fit`. A backup of `CrossShard(shard_state=True)` fits any number of replicas.
+
+    Limits:
+
+    - On TensorFlow, use `shuffle=False` or a data set seeded by epoch. On PyTorch and JAX, `fit` shuffles
+      arrays in the same order again.
+    - Other callbacks start anew, as in Keras.
+    - Per-replica state, such as moving statistics without `prepare`, becomes that of rank 0.
+    - An unfinished accumulation window (`CrossShard(gradient_accumulation_steps=k)`) starts anew, with a warning. Use
+      a multiple of k steps per epoch.
+
+    Args:
+        backup_dir: str or path: a local directory, created if missing. Only rank 0 needs access to it. Each training
+            run needs its own.
+        save_freq: "epoch" (default), the only value: Keras can start a `fit` at a later epoch, but not at a later
+            batch.
+        double_checkpoint: bool. True also keeps the previous backup, for disks that lose written data.
+        delete_checkpoint: bool. True (default) deletes the backups when training ends.
 
     Args:
         backup_dir: str or path: a local directory, which is made if it is not there. Only rank 0 needs to see it.
@@ -74,8 +84,8 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Raises:
         TypeError: if `backup_dir` is not a path, or a flag not a bool.
-        ValueError: if `backup_dir` is empty or not local, or `save_freq` is not "epoch". When training begins, on every
-            process, if the backup is one of another model or optimizer.
+        ValueError: if `backup_dir` is empty or not local, or `save_freq` is not "epoch". When training begins, on
+            every process, if the backup is of another model or optimizer.
         OSError: from training, on every process, if a backup cannot be written or read.
 
     Example:
@@ -89,7 +99,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         >>> replicas.close()
 
     References:
-        `keras.callbacks.BackupAndRestore`, which stores neither random numbers nor Keras' global seed.
+        `keras.callbacks.BackupAndRestore` has the same arguments. There, every process writes the same files, without
+        random number states and Keras' global seed.
     """
 
     def __init__(
@@ -106,9 +117,9 @@ class BackupAndRestore(keras.callbacks.Callback):
             raise ValueError(f"`backup_dir` must be the path of a local directory. Received: backup_dir={backup_dir!r}")
         if not isinstance(save_freq, str) or save_freq != "epoch":
             raise ValueError(
-                '`save_freq` must be "epoch": Keras cannot begin in the middle of an epoch, so a backup from there '
+                '`save_freq` must be "epoch". Keras cannot start in the middle of an epoch, so a backup from there '
                 f"would train some batches twice. Received: save_freq={save_freq!r}. "
-                "Make epochs shorter: `model.fit(..., steps_per_epoch=..., epochs=...)`."
+                "Use shorter epochs: `model.fit(..., steps_per_epoch=..., epochs=...)`."
             )
         for argument, value in (("double_checkpoint", double_checkpoint), ("delete_checkpoint", delete_checkpoint)):
             check.flag(argument, value)
@@ -122,13 +133,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._previous_path = os.path.join(path, "previous.npz")
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Goes on from the backup, if there is one."""
+        """Restores the backup if one exists."""
         model = self.model
         model._initial_epoch = None
         if not model.built:
             raise ValueError(
                 f"A model must be built before `BackupAndRestore` can restore it. Received: {model!r}. "
-                "Give it a `keras.Input`, or call it on a batch of data."
+                "Add a `keras.Input`, or call the model on a batch of data."
             )
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -137,7 +148,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             try:
                 header, arrays = self._read()
             except Exception as error:
-                problem = _for_all(error)
+                problem = _sendable(error)
         header, problem = processes.gather_objects((header, problem))[0]
         if problem is not None:
             raise problem
@@ -145,7 +156,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._restore(header, arrays)
 
     def _restore(self, header: dict[str, Any], arrays: Any) -> None:
-        """Give every process the state of a backup. Only rank 0 has its `arrays`."""
+        """Gives every process the state of a backup. `arrays` is None except on rank 0."""
         model = self.model
         _build(model, header.get("built_on", []))
         self._check_fits(header)
@@ -175,41 +186,41 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not self._warned and any(window.num_taken for window in windows):
             self._warned = True
             warn(
-                f"Epoch {epoch} ended within a window of micro-batches, which no backup holds: training that is "
-                "restored from it will differ from training that was never interrupted. Make the number of steps per "
+                f"Epoch {epoch} ended inside a window of micro-batches, which a backup does not store. Training "
+                "restored from this backup will differ from uninterrupted training. Make the number of steps per "
                 "epoch a multiple of `gradient_accumulation_steps`.",
             )
         random_states = processes.gather_objects(_random_state())
         model = self.model
-        apart = {name: extension.save_state() for extension, name in _extensions(model)}
+        replica_states = {name: extension.save_state() for extension, name in _extensions(model)}
         carried = {k: [np.stack(_everyones(v)) for v in variables] for k, variables in _carried(model).items()}
         problem = None
         try:
             if is_chief():
                 with gather_despite_errors(model):
-                    self._write(epoch + 1, random_states, apart, carried)
+                    self._write(epoch + 1, random_states, replica_states, carried)
             else:
                 join_gather(model)
         except Exception as error:
-            problem = _for_all(error)
-        # All learn how it went, and nobody goes on before it is written.
+            problem = _sendable(error)
+        # No process continues before the backup is written.
         raise_together(problem)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Deletes the backups, unless they are to be kept."""
+        """Deletes the backups if `delete_checkpoint`."""
         self.model._initial_epoch = None
         if self.delete_checkpoint and is_chief():
             for path in (self._path, self._previous_path):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(path)
-            with contextlib.suppress(OSError):  # others have files there, or it was never made
+            with contextlib.suppress(OSError):  # it holds other files, or was never created
                 os.rmdir(self.backup_dir)
 
     def _write(
         self,
         epoch: int,
         random_states: list[Any],
-        apart: dict[str, list[np.ndarray]],
+        replica_states: dict[str, list[np.ndarray]],
         carried: dict[str, list[np.ndarray]],
     ) -> None:
         model = self.model
@@ -232,7 +243,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 stored = _Entries(archive, "variable")
                 for i, variable in enumerate([*variables, *seed]):
                     stored[str(i)] = keras.ops.convert_to_numpy(variable)
-                for name, arrays in [*apart.items(), *carried.items()]:
+                for name, arrays in [*replica_states.items(), *carried.items()]:
                     entries = _Entries(archive, name)
                     for i, array in enumerate(arrays):
                         entries[str(i)] = array
@@ -243,7 +254,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             unfinished.discard()
 
     def _read(self) -> tuple[Any, dict[str, list[np.ndarray]] | None]:
-        """The header and arrays of the last backup that can be read; (None, None) if there is none at all."""
+        """Returns the header and arrays of the newest readable backup; (None, None) if none exists."""
         problem: Exception | None = None
         for path in (self._path, self._previous_path):
             try:
@@ -254,7 +265,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                     return {**header, "path": path, "kinds": sorted(kinds)}, {"variable": [], **arrays}
             except FileNotFoundError:
                 continue
-            except Exception as error:  # a file that is no archive, or a damaged one, fails in many ways
+            except Exception as error:  # a damaged archive raises many kinds of errors
                 words = str(error) or type(error).__name__
                 problem = problem or OSError(f"The backup {path!r} cannot be read: {words}")
         if problem is not None:
@@ -262,28 +273,28 @@ class BackupAndRestore(keras.callbacks.Callback):
         return None, None
 
     def _check_fits(self, header: dict[str, Any]) -> None:
-        """Refuses a backup of another model or optimizer; on all processes, which have the same header."""
+        """Raises ValueError if the backup is of another model or optimizer. All processes have the same header."""
         model, path = self.model, header["path"]
         whole = {name for _, name in saved_together(model, _is_stored_whole) if not name.endswith(_WRAPPER_STATE)}
-        others = {
+        ignored = {
             "variable",
-            *(kind for kind in header["kinds"] if f"{kind}s" in header),  # what was carried
-            *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, _APART))),
+            *(kind for kind in header["kinds"] if f"{kind}s" in header),  # carried values
+            *(kind for kind in header["kinds"] if kind.endswith((_WRAPPER_STATE, _REPLICA_STATE))),
         }
-        stored = set(header["kinds"]) - others
+        stored = set(header["kinds"]) - ignored
         kinds = [kind_of(optimizer) for optimizer in optimizers_of(model)]
         shapes = [list(v.shape) for v in _variables(model)]
-        remedy = "Use another directory, or delete it to begin anew."
+        remedy = "Use another directory, or delete this one to start anew."
         if stored != whole:
-            was, now = ("whole", "in parts") if whole - stored else ("in parts", "whole")
-            received = f"a state that was {was} on each replica, where the optimizer's is {now}"
-            remedy = "Go on from a file of `keras_shardopt.save_model`, or delete the backup to begin anew."
+            was, now = ("not sharded", "sharded") if whole - stored else ("sharded", "not sharded")
+            received = f"optimizer state that is {was}, but the optimizer's is {now}"
+            remedy = "Load a file of `keras_shardopt.save_model` instead, or delete the backup to start anew."
         elif header.get("optimizers", kinds) != kinds:
-            received = f"state of {', '.join(header['optimizers'])}, where the model has {', '.join(kinds)}"
-        elif {kind for kind in header["kinds"] if kind.endswith(_APART)} != {name for _, name in _extensions(model)}:
-            received = "a state of replicas that trained together, or apart, where they now do the other"
+            received = f"state of {', '.join(header['optimizers'])}, but the model has {', '.join(kinds)}"
+        elif {k for k in header["kinds"] if k.endswith(_REPLICA_STATE)} != {name for _, name in _extensions(model)}:
+            received = "per-replica state (as of local SGD) in the backup but not in the optimizer, or the reverse"
         elif header["shapes"] != shapes:
-            received = f"variables of the shapes {header['shapes']}, where the model and its optimizer have {shapes}"
+            received = f"variables of shapes {header['shapes']}, but the model and its optimizer have {shapes}"
         else:
             return
         raise ValueError(
@@ -293,11 +304,11 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 _WRAPPER_STATE = "wrapper_state"
-_APART = "of_each_replica_"
+_REPLICA_STATE = "of_each_replica_"
 
 
 def _built_on(model: Any) -> list[list[int] | None]:
-    """For each of a model's optimizers the places of the variables that it was built on; None if it was not."""
+    """Returns, for each optimizer of a model, the indices of the variables it was built on; None if it was not."""
     places = {id(v): i for i, v in enumerate(model.variables)}
     found: list[list[int] | None] = []
     for optimizer in optimizers_of(model):
@@ -308,22 +319,22 @@ def _built_on(model: Any) -> list[list[int] | None]:
 
 
 def _build(model: Any, built_on: list[list[int] | None]) -> None:
-    """Builds optimizers that are no `model.optimizer`, which only a custom training step builds."""
+    """Builds optimizers other than `model.optimizer`; only a custom training step would build them."""
     variables = model.variables
     for optimizer, places in zip(optimizers_of(model), built_on):
         if places is not None and not optimizer.built:
             optimizer.build([variables[i] for i in places])
 
 
-def _for_all(error: Exception) -> Exception:
-    """An error in a form that reaches all processes, which wait for the answer."""
+def _sendable(error: Exception) -> Exception:
+    """Returns the error, or an OSError with its text if other processes may lack its class."""
     if isinstance(error, ValueError) or (isinstance(error, OSError) and type(error).__module__ == "builtins"):
         return error
     return OSError(": ".join(words for words in (type(error).__name__, str(error)) if words))
 
 
 def _carried(model: Any) -> dict[str, list[keras.Variable]]:
-    """What each replica carries from one reduction to the next, by name."""
+    """Returns the values that each replica carries from one reduction to the next, by name."""
     found: dict[str, list[keras.Variable]] = {}
     for part in _cross_shards(model):
         for name, variables in part.pipeline.transport.carried.items():
@@ -332,38 +343,38 @@ def _carried(model: Any) -> dict[str, list[keras.Variable]]:
 
 
 def _everyones(variable: keras.Variable) -> list[np.ndarray]:
-    """The values of a variable on all replicas. All processes call it together."""
+    """Returns the values of a variable on all replicas. All processes call it together."""
     return [value for values in processes.gather_objects(placement.replica_values(variable)) for value in values]
 
 
 def _restore_carried(variables: list[keras.Variable], shapes: list[list[int]], arrays: list[np.ndarray] | None) -> None:
-    """Gives each replica what it carried; nothing where there are as many no more, or other variables."""
-    here = [placement.replica_values(variable) for variable in variables]
-    counts = processes.gather_objects(len(here[0]) if here else 0)
-    if shapes != [[sum(counts), *rows[0].shape] for rows in here]:
+    """Restores each replica's carried values; does nothing if the variables or the number of replicas differ."""
+    own = [placement.replica_values(variable) for variable in variables]
+    counts = processes.gather_objects(len(own[0]) if own else 0)
+    if shapes != [[sum(counts), *rows[0].shape] for rows in own]:
         return
     start = sum(counts[: processes.process()[1]])
-    for i, (variable, rows) in enumerate(zip(variables, here)):
-        # One by one: they are gathered from all, although only rank 0 has any.
-        everyones = processes.gather_objects(None if arrays is None else arrays[i])[0]
-        placement.assign_replica_values(variable, list(everyones[start : start + len(rows)]))
+    for i, (variable, rows) in enumerate(zip(variables, own)):
+        # One array at a time, because `gather_objects` copies from all processes.
+        of_all = processes.gather_objects(None if arrays is None else arrays[i])[0]
+        placement.assign_replica_values(variable, list(of_all[start : start + len(rows)]))
 
 
 def _is_stored_whole(optimizer: Optimizer) -> bool:
-    """Whether a backup has the state as files have it; then it fits any number of replicas, also one."""
+    """Whether a backup stores full-sized state. Such a backup fits any number of replicas."""
     return needs_all_processes(optimizer) or any(part.shard_state for part in cross_shards(optimizer))
 
 
 def _from_chief(arrays: list[np.ndarray] | None) -> dict[str, np.ndarray]:
-    """Rank 0's arrays, as a store to load from, on every process."""
-    number = processes.gather_objects(None if arrays is None else len(arrays))[0]
-    # One by one: they are gathered from all, although only rank 0 has any.
-    mine = [None] * number if arrays is None else arrays
-    return {str(i): processes.gather_objects(array)[0] for i, array in enumerate(mine)}
+    """Returns rank 0's arrays on every process, as a store for `load_own_variables`."""
+    num_arrays = processes.gather_objects(None if arrays is None else len(arrays))[0]
+    # One array at a time, because `gather_objects` copies from all processes.
+    own = [None] * num_arrays if arrays is None else arrays
+    return {str(i): processes.gather_objects(array)[0] for i, array in enumerate(own)}
 
 
 class _Entries:
-    """A store of arrays in an archive as `numpy.savez` writes it, under names that begin alike."""
+    """Writes arrays into an archive in the format of `numpy.savez`, with a common prefix of their names."""
 
     def __init__(self, archive: zipfile.ZipFile, kind: str = "") -> None:
         self._archive = archive
@@ -379,23 +390,23 @@ def _variables(model: Any) -> list[keras.Variable]:
 
 
 def _optimizer_variables(model: Any) -> list[keras.Variable]:
-    """Those of which every process has a copy."""
+    """Returns the optimizer variables that every process has a copy of."""
     return [variable for optimizer in optimizers_of(model) for variable in _variables_of(optimizer)]
 
 
 def _variables_of(optimizer: Optimizer) -> list[keras.Variable]:
-    if _is_stored_whole(optimizer):  # what no file holds: how many steps were skipped
+    if _is_stored_whole(optimizer):  # files lack only the counts of skipped steps
         own = {id(v) for part in cross_shards(optimizer) for v in part._shared_own_variables}
         return [v for v in optimizer.variables if id(v) in own]
     extensions = [extension for part in cross_shards(optimizer) for extension in part.extension_stages]
-    private = {id(v) for extension in extensions for v in extension.private}
-    return [v for v in shared_variables(optimizer) if id(v) not in private]
+    per_replica = {id(v) for extension in extensions for v in extension.private}
+    return [v for v in shared_variables(optimizer) if id(v) not in per_replica]
 
 
 def _extensions(model: Any) -> list[tuple[Any, str]]:
-    """The extensions with state of each replica, and the name of this state in backups."""
+    """Returns the extensions with per-replica state, each with the name of this state in backups."""
     found = [extension for part in _cross_shards(model) for extension in part.extension_stages if extension.keeps_state]
-    return [(extension, f"{'abcdefgh'[i]}_{_APART}") for i, extension in enumerate(found)]
+    return [(extension, f"{'abcdefgh'[i]}_{_REPLICA_STATE}") for i, extension in enumerate(found)]
 
 
 def _cross_shards(model: Any) -> list[Any]:
@@ -403,14 +414,14 @@ def _cross_shards(model: Any) -> list[Any]:
 
 
 def _skip_epochs(epoch: int) -> None:
-    """Lets the running `fit` shuffle arrays as if it had seen all epochs before this one."""
+    """Advances the epoch counter that the running `fit` shuffles arrays with."""
     adapter: Any = getattr(running_local("fit", "epoch_iterator"), "data_adapter", None)
     if hasattr(adapter, "_epoch"):
         adapter._epoch += epoch - (running_local("fit", "initial_epoch") or 0)
 
 
 def _global_seed(make: bool) -> list[keras.Variable]:
-    """Keras' global seed in a list, which is empty if there is none."""
+    """Returns Keras' global seed in a list, or an empty list if it does not exist."""
     found = (
         seed_generator.global_seed_generator() if make else global_state.get_global_attribute("global_seed_generator")
     )
@@ -418,16 +429,16 @@ def _global_seed(make: bool) -> list[keras.Variable]:
 
 
 def _storable(array: np.ndarray) -> np.ndarray:
-    # NumPy's files know no bfloat16 and float8; float32 holds them to the last bit.
+    # NumPy's format has no bfloat16 or float8; float32 represents them exactly.
     return array if array.dtype.kind in "biufc" else array.astype("float32")
 
 
-# Where the framework has global random numbers of its own.
+# PyTorch has its own global random numbers.
 _generators = for_backend({"torch": "keras_shardopt.backends.torch.random_numbers"})
 
 
 def _random_state() -> dict[str, Any]:
-    """The state of this process's global random numbers, as JSON has it."""
+    """Returns the state of this process's global random numbers, JSON-serializable."""
     kind, keys, *others = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -437,7 +448,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def _set_random_state(state: dict[str, Any], is_own: bool) -> None:
-    """Takes back what `_random_state` returned; where there were as many processes, on this one."""
+    """Restores the result of `_random_state` of this process (`is_own`) or of rank 0."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))

@@ -1,13 +1,13 @@
-"""Saving as a call of all processes: rank 0 writes, and every file is whole at any moment.
+"""Collective saving: every process takes part, rank 0 writes, and each file appears atomically.
 
-Hides who has to be there: a state of which each replica holds a part needs all of them, whatever becomes of the file,
-so if rank 0 fails it keeps taking part, and reports its error when all are through.
+All processes gather divided optimizer state in the same order, also after an error on rank 0. That error is raised
+on every process at the end.
 
 Private names of Keras touched here (a test holds each of them):
-    `ModelCheckpoint._save_model` - writes a checkpoint; called with what `_get_file_path` and `_should_save_model` get.
-    `ModelCheckpoint._get_file_path`, `_should_save_model` - where to, and whether.
-    `keras.src.saving.saving_lib._save_state` - goes through all that is saved, in order; without a store it only goes.
-    `keras.src.saving.saving_lib.H5IOStore` - a kind of store.
+    `ModelCheckpoint._save_model` - writes a checkpoint; takes the arguments of the next two.
+    `ModelCheckpoint._get_file_path`, `_should_save_model` - the path, and whether to save.
+    `keras.src.saving.saving_lib._save_state` - visits all saved objects in order; saves nothing without a store.
+    `keras.src.saving.saving_lib.H5IOStore` - the class of stores that it accepts.
 """
 
 from __future__ import annotations
@@ -37,33 +37,32 @@ _WEIGHTS_SUFFIXES = (".weights.h5",)
 
 
 def save_model(model: Any, filepath: str | os.PathLike[str], overwrite: bool = True) -> None:
-    """`model.save(filepath)` for several processes, with a file that is whole at any moment.
+    """Saves a model atomically from several processes.
 
-    Every process calls it, at the same point of the program. Sharded state is gathered, and rank 0 writes. All return
-    when the file is there; if writing fails, all raise rank 0's error. The file appears in one step: it is written
-    next to `filepath`, flushed to disk (`fsync`) and renamed, so a program that is killed at any moment leaves the old
-    file or the new one, each whole. Remains of a killed program (a folder `.keras_shardopt-*.unfinished`) are removed
-    by the next save into the same folder.
+    Every process calls it, at the same point of the program. Sharded state is gathered, rank 0 writes, and all
+    processes return when the file exists. They wait during the write, so `data_parallel(timeout=...)` must be longer.
 
-    With one process it is `model.save` with a file that is whole at any moment. `keras.saving.load_model` reads the
-    file, with any number of replicas and on any backend.
+    The file is written next to `filepath`, flushed to disk (`fsync`), and renamed. A killed program leaves the
+    complete old file or the complete new one. It may also leave a folder `.keras_shardopt-*.unfinished`: the next
+    save into the same folder removes it. `keras.saving.load_model` reads the file with any number of replicas and on
+    any backend.
 
-    The other processes wait while rank 0 writes, so `data_parallel(timeout=...)` must be longer than that takes. After
-    `close()` of the scope they return at once.
+    With one process it is an atomic `model.save`. After `close()` of the scope, processes other than rank 0 return at
+    once.
 
     Args:
         model: a `keras.Model`.
-        filepath: str or path, ending in ".keras", or in ".h5" for Keras' older format. Only rank 0's
-            counts, and only rank 0 needs to see the file system. Its folder must exist.
-        overwrite: bool. False makes a file that is there already an error; Keras would ask at the terminal.
+        filepath: str or path, ending in ".keras", or in ".h5" for Keras' older format. Its folder must exist. Only
+            rank 0 uses it, so only rank 0 needs access to the file system.
+        overwrite: bool. With False, an existing file is an error; Keras would ask at the terminal.
 
     Raises:
         TypeError: if `model` is not a `keras.Model`, `filepath` not a path, or `overwrite` not a bool.
-        ValueError: if `filepath` is not local or has another ending; if Keras cannot store the model.
-        FileExistsError: if the file is there already and `overwrite` is False.
-        OSError: if the file cannot be written. The one before is still there.
+        ValueError: if `filepath` is not local or has another ending, or if Keras cannot store the model.
+        FileExistsError: if the file exists and `overwrite` is False.
+        OSError: if the file cannot be written. The old file is unchanged.
 
-    All of them are raised on every process.
+    Each error is raised on every process.
 
     Example:
         >>> import keras, os, tempfile, keras_shardopt as ks
@@ -77,29 +76,29 @@ def save_model(model: Any, filepath: str | os.PathLike[str], overwrite: bool = T
         CrossShard(Adam, reduction='mean')
 
     References:
-        `keras.saving.save_model`. It also writes folders (`zipped=False`) and to other machines, which cannot be
-        replaced in one step.
+        `keras.saving.save_model`. It also writes folders (`zipped=False`) and remote files; these cannot be replaced
+        atomically.
     """
     _save(model, filepath, overwrite, _MODEL_SUFFIXES, "save")
 
 
 def save_weights(model: Any, filepath: str | os.PathLike[str], overwrite: bool = True) -> None:
-    """`model.save_weights(filepath)` for several processes, with a file that is whole at any moment.
+    """Saves weights and optimizer state atomically from several processes, without the architecture.
 
-    Weights and optimizer state, without the architecture. Otherwise see `save_model`.
+    See `save_model`; `model.load_weights` reads the file.
 
     Args:
         model: a `keras.Model` that is built.
-        filepath: str or path, ending in ".weights.h5". Only rank 0's counts.
-        overwrite: bool. False makes a file that is there already an error.
+        filepath: str or path, ending in ".weights.h5". Only rank 0 uses it.
+        overwrite: bool. With False, an existing file is an error.
 
     Raises:
         TypeError: if `model` is not a `keras.Model`, `filepath` not a path, or `overwrite` not a bool.
         ValueError: if `filepath` is not local or has another ending, or the model is not built.
-        FileExistsError: if the file is there already and `overwrite` is False.
-        OSError: if the file cannot be written. The one before is still there.
+        FileExistsError: if the file exists and `overwrite` is False.
+        OSError: if the file cannot be written. The old file is unchanged.
 
-    All of them are raised on every process.
+    Each error is raised on every process.
 
     Example:
         >>> import keras, os, tempfile, keras_shardopt as ks
@@ -109,36 +108,35 @@ def save_weights(model: Any, filepath: str | os.PathLike[str], overwrite: bool =
         >>> model.load_weights(path)
 
     References:
-        `keras.Model.save_weights`. Its `max_shard_size` makes several files, which cannot be replaced in one step.
+        `keras.Model.save_weights`. Its `max_shard_size` creates several files; these cannot be replaced atomically.
     """
     _save(model, filepath, overwrite, _WEIGHTS_SUFFIXES, "save_weights")
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """`keras.callbacks.ModelCheckpoint` for several processes, with files that are whole at any moment.
+    """`keras.callbacks.ModelCheckpoint` for several processes, with files that appear atomically.
 
-    Saves with `save_model` or `save_weights`: all processes take part, rank 0 writes, and all continue when the file
-    is there. Rank 0 decides by its logs, for all of them, whether to save and under which name; those of
-    a prepared model are of all processes. The folder is made if it is not there.
+    Saves with `save_model` or `save_weights`. Rank 0 decides for all processes whether to save, and under which name,
+    from its logs (those of a prepared model cover all processes). The folder is created if it is missing.
 
     Every process needs this callback, with the same `save_freq`.
 
     Args:
-        filepath: str or path, in which `{epoch}`, `{batch}` and the names of logs are filled in, such as
+        filepath: str or path. `{epoch}`, `{batch}` and names of logs are filled in, as in
             "{epoch:02d}-{val_loss:.2f}.keras". Ends in ".keras" or ".h5", or in ".weights.h5" if `save_weights_only`.
-        monitor: str. The name of the value to watch.
-        verbose: 0 or 1. 1 lets rank 0 print what it does.
-        save_best_only: bool. Only save when the value that is watched is better than ever before.
-        save_weights_only: bool. Use `save_weights`, or else `save_model`.
-        mode: "auto", "min" or "max". What is better; "auto" goes by the name.
-        save_freq: "epoch", or int >= 1: after how many batches.
-        initial_value_threshold: float or None. What the value must be better than at first.
+        monitor: str. The name of the monitored log.
+        verbose: 0 or 1. With 1, rank 0 prints each saved file.
+        save_best_only: bool. Saves only if the monitored value improved.
+        save_weights_only: bool. Selects `save_weights` instead of `save_model`.
+        mode: "auto", "min" or "max": the direction of improvement. "auto" derives it from the name.
+        save_freq: "epoch", or int >= 1: the number of batches between saves.
+        initial_value_threshold: float or None. The value that the first save must improve on.
 
     Raises:
-        TypeError: if `filepath` is not a path, `monitor` not a str, or another argument not what it should be.
+        TypeError: if an argument has a wrong type.
         ValueError: if `filepath` is not local or has another ending, or an argument is out of range.
         OSError: from training, on every process, if a file cannot be written.
-        KeyError: from training, on every process, if `filepath` names a log that is not there.
+        KeyError: from training, on every process, if `filepath` names a log that does not exist.
 
     Example:
         >>> import keras, numpy as np, os, tempfile, keras_shardopt as ks
@@ -152,7 +150,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         ['01.keras', '02.keras']
 
     References:
-        `keras.callbacks.ModelCheckpoint`, which lets every process write the same file, each by its own logs.
+        `keras.callbacks.ModelCheckpoint`. There, every process writes the same file and decides by its own logs.
     """
 
     best: Any
@@ -180,37 +178,37 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
             raise ValueError(f'`save_freq` must be "epoch" or a number of batches. Received: save_freq={save_freq!r}')
         if initial_value_threshold is not None:
             initial_value_threshold = check.real("initial_value_threshold", initial_value_threshold, finite=False)
-        # A bool is a fair way to say this one.
+        # Keras accepts a bool for this argument.
         verbose = int(verbose) if isinstance(verbose, bool) else check.integer("verbose", verbose, at_least=0)
         super().__init__(
             path, monitor, verbose, save_best_only, save_weights_only, mode, save_freq, initial_value_threshold
         )
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
-        # Read once, on every process alike: on JAX this takes the state out of the training step.
+        # Read `self.model` once on every process: on JAX this takes the state out of the training step.
         model = self.model
-        with _among(model):
-            # Nothing from nobody: a process of a job whose processes do not reach each other (any more).
-            path, self.best = from_chief(lambda: self._decided(epoch, batch, logs or {})) or (None, self.best)
+        with _communicating(model):
+            # The result is None on other processes of a job after communication has ended.
+            path, self.best = from_chief(lambda: self._decide(epoch, batch, logs or {})) or (None, self.best)
         if path is None:
             return
         (save_weights if self.save_weights_only else save_model)(model, path)
         if self.verbose > 0 and is_chief():
             print(f"\nEpoch {epoch + 1}: finished saving model to {path}")
 
-    def _decided(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> tuple[str | None, Any]:
-        """The file to write (None for nothing), and the best value so far."""
+    def _decide(self, epoch: int, batch: int | None, logs: dict[str, Any]) -> tuple[str | None, Any]:
+        """Returns the file to write (None to skip saving), and the best value so far."""
         path = self._get_file_path(epoch, batch, logs)
         wanted = self._should_save_model(epoch, batch, logs, path)
         if wanted:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        # A plain number: tensors of logs would not travel.
+        # A Python float, because the result is sent to other processes.
         best = self.best if self.best is None else float(keras.ops.convert_to_numpy(self.best))
         return path if wanted else None, best
 
 
 def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], method: str) -> None:
-    """A barrier before anything is gathered, and one when the file is there; in between all gather alike."""
+    """Saves between two barriers: one before gathering, one after the file exists."""
     file: Unfinished | None = None
     problem: Exception | None = None
     try:
@@ -218,73 +216,69 @@ def _save(model: Any, filepath: Any, overwrite: Any, suffixes: tuple[str, ...], 
         check.flag("overwrite", overwrite)
         if is_chief():
             path = _local_path(filepath, suffixes)
-            in_parts = needs_all(model) or _is_read_together(model)
-            if in_parts and method == "save" and not path.endswith(".keras"):
+            is_divided = needs_all(model) or _reading_is_collective(model)
+            if is_divided and method == "save" and not path.endswith(".keras"):
                 raise ValueError(
-                    "`filepath` must end in '.keras' where replicas hold parts of what is saved, of which Keras' older "
-                    f"format knows nothing. Received: filepath={filepath!r}"
+                    "`filepath` must end in '.keras' if replicas hold parts of the saved state. Keras' older format "
+                    f"does not support it. Received: filepath={filepath!r}"
                 )
             if not overwrite and os.path.exists(path):
-                raise FileExistsError(
-                    f"`filepath` must not be there yet with `overwrite=False`. Received: filepath={filepath!r}"
-                )
+                raise FileExistsError(f"`filepath` already exists, and `overwrite=False`. Received: {filepath!r}")
             file = Unfinished(path)
     except Exception as error:
         problem = error
     try:
-        with _among(model):
+        with _communicating(model):
             raise_together(problem)
-            _before_look(model)
+            _before_reading(model)
         try:
-            _take_part(model, method, None if file is None else file.path)
+            _write_or_join(model, method, None if file is None else file.path)
             if file is not None:
                 file.finish()
         except Exception as error:
             problem = error
-        with _among(model):
+        with _communicating(model):
             raise_together(problem)
     finally:
         if file is not None:
             file.discard()
 
 
-def _before_look(model: Any) -> None:
-    """Tell the optimizers that somebody reads weights. All processes call it together."""
+def _before_reading(model: Any) -> None:
+    """Prepares weights for reading. All processes call it together."""
     for optimizer in optimizers_of(model):
         for part in [optimizer, *descendants(optimizer)]:
             if isinstance(part, OptimizerWrapper) and hasattr(part, "pipeline"):
                 part.pipeline.before_look()
 
 
-# Where a variable can be one whose value all processes find together.
-_together = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
+# TensorFlow: a variable may be one that all processes must read together.
+_collective_reads = for_backend({"tensorflow": "keras_shardopt.backends.tensorflow.placement"})
 
 
-def _is_read_together(model: Any) -> bool:
-    return _together is not None and bool(_together.reading_is_collective(model.variables))
+def _reading_is_collective(model: Any) -> bool:
+    return _collective_reads is not None and bool(_collective_reads.reading_is_collective(model.variables))
 
 
-def _take_part(model: Any, method: str, path: str | None) -> None:
-    """What each process has to do for a file at `path`, which is rank 0's; None on the others."""
-    if _is_read_together(model):
-        # All read in the order in which Keras saves, and into a file of their own: nothing that happens to rank 0's
-        # can come in between.
+def _write_or_join(model: Any, method: str, path: str | None) -> None:
+    """Writes the file at `path`, or joins the gathering if `path` is None (all processes but rank 0)."""
+    if _reading_is_collective(model):
+        # Each process saves into a temporary file, so all read in Keras' order even if rank 0 cannot write `path`.
         with tempfile.TemporaryDirectory() as folder:
             own = os.path.join(folder, "model.weights.h5" if method == "save_weights" else "model.keras")
             with gather_despite_errors(model):
-                _write_alone(model, method, own)
+                _write_with_keras(model, method, own)
             if path is not None:
                 _copy(own, path)
     elif path is not None:
         with gather_despite_errors(model):
-            _write_alone(model, method, path)
+            _write_with_keras(model, method, path)
     else:
         join_gather(model)
 
 
-def _write_alone(model: Any, method: str, path: str) -> None:
-    """Lets Keras write a file while other processes do something else."""
-    save = getattr(model.__class__, method)  # not what a prepared model has in its place
+def _write_with_keras(model: Any, method: str, path: str) -> None:
+    save = getattr(model.__class__, method)  # not the method of a prepared model
     if processes.process()[0] == 1:
         save(model, path)
     else:
@@ -292,9 +286,10 @@ def _write_alone(model: Any, method: str, path: str) -> None:
 
 
 def write_apart(model: Any, save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
-    """Keras' `save` or `save_weights` on one of several processes that perhaps all write this file, or perhaps not.
+    """Calls Keras' `save` or `save_weights` on a prepared model, on any number of the processes.
 
-    Each writes a file of its own, which takes its name in one step. What cannot be replaced so is left to Keras.
+    Each calling process writes a temporary file and renames it. Folders, remote paths and further arguments go
+    directly to Keras.
     """
     path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else None
     is_file = isinstance(path, str) and "://" not in path and path.endswith((*_MODEL_SUFFIXES, *_WEIGHTS_SUFFIXES))
@@ -303,7 +298,7 @@ def write_apart(model: Any, save: Callable[..., None], filepath: Any, *args: Any
         return
     file = Unfinished(str(path))
     try:
-        # Outside, as Keras makes an optimizer to see what it has: on JAX all processes would have to.
+        # Outside the strategy: saving creates an optimizer, and on JAX all processes would have to create it together.
         with gather_despite_errors(model):
             placement.outside_strategy(lambda: save(file.path))
         file.finish()
@@ -312,9 +307,9 @@ def write_apart(model: Any, save: Callable[..., None], filepath: Any, *args: Any
 
 
 def join_gather(model: Any) -> None:
-    """What a process that writes nothing does while another one writes `gather_despite_errors`."""
+    """Takes part in the gathering of `gather_despite_errors` on a process that writes no file."""
     if needs_all(model):
-        with _among(model):
+        with _communicating(model):
             for part, _ in saved_together(model):
                 part.save_own_variables(NullStore())
 
@@ -326,24 +321,24 @@ def _copy(source: str, target: str) -> None:
 
 
 def needs_all(model: Any) -> bool:
-    """Whether every process must be there when the state of one of the model's optimizers is saved."""
+    """Whether saving needs every process for one of the model's optimizers."""
     return any(needs_all_processes(optimizer) for optimizer in optimizers_of(model))
 
 
 def needs_all_processes(optimizer: Optimizer) -> bool:
-    """Whether every process must be there when this optimizer's state is saved."""
+    """Whether saving this optimizer's state needs every process."""
     chain = [optimizer, *descendants(optimizer)]
     return any(o._saving_needs_all_replicas for o in chain if isinstance(o, OptimizerWrapper))
 
 
 def saved_together(model: Any, which: Callable[[Any], bool] = needs_all_processes) -> list[tuple[Any, str]]:
-    """What writes and reads the state of the optimizers of a model that are chosen, in Keras' order, and names.
+    """Returns the objects that save the state of the optimizers selected by `which`, with their names, in Keras' order.
 
-    Each of the state of which replicas hold a part needs all processes, so all must go through them in this order.
+    Divided state is gathered from all processes, so all must save these objects in this order.
     """
     chosen = [(i, optimizer) for i, optimizer in enumerate(optimizers_of(model)) if which(optimizer)]
     if len(chosen) > 1:
-        order = _Order()
+        order = _VisitOrder()
         saving_lib._save_state(model, NoStore(), None, "", order)
         chosen.sort(key=lambda each: order.place_of(each[1]))
     found = []
@@ -355,7 +350,7 @@ def saved_together(model: Any, which: Callable[[Any], bool] = needs_all_processe
 
 
 class NoStore(saving_lib.H5IOStore):
-    """Lets the saver go through a model and save nothing. Keras asks for a store of its own kind."""
+    """An empty store: Keras' saver visits a model and saves nothing. The saver requires this base class."""
 
     def __init__(self) -> None:
         pass
@@ -364,8 +359,8 @@ class NoStore(saving_lib.H5IOStore):
         return False
 
 
-class _Order:
-    """Takes the place of the set of what the saver has been to, and remembers the order."""
+class _VisitOrder:
+    """Replaces the saver's set of visited objects, and records the order of the visits."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
@@ -381,14 +376,14 @@ class _Order:
 
 
 class NullStore:
-    """A store for a process that takes part in saving and writes nothing."""
+    """Discards values, for a process that takes part in saving and writes no file."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         pass
 
 
-class _Steady:
-    """A store that fails when everything has been given to it, and not before."""
+class _DelayedErrors:
+    """A store that keeps its first error and ignores values after it, so saving runs to the end."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -407,7 +402,7 @@ class _Steady:
 
 @contextlib.contextmanager
 def gather_despite_errors(model: Any) -> Iterator[None]:
-    """A block in which state in parts is gathered once, and to the end, whatever happens to the file."""
+    """Gathers divided state exactly once inside the block, and to the end, whether or not the file can be written."""
     parts = [part for part, _ in saved_together(model)]
     if not parts:
         yield
@@ -416,17 +411,17 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
 
     def gather(part: Any, store: Any) -> None:
         real = waiting.pop(id(part))
-        steady = _Steady(store)
+        delayed = _DelayedErrors(store)
         try:
-            with _among(model):
-                real(steady)
+            with _communicating(model):
+                real(delayed)
         except Exception:
-            waiting.clear()  # the others have failed here, too
+            waiting.clear()  # other processes have failed here as well
             raise
-        if steady.problem is not None:
-            raise steady.problem
+        if delayed.problem is not None:
+            raise delayed.problem
 
-    # On the instances, past Keras' attribute tracking, for the time of the block.
+    # Set on the instances for this block, past Keras' attribute tracking.
     for part in parts:
         object.__setattr__(part, "save_own_variables", functools.partial(gather, part))
     try:
@@ -436,29 +431,29 @@ def gather_despite_errors(model: Any) -> Iterator[None]:
             object.__delattr__(part, "save_own_variables")
         for part in parts:
             if id(part) in waiting:
-                gather(part, NullStore())  # the others have begun already
+                gather(part, NullStore())  # other processes have begun to gather
 
 
-# -- what processes exchange -----------------------------------------------------------------------------------------
+# -- errors and values across processes ------------------------------------------------------------------------------
 
 
 def raise_together(problem: Exception | None) -> None:
-    """Raises on every process if there is a problem on one. All call it together.
+    """Raises on every process if one has a problem. All processes call it together.
 
-    A process with a problem raises it; the others raise the first process's, with the same words.
+    A process with a problem raises it. Other processes raise the problem of the lowest such rank.
     """
-    mine = None if problem is None else (type(problem).__name__, _words(problem))
-    everyones = processes.gather_objects(mine)
+    own = None if problem is None else (type(problem).__name__, _words(problem))
+    gathered = processes.gather_objects(own)
     if problem is not None:
         raise problem
-    found = next((theirs for theirs in everyones if theirs is not None), None)
-    if found is not None:
-        raise _error(*found)
+    first = next((each for each in gathered if each is not None), None)
+    if first is not None:
+        raise _error(*first)
 
 
 @contextlib.contextmanager
 def raising_together() -> Iterator[None]:
-    """Raises on every process what one raises in this block."""
+    """Raises an error of this block on every process."""
     problem = None
     try:
         yield
@@ -468,15 +463,15 @@ def raising_together() -> Iterator[None]:
 
 
 def from_chief(function: Callable[[], Any]) -> Any:
-    """What `function()` returns on rank 0, or the error that it raises there, on every process."""
+    """Calls `function` on rank 0; returns its result, or raises its error, on every process."""
     result, problem = None, None
     if is_chief():
         try:
             result = function()
         except Exception as error:
             problem = error
-    mine = None if problem is None else (type(problem).__name__, _words(problem))
-    result, found = processes.gather_objects((result, mine))[0]
+    own = None if problem is None else (type(problem).__name__, _words(problem))
+    result, found = processes.gather_objects((result, own))[0]
     if problem is not None:
         raise problem
     if found is not None:
@@ -493,17 +488,17 @@ def _error(kind: str, words: str) -> Exception:
     other = RuntimeError(f"{kind}: {words}" if words else kind)
     try:
         return known(words) if issubclass(known, Exception) else other  # type: ignore
-    except TypeError:  # no name of a class, or one that wants more than words
+    except TypeError:  # not the name of a class, or a class that requires further arguments
         return other
 
 
 def is_chief() -> bool:
-    """Whether this process is the one that writes."""
+    """Whether this process is rank 0, which writes files."""
     return processes.process()[1] == 0
 
 
-def _among(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """A scope in which processes can reach each other, also outside the one in which the model was made."""
+def _communicating(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """A scope in which processes can communicate, also outside the scope that created the model."""
     variables = model.variables if isinstance(model, keras.Model) else []
     return placement.colocate_with(variables[0]) if variables else contextlib.nullcontext()
 

@@ -232,8 +232,8 @@ def test_errors_keep_their_class_and_say_it_once():
     from keras_shardopt.checkpoint import backup
 
     for error in (OSError("full"), OSError(), PermissionError("no"), ValueError()):
-        assert backup._for_all(error) is error
-    assert [str(backup._for_all(error)) for error in (EOFError(), KeyError("x"))] == ["EOFError", "KeyError: 'x'"]
+        assert backup._sendable(error) is error
+    assert [str(backup._sendable(error)) for error in (EOFError(), KeyError("x"))] == ["EOFError", "KeyError: 'x'"]
 
 
 def test_an_unbuilt_model_is_refused(tmp_path):
